@@ -1,0 +1,246 @@
+"""A written corpus says what was put in, to any reader, byte for byte again, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
+from txl_dist.data.corpus import Corpus, open_corpus, verify_corpus
+from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.shards import RECORD, SplitWriter, token_dtype
+from txl_dist.data.sources import in_valid_split
+from txl_dist.errors import DataError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return tiny_corpus(tmp_path)
+
+
+def documents_of(corpus: Corpus, split: str) -> list[list[int]]:
+    return [document.tolist() for document in corpus.split(split).each_document()]
+
+
+def test_each_split_holds_its_documents_in_input_order_with_end_of_text(corpus: Corpus) -> None:
+    tokenizer = corpus.load_tokenizer()
+    texts = random_texts(count=60)
+    for split in ("train", "valid"):
+        own = [
+            text for i, text in enumerate(texts) if in_valid_split(f"doc{i}", valid_fraction=0.2) == (split == "valid")
+        ]
+        assert documents_of(corpus, split) == [[*tokenizer.encode(text), tokenizer.end_of_text] for text in own]
+        opened = corpus.split(split)
+        assert opened.documents == len(own)
+        assert opened.text_bytes == sum(len(text.encode()) for text in own)
+        assert opened.tokens == opened.text_bytes + len(own) == opened.shard_tokens.sum() == len(opened.read_all())
+    assert len(corpus.split("train").shards) > 3
+
+
+def test_a_plain_webdataset_reads_every_shard_and_the_same_documents(tmp_path: Path) -> None:
+    import webdataset
+
+    texts = [*random_texts(count=30), "long " * 3000, *random_texts(count=30, seed=1)]
+    corpus = tiny_corpus(tmp_path, texts=texts, shard_len=4000)
+    for split in corpus.split_names:
+        found, keys = [], []
+        for shard in corpus.split(split).shards:
+            for sample in webdataset.WebDataset(str(corpus.path / shard.name), shardshuffle=False).decode():
+                keys.append(sample["__key__"])
+                starts = sample.get("docs.npy", np.zeros(1, dtype=np.uint32))
+                assert sample["npy"].dtype == np.uint16
+                assert starts.dtype == np.uint32
+                found += [part.tolist() for part in np.split(sample["npy"], starts[1:].astype(int))]
+        assert found == documents_of(corpus, split)
+        assert keys == [f"{i:09d}" for i in range(len(keys))]
+
+
+def test_large_vocabularies_are_written_as_uint32(tmp_path: Path) -> None:
+    assert token_dtype(65_536) == np.uint16
+    writer = SplitWriter(tmp_path, "train", dtype=token_dtype(65_537))
+    documents = [np.arange(70_000), np.array([65_536, 1])]
+    for document in documents:
+        writer.add(document, text_bytes=1, text_characters=1)
+    info = writer.close()
+    records = np.fromfile(tmp_path / "train-000000.tar.idx", dtype=RECORD)
+    raw = (tmp_path / "train-000000.tar").read_bytes()
+    assert info.tokens == 70_002
+    for record, document in zip(records, documents, strict=True):
+        assert np.array_equal(np.frombuffer(raw, "<u4", count=record["tokens"], offset=record["offset"]), document)
+
+
+def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
+    first, second = tiny_corpus(tmp_path, name="a", kind="bpe"), tiny_corpus(tmp_path, name="b", kind="bpe")
+    names = sorted(path.name for path in first.path.iterdir())
+    assert names == sorted(path.name for path in second.path.iterdir())
+    assert all((first.path / name).read_bytes() == (second.path / name).read_bytes() for name in names)
+    assert first.fingerprint == second.fingerprint
+
+
+def test_tar_headers_carry_no_time_and_no_pax(corpus: Corpus) -> None:
+    for path in corpus.path.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            assert all(member.mtime == 0 and not member.pax_headers for member in tar)
+
+
+def test_an_intact_corpus_verifies(corpus: Corpus) -> None:
+    assert verify_corpus(corpus.path) == []
+
+
+def cut_at_member_border(folder: Path) -> None:
+    path = folder / "train-000001.tar"
+    with tarfile.open(path) as tar:
+        border = tar.getmembers()[-1].offset
+    path.write_bytes(path.read_bytes()[:border])
+
+
+def flip(name: str, *, at: int | None = None) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        records = np.fromfile(folder / "train-000001.tar.idx", dtype=RECORD)
+        data[int(records["offset"][0]) + 2 if at is None else at] ^= 1
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+DAMAGE = {
+    "cut at a member border": (cut_at_member_border, r"train-000001\.tar has .* bytes"),
+    "flipped payload bit": (flip("train-000001.tar"), r"train-000001\.tar, document 0: damaged"),
+    "flipped record bit": (flip("train-000001.tar.idx", at=9), r"train-000001\.tar\.idx is damaged"),
+    "missing tar": (lambda folder: (folder / "train-000001.tar").unlink(), r"cannot read .*train-000001\.tar:"),
+    "missing records": (lambda folder: (folder / "train-000001.tar.idx").unlink(), r"train-000001\.tar\.idx"),
+    "swapped shard": (
+        lambda folder: shutil.copy(folder / "train-000000.tar", folder / "train-000001.tar"),
+        r"train-000001\.tar",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_by_reading_and_named_with_a_remedy(corpus: Corpus, name: str) -> None:
+    damage, message = DAMAGE[name]
+    damage(corpus.path)
+    with pytest.raises(DataError, match=message) as raised:
+        open_corpus(corpus.path).split("train").read_all()
+    assert "txl prepare" in str(raised.value)
+    assert str(raised.value) in verify_corpus(corpus.path)
+
+
+def test_a_flipped_header_bit_is_found_by_verify(corpus: Corpus) -> None:
+    flip("train-000001.tar", at=3)(corpus.path)
+    (problem,) = verify_corpus(corpus.path)
+    assert "train-000001.tar" in problem
+    assert "sha256" in problem
+
+
+def test_an_edited_index_is_refused(corpus: Corpus) -> None:
+    path = corpus.path / "index.json"
+    index = json.loads(path.read_text())
+    index["end_of_text"] += 1
+    path.write_text(json.dumps(index))
+    with pytest.raises(DataError, match="edited"):
+        open_corpus(corpus.path)
+    for content in ("{", "{}", json.dumps(index | {"format_version": 2})):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"index\.json"):
+            open_corpus(corpus.path)
+    path.unlink()
+    assert "no corpus" in verify_corpus(corpus.path)[0]
+
+
+def test_another_tokenizer_in_the_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    tiny_corpus(tmp_path, name="other", texts=["b" * 50] * 20).load_tokenizer().save(corpus.path / "tokenizer.json")
+    with pytest.raises(DataError, match="not the tokenizer"):
+        corpus.load_tokenizer()
+
+
+def test_ids_beyond_the_vocabulary_are_refused_even_with_a_matching_checksum(corpus: Corpus) -> None:
+    corpus.vocab_size = 10
+    with pytest.raises(DataError, match="outside the vocabulary of 10"):
+        corpus.split("train").read_all()
+
+
+def test_preparing_again_changes_nothing_unless_asked(tmp_path: Path) -> None:
+    source, other = write_jsonl(tmp_path / "a.jsonl", random_texts(count=40)), tmp_path / "b.jsonl"
+    write_jsonl(other, random_texts(count=40, seed=9))
+    out = tmp_path / "out"
+    first = prepare_corpus(out, inputs=[source], kind="byte")
+    assert not first.is_unchanged
+    assert prepare_corpus(out, inputs=[source], kind="byte").is_unchanged
+    with pytest.raises(DataError, match="--overwrite"):
+        prepare_corpus(out, inputs=[other], kind="byte")
+    assert open_corpus(out).fingerprint == first.corpus.fingerprint
+    replaced = prepare_corpus(out, inputs=[other], kind="byte", overwrite=True)
+    assert replaced.corpus.fingerprint != first.corpus.fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "out"], "no scratch is left"
+
+
+def test_preparing_again_mends_a_damaged_corpus(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path)
+    flip("train-000001.tar")(corpus.path)
+    tiny_corpus(tmp_path)
+    assert verify_corpus(corpus.path) == []
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "x.jsonl"
+    source.write_text('{"text": "fine"}\n' * 50 + "{\n")
+    with pytest.raises(DataError, match="line 51"):
+        prepare_corpus(tmp_path / "out", inputs=[source], kind="byte")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_folders_and_files_that_are_no_corpus_are_never_replaced(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(count=40))
+    for target in (tmp_path, source, source / "below"):
+        with pytest.raises(DataError, match="another output folder"):
+            prepare_corpus(target, inputs=[source], kind="byte", overwrite=True)
+    assert source.exists()
+
+
+def test_empty_and_damaged_documents_are_counted(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text("" if i % 4 == 0 else "text " * i)
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    out = tmp_path / "out"
+    summary = prepare_corpus(out, inputs=[tmp_path], kind="byte", valid_fraction=0.0, encoding_errors="skip")
+    assert summary.corpus.statistics == {
+        "empty_documents_dropped": 5,
+        "documents_with_replacements": 0,
+        "documents_skipped": 1,
+    }
+    assert summary.corpus.split_names == ("train",)
+    assert summary.corpus.split("train").documents == 15
+    assert "empty documents dropped: 5" in "\n".join(summary.lines())
+
+
+def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match="no text"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path])
+    (tmp_path / "a.txt").write_text("something")
+    with pytest.raises(DataError, match="--valid PATH"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path], kind="byte")
+
+
+def test_held_out_text_and_the_tokenizer_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("aaab")
+    (tmp_path / "valid.txt").write_text("bbb")
+    settings: dict[str, Any] = {"inputs": [tmp_path / "train.txt"], "valid_inputs": [tmp_path / "valid.txt"]}
+    first = prepare_corpus(tmp_path / "one", kind="char", **settings).corpus
+    assert (first.split("train").documents, first.split("valid").tokens) == (1, 4)
+    again = prepare_corpus(tmp_path / "two", tokenizer_path=tmp_path / "one" / "tokenizer.json", **settings).corpus
+    assert again.fingerprint == first.fingerprint
+
+
+def test_an_unknown_split_is_named_with_those_there_are(corpus: Corpus) -> None:
+    with pytest.raises(DataError, match=r"'test'; it has train, valid"):
+        corpus.split("test")

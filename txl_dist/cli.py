@@ -1,0 +1,258 @@
+"""The command line: parse, load the configuration, call. No logic lives here.
+
+Each verb is a function; tyro makes its flags and help from the signature. Heavy modules are imported inside the
+functions, so that every `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import FlagConversionOff, Positional
+
+from txl_dist import __version__
+from txl_dist.config import Config, load_config
+from txl_dist.errors import TxlError
+
+
+def prepare(
+    inputs: Positional[tuple[str, ...]],
+    /,
+    out: Path,
+    valid: tuple[str, ...] = (),
+    valid_fraction: float = 0.05,
+    tokenizer: Literal["byte", "char", "word", "bpe"] = "bpe",
+    vocab_size: int = 0,
+    min_frequency: int = 1,
+    tokenizer_file: Path | None = None,
+    jsonl_field: str = "text",
+    encoding_errors: Literal["refuse", "replace", "skip"] = "refuse",
+    shard_len: int = 2**25,
+    overwrite: bool = False,
+) -> None:
+    """Turn text into a corpus: tar shards, index.json and tokenizer.json.
+
+    Args:
+        inputs: Files, folders, .jsonl, .gz; or `stdlib`, the source text of this Python's standard library.
+        out: Folder of the corpus.
+        valid: Inputs of the held-out split; without them documents are held out by a hash of their name.
+        valid_fraction: Share of documents to hold out.
+        tokenizer: Kind of tokenizer to train on the training split; ids are in frequency order.
+        vocab_size: Largest vocabulary of word and bpe; 0 means 4096 for bpe and no limit for word.
+        min_frequency: Fewest occurrences of a word, or of a bpe merge.
+        tokenizer_file: Use this tokenizer.json instead of training one.
+        jsonl_field: Field of a .jsonl record that holds the text.
+        encoding_errors: What happens to a file that is not UTF-8.
+        shard_len: Tokens per shard.
+        overwrite: Replace another corpus in the way.
+    """
+    from txl_dist.data.prepare import prepare_corpus
+
+    summary = prepare_corpus(
+        out,
+        inputs=inputs or ("stdlib",),
+        valid_inputs=valid,
+        valid_fraction=valid_fraction,
+        kind=tokenizer,
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        tokenizer_path=tokenizer_file,
+        jsonl_field=jsonl_field,
+        encoding_errors=encoding_errors,
+        shard_len=shard_len,
+        overwrite=overwrite,
+    )
+    print("\n".join(summary.lines()))
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train, or continue a run. Settings come from defaults, then the file, then these flags."""
+
+    config: Positional[Path]
+    """TOML file; see configs/."""
+    settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
+    resume: str = "auto"
+    """auto: continue the newest whole checkpoint, if any. must: insist on one. never: refuse one. Or its path."""
+    dry_run: bool = False
+    """Print the resolved configuration, batch arithmetic, parameters, memory and operations, and stop."""
+    ranks: int = 1
+    """Number of ranks that a dry run assumes."""
+
+
+def train(argv: Sequence[str]) -> None:
+    """Train, or continue a run."""
+    file = argv[0] if argv and not argv[0].startswith("-") else None
+    settings = load_config(file) if file else Config()
+    default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
+    arguments = tyro.cli(TrainArguments, prog="txl train", args=argv, default=default)
+    if arguments.dry_run:
+        from txl_dist.train.describe import dry_run
+
+        print("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
+        return
+    from txl_dist.train.loop import train as run_training
+
+    run_training(arguments.settings, resume=arguments.resume)
+
+
+def evaluate(
+    target: Positional[Path],
+    /,
+    data: Path | None = None,
+    split: str = "",
+    memory_len: int = -1,
+    segment_len: int = 0,
+    num_lanes: int = 0,
+    without_memory: bool = False,
+    baselines: bool = False,
+    json: Path | None = None,
+) -> None:
+    """Score a held-out split with a trained run, a checkpoint or a bundle.
+
+    Args:
+        target: Run directory, checkpoint folder or bundle.
+        data: Corpus; a run knows its own.
+        split: Split to score; the default is the run's.
+        memory_len: Tokens of memory; -1 means as trained.
+        segment_len: Tokens per forward pass; 0 means as trained.
+        num_lanes: Stripes that the split is cut into; 0 means as configured.
+        without_memory: Also score with memory off, to see what memory brings.
+        baselines: Also score an order-0 model and a smoothed bigram table on the same tokens.
+        json: Write the results to this file too.
+    """
+    from txl_dist.train.evaluation_report import evaluate_trained
+
+    lines = evaluate_trained(
+        target,
+        data=data,
+        split=split,
+        memory_len=memory_len,
+        segment_len=segment_len,
+        num_lanes=num_lanes,
+        without_memory=without_memory,
+        baselines=baselines,
+        json_path=json,
+    )
+    print("\n".join(lines))
+
+
+def export(run: Positional[Path], out: Positional[Path], /, dtype: Literal["fp32", "bf16", "fp16"] = "fp32") -> None:
+    """Write an inference bundle from a run's newest checkpoint, proven by the engine's own losses.
+
+    Args:
+        run: Run directory or checkpoint folder.
+        out: Folder of the bundle; an older bundle there is replaced.
+        dtype: Type of the weights.
+    """
+    from txl_dist.train.export import export_run
+
+    error = export_run(run, out, dtype=dtype)
+    print(f"{out}: written; largest difference to the training engine on the probe {error:.2e} nats")
+
+
+def generate(
+    bundle: Positional[Path],
+    /,
+    prompt: str = "",
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> None:
+    """Continue a prompt with a bundle, streaming the text.
+
+    Args:
+        bundle: Folder that `txl export` wrote.
+        prompt: Text to continue; empty begins a document.
+        max_tokens: Most tokens to make.
+        temperature: 0 takes the likeliest token; 1 samples from the model as it is.
+        top_k: Keep only so many of the likeliest tokens; 0 keeps all.
+        top_p: Keep only the likeliest tokens whose probabilities sum to this.
+        seed: Seed of the sampling.
+    """
+    from txl_dist.infer import load
+
+    pieces = load(bundle).generate(
+        prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def verify(path: Positional[Path], /) -> None:
+    """Check every hash of a corpus, a checkpoint or a bundle; exit code 1 and a list if something is damaged.
+
+    Args:
+        path: Folder of a corpus, a checkpoint or a bundle.
+    """
+    from txl_dist.data.corpus import verify_corpus
+    from txl_dist.manifest import MANIFEST, problems_of
+
+    problems = problems_of(path) if (path / MANIFEST).is_file() else verify_corpus(path)
+    print("\n".join(problems) if problems else f"{path}: whole")
+    if problems:
+        raise SystemExit(1)
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "prepare": prepare,
+    "train": train,
+    "evaluate": evaluate,
+    "export": export,
+    "generate": generate,
+    "verify": verify,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the exit code: 0, or 2 for an error that the user can mend."""
+    arguments = _without_launcher_flags(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    verb, *rest = arguments
+    if verb == "--version":
+        print(__version__)
+        return 0
+    if verb not in VERBS:
+        print(f"txl: unknown verb {verb!r}.\n\n{_usage()}", file=sys.stderr)
+        return 2
+    try:
+        if verb == "train":
+            train(rest)
+        else:
+            tyro.cli(VERBS[verb], prog=f"txl {verb}", args=rest)
+    except TxlError as error:
+        if int(os.environ.get("RANK", "0")) == 0:  # every rank raises the same
+            print(f"txl {verb}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def run() -> None:
+    """Entry point of the `txl` script."""
+    sys.exit(main())
+
+
+def _without_launcher_flags(arguments: Sequence[str]) -> list[str]:
+    """The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same."""
+    return [word for word in arguments if not word.startswith(("--local_rank=", "--local-rank="))]
+
+
+def _usage() -> str:
+    lines = ["usage: txl VERB ...   (also: python -m txl_dist VERB; deepspeed --module txl_dist train CONFIG)", ""]
+    for name, function in VERBS.items():
+        summary = (function.__doc__ or "").splitlines()[0]
+        lines.append(f"  {name:<10} {summary}")
+    return "\n".join([*lines, "", "txl VERB --help explains the flags of a verb."])

@@ -1,0 +1,1 @@
+"""From text to the segments of a training step: sources, shards, lanes, streams. Knows no model and no cutoffs."""

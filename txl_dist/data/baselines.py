@@ -1,0 +1,58 @@
+"""What counting alone predicts: the scores that a trained model has to beat on a corpus.
+
+Order 0 knows how frequent each token is: p(b) = (c_b + 1) / (N + V). The bigram table also knows the token before:
+p(b | a) = (c_ab + k p(b)) / (c_a + k), with the smoothing k that scores best among a few, on the held-out split
+itself, which favours the baseline. Counts come from the train split; scores are nats per held-out token, over all
+targets in file order. Pairs are counted sparsely: memory grows with the tokens, not with the vocabulary squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.errors import DataError
+
+
+class Baselines(NamedTuple):
+    """Nats per held-out token."""
+
+    order0: float
+    bigram: float
+    best_k: float
+    """Smoothing of the bigram table that scored best."""
+    num_targets: int
+
+
+def order0_and_bigram(
+    train_ids: npt.NDArray[Any], valid_ids: npt.NDArray[Any], *, vocab_size: int, ks: Sequence[float] = (5, 20, 50)
+) -> Baselines:
+    """Score `valid_ids`, one sequence of concatenated documents, by the counts of `train_ids`.
+
+    Raises DataError if either has fewer than two tokens. `Split.read_all` gives the arrays.
+    """
+    if min(len(train_ids), len(valid_ids)) < 2:
+        raise DataError(f"baselines need two tokens or more; train has {len(train_ids)}, held-out {len(valid_ids)}.")
+    unigrams = np.bincount(train_ids, minlength=vocab_size)
+    probabilities = (unigrams + 1) / (len(train_ids) + vocab_size)
+    order0 = probabilities[valid_ids[1:]]
+    pairs, pair_counts = np.unique(_pairs(train_ids, vocab_size), return_counts=True)
+    wanted = _pairs(valid_ids, vocab_size)
+    places = np.minimum(pairs.searchsorted(wanted), len(pairs) - 1)
+    seen = np.where(pairs[places] == wanted, pair_counts[places], 0)
+    # The last token of the train split precedes nothing.
+    before = np.bincount(train_ids[:-1], minlength=vocab_size)[valid_ids[:-1]]
+    bigram, best_k = min((_nats((seen + k * order0) / (before + k)), float(k)) for k in ks)
+    return Baselines(order0=_nats(order0), bigram=bigram, best_k=best_k, num_targets=len(wanted))
+
+
+def _pairs(ids: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
+    pairs: npt.NDArray[np.int64] = ids[:-1].astype(np.int64) * vocab_size + ids[1:]
+    return pairs
+
+
+def _nats(probabilities: npt.NDArray[np.float64]) -> float:
+    return float(-np.log(probabilities).mean())

@@ -1,0 +1,128 @@
+"""Ranks and what they decide together. Everything here works for a single process too.
+
+The `deepspeed` launcher, torchrun and srun wrappers all describe a job by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT; without them this is a job of one rank. On GPUs collectives of device tensors use NCCL and those of
+host tensors gloo; on CPUs all use gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from txl_dist.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    num_threads: int
+    """CPU threads that torch uses in this process."""
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 decides everything that touches clock or disk, and speaks."""
+        return self.rank == 0
+
+
+@contextmanager
+def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
+    """Join the job that the environment describes, and leave it at the end.
+
+    `num_threads` is per rank; 0 takes OMP_NUM_THREADS, else cores // local ranks.
+    Raises ConfigError if the launcher's variables make no sense.
+    """
+    ranks = _join(timeout_s=timeout_s, num_threads=num_threads)
+    try:
+        yield ranks
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """Sum over ranks, in place."""
+    torch_dist.all_reduce(values)
+    return values
+
+
+def gather_objects(value: T) -> list[T]:
+    """The value of every rank, in rank order, on every rank."""
+    gathered: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def from_first(value: T) -> T:
+    """Rank 0's value, on every rank; what the other ranks pass is ignored."""
+    box = [value]
+    torch_dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise on every rank if any rank failed: no rank is left waiting in the next collective.
+
+    The error raised is the lowest failing rank's, with its type; call it from all ranks, with None where all is well.
+    """
+    failures = [(rank, other) for rank, other in enumerate(gather_objects(error)) if other is not None]
+    if failures:
+        rank, first = failures[0]
+        if error is not None and rank == torch_dist.get_rank():
+            raise error
+        raise first
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    torch_dist.barrier()
+
+
+def _join(*, timeout_s: int, num_threads: int) -> Ranks:
+    try:
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world_size))))
+    except ValueError as error:
+        raise ConfigError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK must be integers: {error}. Unset them or fix the launcher."
+        ) from error
+    # DeepSpeed reads these from the environment, also in a job of one rank.
+    defaults = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
+    if world_size == 1 and "MASTER_PORT" not in os.environ:
+        defaults["MASTER_PORT"] = _free_port()
+    for name, value in defaults.items():
+        os.environ.setdefault(name, str(value))
+    threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

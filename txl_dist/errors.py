@@ -1,0 +1,27 @@
+"""Typed errors for people. Each message says what is wrong, where (file, key, step, rank) and the remedy.
+
+`assert` in this project is for programmer invariants; whatever a user can cause raises one of these.
+The command line prints the message without a traceback and exits with `exit_code`.
+"""
+
+
+class TxlError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+    exit_code = 2
+
+
+class ConfigError(TxlError, ValueError):
+    """A setting is unknown, impossible, or contradicts another setting, the corpus or the run directory."""
+
+
+class DataError(TxlError, ValueError):
+    """Text or shards are missing, damaged, empty or do not fit the tokenizer."""
+
+
+class CheckpointError(TxlError, RuntimeError):
+    """A checkpoint or a bundle is missing, damaged or belongs to something else."""
+
+
+class TrainingError(TxlError, RuntimeError):
+    """Training itself went wrong: a loss that is not finite, an engine that refuses the hardware."""

@@ -1,0 +1,215 @@
+"""The inference bundle: a folder that holds a trained model and proves that it is the trained one.
+
+    model.safetensors    weights, each tied tensor once
+    config.json          model settings, vocabulary size, type, memory and segment length, where it came from
+    tokenizer.json       text <-> ids
+    probe.safetensors    tokens and the losses of the engine that trained the weights; checked at every load
+    MANIFEST.json        bytes and sha256 of each file
+
+Loading needs neither DeepSpeed nor a launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from txl_dist.config import ModelSection
+from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.infer.generate import generate
+from txl_dist.infer.probe import probe_error
+from txl_dist.infer.score import log_probabilities
+from txl_dist.manifest import MANIFEST, check_folder, commit_folder, describe_file, files_of, write_manifest
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
+
+FORMAT_VERSION = 1
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}
+"""Largest absolute difference of a log-probability on the probe, by type of the weights."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A loaded bundle: scores and generates text."""
+
+    model: TransformerXL
+    tokenizer: Tokenizer
+    segment_len: int
+    memory_len: int
+    document_border: str
+    dtype: str
+    source: dict[str, Any]
+
+    def score(self, text: str) -> Tensor:
+        """log p in nats of each token of `text`, the first one following an end-of-text; [tokens], at least fp32."""
+        ids = [self.tokenizer.end_of_text, *(int(i) for i in self.tokenizer.encode(text))]
+        tokens = torch.tensor([ids], device=self._device)
+        return log_probabilities(self.model, tokens, segment_len=self.segment_len, memory_len=self.memory_len)[0]
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Text that continues `prompt`, in pieces as it is made; ends early where the model ends the document."""
+        ids = [self.tokenizer.end_of_text, *(int(i) for i in self.tokenizer.encode(prompt))]
+        tokens = generate(
+            self.model,
+            ids,
+            max_tokens=max_tokens,
+            segment_len=self.segment_len,
+            memory_len=self.memory_len,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_at=self.tokenizer.end_of_text,
+        )
+        return self.tokenizer.decode_stream(tokens)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def write_bundle(
+    folder: Path,
+    *,
+    weights: dict[str, Tensor],
+    model: ModelSection,
+    tokenizer: Tokenizer,
+    probe: dict[str, Tensor],
+    dtype: str,
+    segment_len: int,
+    memory_len: int,
+    document_border: str,
+    source: dict[str, Any],
+) -> float:
+    """Write a bundle, load it back, and return its largest error on the probe. An older bundle there is replaced.
+
+    `probe` holds `tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them.
+    Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
+    """
+    if folder.exists() and not is_bundle(folder):
+        raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
+    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    content = {
+        "format_version": FORMAT_VERSION,
+        "model": model.model_dump(mode="json"),
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": dtype,
+        "segment_len": segment_len,
+        "memory_len": memory_len,
+        "document_border": document_border,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "source": source,
+    }
+    network = network_of(model, vocab_size=tokenizer.vocab_size, weights=weights, dtype=dtype, where=str(folder))
+    try:
+        temporary.mkdir(parents=True)
+        save_file({k: p.detach().contiguous() for k, p in network.named_parameters()}, temporary / "model.safetensors")
+        save_file(probe, temporary / "probe.safetensors")
+        (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        tokenizer.save(temporary / "tokenizer.json")
+        write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
+        error = probe_error(load(temporary).model, probe, memory_len=memory_len)
+        if folder.exists():
+            shutil.rmtree(folder)
+        commit_folder(temporary, folder)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"cannot write {folder}: {problem}. Choose a folder that can be written.") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return error
+
+
+def is_bundle(folder: Path) -> bool:
+    """Whether this looks like a bundle and not like a checkpoint, which has a manifest too."""
+    return (folder / MANIFEST).is_file() and (folder / "model.safetensors").is_file()
+
+
+def load(path: str | Path, *, device: str = "cpu") -> Bundle:
+    """Load a bundle and check it: hashes, shapes and the probe. Raises CheckpointError."""
+    folder = Path(path)
+    if not is_bundle(folder):
+        raise CheckpointError(
+            f"{folder} is not a bundle: it lacks {MANIFEST} or model.safetensors. Make one with `txl export RUN {folder}`."
+        )
+    check_folder(folder, remedy="Copy it again or export it again.")
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if content["format_version"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder} has format version {content['format_version']}; this program knows {FORMAT_VERSION}. "
+                "Use the version of txl_dist that wrote it."
+            )
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        network = network_of(
+            ModelSection.model_validate(content["model"]),
+            vocab_size=content["vocab_size"],
+            weights=load_file(folder / "model.safetensors", device=device),
+            dtype=content["dtype"],
+            where=str(folder),
+        ).to(device)
+        bundle = Bundle(
+            model=network,
+            tokenizer=tokenizer,
+            segment_len=content["segment_len"],
+            memory_len=content["memory_len"],
+            document_border=content["document_border"],
+            dtype=content["dtype"],
+            source=content["source"],
+        )
+        probe = load_file(folder / "probe.safetensors", device=device)
+    except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
+        if isinstance(error, TxlError):
+            raise
+        raise CheckpointError(f"{folder} cannot be read: {error!r}. Export it again.") from error
+    worst = probe_error(bundle.model, probe, memory_len=bundle.memory_len)
+    if not worst <= PROBE_TOLERANCE[bundle.dtype]:
+        raise CheckpointError(
+            f"{folder} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
+            f"{PROBE_TOLERANCE[bundle.dtype]} for {bundle.dtype}. Export it again; if this stays, report it."
+        )
+    return bundle
+
+
+def network_of(
+    model: ModelSection, *, vocab_size: int, weights: dict[str, Tensor], dtype: str, where: str
+) -> TransformerXL:
+    """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    network = TransformerXL(model, vocab_size=vocab_size).to(DTYPES[dtype])
+    parameters = dict(network.named_parameters())
+    missing = sorted(parameters.keys() - weights.keys())
+    surplus = sorted(weights.keys() - network.state_dict().keys())
+    wrong = [
+        f"{name} is {tuple(weights[name].shape)} instead of {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in weights and weights[name].shape != parameter.shape
+    ]
+    if missing or surplus or wrong:
+        raise CheckpointError(
+            f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
+            "They were made with another configuration."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    return network.eval()

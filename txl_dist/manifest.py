@@ -1,0 +1,108 @@
+"""A folder that is whole or does not exist: manifest, verification, and the one rename that commits.
+
+Everything is written into `NAME.tmp-NONCE`, the manifest last, all of it fsynced; then the folder is renamed to `NAME`.
+A crash before the rename leaves a temporary folder that nobody reads. `MANIFEST.json` lists every file with its bytes
+and sha256 and ends with a hash of itself, so that a truncation or a flipped bit anywhere is found before loading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from txl_dist.errors import CheckpointError
+
+MANIFEST = "MANIFEST.json"
+FORMAT_VERSION = 1
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Bytes and sha256 of a file, after forcing it to disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def files_of(folder: Path) -> list[str]:
+    """Every file below a folder but the manifest, as sorted relative paths."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Write the manifest, as the last file of a folder, and force it and all folders to disk."""
+    content: dict[str, Any] = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}
+    content["self_sha256"] = _canonical_hash(content)
+    path = folder / MANIFEST
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    for parent in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        fsync_folder(parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Publish a finished temporary folder. What lies in the way is damaged, and is moved aside, never deleted."""
+    if final.exists():
+        number = 1
+        while (aside := final.with_name(f"{final.name}.damaged-{number}")).exists():
+            number += 1
+        final.rename(aside)
+    temporary.rename(final)
+    fsync_folder(final.parent)
+
+
+def problems_of(folder: Path) -> list[str]:
+    """What differs from the manifest, one line each; empty if the folder is whole."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        expected_hash = content.pop("self_sha256")
+        files: dict[str, Any] = content["files"]
+        version = content["format_version"]
+    except FileNotFoundError:
+        return [f"{path} is missing"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return [f"{path} cannot be read ({error!r})"]
+    if _canonical_hash(content) != expected_hash:
+        return [f"{path} does not match its own hash"]
+    if version != FORMAT_VERSION:
+        return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
+    return [problem for name, facts in files.items() if (problem := _file_problem(folder / name, facts))]
+
+
+def check_folder(folder: Path, *, remedy: str) -> None:
+    """Raise CheckpointError listing what is damaged in a folder, if anything is."""
+    problems = problems_of(folder)
+    if problems:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:5])}. {remedy}")
+
+
+def _file_problem(path: Path, facts: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            return f"{path.name} has {size} bytes instead of {facts['bytes']}"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
+                return f"{path.name} does not match its sha256"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None
+
+
+def _canonical_hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,72 @@
+"""Adaptive input embedding (Baevski and Auli 2019, as the original Transformer-XL has it).
+
+The vocabulary is in frequency order and is cut into clusters. With `div_value` 1 all share one table; with a larger
+one, cluster i has its own table of width E // div_value**i and a projection to the model width. The result is
+multiplied by sqrt(D).
+
+Every cluster runs in every step with at least one padded row, whatever the tokens: a cluster that only some ranks
+use would break the collectives of ZeRO. The partition comes from the host (`text.clusters`); nothing here waits
+for the device.
+
+Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocabulary, R padded rows of a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl_dist.config import ModelSection
+from txl_dist.text.clusters import ClusterRows, cluster_edges, partition_by_cluster
+
+Partition = Sequence[ClusterRows]
+
+
+def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
+    """Make a partition on the spot. It waits for the device: training ships one with the segment instead."""
+    rows = partition_by_cluster(ids.detach().cpu().numpy().reshape(-1), edges=edges)
+    return tuple(ClusterRows(*(torch.from_numpy(field).to(ids.device) for field in cluster)) for cluster in rows)
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Token ids to hidden states. `weights` and `projections` may be shared with the softmax."""
+
+    def __init__(self, model: ModelSection, *, vocab_size: int) -> None:
+        super().__init__()
+        self.width, self.embed_width = model.width, model.embed_width_or_default()
+        self.edges = cluster_edges(model.cutoffs if model.div_value > 1 else (), vocab_size=vocab_size)
+        self.num_tables = len(self.edges) - 1
+        for i in range(self.num_tables):
+            table_width = self.embed_width // model.div_value**i
+            size = self.edges[i + 1] - self.edges[i]
+            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(size, table_width)))
+            has_projection = model.div_value > 1 or table_width != model.width
+            projection = nn.Parameter(torch.empty(model.width, table_width)) if has_projection else None
+            self.register_parameter(f"projection_{i}", projection)
+
+    def weight(self, i: int) -> nn.Parameter:
+        """Table i, [V_i, E_i]."""
+        return getattr(self, f"weight_{i}")  # type: ignore[no-any-return]
+
+    def projection(self, i: int) -> nn.Parameter | None:
+        """Projection of table i, [D, E_i], or None where none is needed."""
+        return getattr(self, f"projection_{i}")  # type: ignore[no-any-return]
+
+    def forward(self, tokens_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
+        """hidden_BTD. `partition` is of the tokens by `edges`; needed for more than one table, else ignored."""
+        if self.num_tables == 1:
+            hidden = self._embed(0, tokens_BT)
+            return hidden * self.width**0.5
+        partition = partition_of(tokens_BT, edges=self.edges) if partition is None else partition
+        # One row more than tokens: padded rows are written there and cut off, so they get no gradient.
+        flat_SD = self.weight(0).new_zeros(tokens_BT.numel() + 1, self.width)
+        for i, cluster in enumerate(partition):
+            flat_SD = flat_SD.index_add(0, cluster.rows, self._embed(i, cluster.ids))
+        return flat_SD[:-1].view(*tokens_BT.shape, self.width) * self.width**0.5
+
+    def _embed(self, i: int, ids: Tensor) -> Tensor:
+        embedded, projection = F.embedding(ids, self.weight(i)), self.projection(i)
+        return embedded if projection is None else F.linear(embedded, projection)

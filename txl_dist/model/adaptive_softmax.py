@@ -1,0 +1,86 @@
+"""Adaptive softmax (Grave et al. 2017): the loss over a large vocabulary, per token and in token order.
+
+The head is a softmax over the most frequent words and one column per tail cluster; a tail word's log-probability is
+that of its cluster's column plus that of the word inside the cluster. Column i stands for tail cluster i + 1 (the
+original PyTorch code has them reversed; conversion flips them). Weights may be tied to the input embedding, and
+per cluster the output projection to the input projection; a tied tensor is the same Parameter in both modules.
+
+Every cluster runs in every step (see `adaptive_embedding`). Normalisers and log-probabilities are at least fp32.
+
+Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocabulary, C tail clusters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl_dist.config import ModelSection
+from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition, partition_of
+from txl_dist.model.relative_attention import at_least_fp32
+from txl_dist.text.clusters import cluster_edges
+
+
+class AdaptiveSoftmax(nn.Module):
+    """Hidden states and targets to losses in nats. Without cutoffs it is a plain softmax."""
+
+    def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding) -> None:
+        super().__init__()
+        self.edges = cluster_edges(model.cutoffs, vocab_size=vocab_size)
+        self.num_tails = len(model.cutoffs)
+        self.one_table = model.div_value == 1
+        for i in range(1 if self.one_table else self.num_tails + 1):
+            weight = embedding.weight(i) if model.tie_weights else nn.Parameter(torch.empty_like(embedding.weight(i)))
+            self.register_parameter(f"weight_{i}", weight)
+            self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(weight.shape[0])))
+        ties = model.tie_projections or (False,) * (self.num_tails + 1)
+        for i in range(self.num_tails + 1):
+            shared = embedding.projection(0 if self.one_table else i)
+            own = shared if shared is None or ties[i] else nn.Parameter(torch.empty_like(shared))
+            self.register_parameter(f"projection_{i}", own)
+        if self.num_tails:
+            self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, embedding.embed_width))
+            self.cluster_bias = nn.Parameter(torch.empty(self.num_tails))
+
+    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
+        """nll_BT: the loss of each token in nats. `partition` is of the targets, by `edges`."""
+        hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        if not self.num_tails:
+            return _nll(self._logits(0, hidden_SD), targets_S).view(targets_BT.shape)
+        partition = partition_of(targets_BT, edges=self.edges) if partition is None else partition
+        shortlist_size = self.edges[1]
+        cluster_S = torch.stack([targets_S >= edge for edge in self.edges[1:-1]]).sum(0)
+        column_S = torch.where(cluster_S == 0, targets_S, shortlist_size - 1 + cluster_S)
+        nll_S = F.pad(_nll(self._logits(0, hidden_SD), column_S), (0, 1))  # padded rows land in the last element
+        for i, cluster in enumerate(partition[1:], start=1):
+            rows_RD = hidden_SD.index_select(0, cluster.rows.clamp(max=hidden_SD.shape[0] - 1))
+            nll_S = nll_S.index_add(0, cluster.rows, _nll(self._logits(i, rows_RD), cluster.ids))
+        return nll_S[:-1].view(targets_BT.shape)
+
+    def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
+        """log p of the whole vocabulary, [S, V]: for generation and probes, not for training."""
+        head = _log_softmax(self._logits(0, hidden_SD))
+        shortlist_size = self.edges[1]
+        parts = [head[:, :shortlist_size]]
+        for i in range(1, self.num_tails + 1):
+            parts.append(head[:, shortlist_size - 1 + i, None] + _log_softmax(self._logits(i, hidden_SD)))
+        return torch.cat(parts, dim=1)
+
+    def _logits(self, i: int, hidden_RD: Tensor) -> Tensor:
+        """Cluster i's logits; those of the head (i = 0) end with one column per tail cluster."""
+        low, high = (self.edges[i], self.edges[i + 1]) if self.one_table else (None, None)
+        weight = getattr(self, f"weight_{0 if self.one_table else i}")[low:high]
+        bias = getattr(self, f"bias_{0 if self.one_table else i}")[low:high]
+        if i == 0 and self.num_tails:
+            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        projection = getattr(self, f"projection_{i}")
+        return F.linear(hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), weight, bias)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return F.log_softmax(logits, dim=-1, dtype=at_least_fp32(logits.dtype))
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.nll_loss(_log_softmax(logits), targets, reduction="none")

@@ -1,0 +1,78 @@
+"""The recurrent memory as a value (Dai et al. 2019, section 3.2).
+
+A `Memory` holds the last M inputs of every layer for every lane of a batch, and for each of these positions the
+document it came from. Its shape is static from the first step: a position that holds nothing yet has document
+`EMPTY` and is masked out of attention, never attended as zeros. The model owns no memory: whoever runs it passes
+one in and gets the next one back, so training, evaluation and generation cannot disturb each other.
+
+Shapes: L layers, B lanes, M memory length, T segment length, K = M + T, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = -1
+
+
+class Memory(NamedTuple):
+    """What every lane remembers. Never requires a gradient."""
+
+    hidden_LBMD: Tensor
+    """Input of each layer at the last M positions, oldest first."""
+    document_BM: Tensor
+    """int64: document of each position, or EMPTY."""
+
+    @property
+    def memory_len(self) -> int:
+        """M, in tokens."""
+        return self.document_BM.shape[1]
+
+    def append(self, hidden_LBTD: Tensor, *, document_BT: Tensor) -> Memory:
+        """The memory after a segment: its positions follow ours and the oldest fall out (paper, eq. of 3.2)."""
+        return Memory(
+            _last(self.hidden_LBMD, hidden_LBTD.detach(), axis=2), _last(self.document_BM, document_BT, axis=1)
+        )
+
+
+def empty_memory(
+    *,
+    num_layers: int,
+    num_lanes: int,
+    memory_len: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Memory:
+    """A memory of `memory_len` tokens that holds nothing. `dtype` is the compute type of the model."""
+    return Memory(
+        hidden_LBMD=torch.zeros(num_layers, num_lanes, memory_len, width, dtype=dtype, device=device),
+        document_BM=torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=device),
+    )
+
+
+def visible_keys(memory: Memory, document_BT: Tensor, *, same_length: bool = False) -> Tensor:
+    """mask_BTK: True where query i may see key j. Keys are the memory, then the segment itself.
+
+    One comparison of documents expresses empty memory and document borders: EMPTY equals no document. Without
+    borders all documents are 0. `same_length` gives every query exactly M keys, itself included (the original's
+    `same_length`), instead of M + 1 + i.
+    """
+    key_BK = torch.cat([memory.document_BM, document_BT], dim=1)
+    segment_len, memory_len = document_BT.shape[1], memory.memory_len
+    query_T1 = torch.arange(segment_len, device=document_BT.device)[:, None]
+    key_1K = torch.arange(memory_len + segment_len, device=document_BT.device)[None, :]
+    causal_TK = key_1K <= query_T1 + memory_len
+    if same_length:
+        causal_TK = causal_TK & (key_1K > query_T1)
+    return (key_BK[:, None, :] == document_BT[:, :, None]) & causal_TK
+
+
+def _last(old: Tensor, new: Tensor, *, axis: int) -> Tensor:
+    keep = max(0, old.shape[axis] - new.shape[axis])
+    new_keep = min(old.shape[axis], new.shape[axis])
+    kept = old.narrow(axis, old.shape[axis] - keep, keep)
+    return torch.cat([kept, new.narrow(axis, new.shape[axis] - new_keep, new_keep)], dim=axis)

@@ -1,0 +1,167 @@
+"""Transformer-XL: embedding, blocks, softmax. Memory comes in and goes out as a value.
+
+`TransformerXL.forward` makes hidden states; `TransformerXL.softmax` turns them into losses or log-probabilities.
+`SegmentLoss` is the face that training wraps: one segment in, the loss and the next memory out. `forward_cached`
+is the face for inference: the past is kept as projected keys and values, so a token costs the same however long
+the past is.
+
+Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from txl_dist.config import ModelSection, check_vocabulary
+from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
+from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
+from txl_dist.model.block import Block
+from txl_dist.model.init import initialize
+from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
+from txl_dist.model.relative_attention import distance_encoding
+
+
+class TransformerXL(nn.Module):
+    """The network of Dai et al. 2019, initialised from torch's default generator.
+
+    Raises ConfigError if the cutoffs do not fit `vocab_size`.
+    """
+
+    def __init__(self, model: ModelSection, *, vocab_size: int, recompute_blocks: bool = False) -> None:
+        super().__init__()
+        check_vocabulary(model, vocab_size=vocab_size)
+        self.section, self.vocab_size, self.recompute_blocks = model, vocab_size, recompute_blocks
+        self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
+        biases = [_attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
+        self.blocks = nn.ModuleList(
+            Block(model, content_bias_NH=content, position_bias_NH=position)
+            for content, position in (biases * model.num_layers)[: model.num_layers]
+        )
+        self.final_norm = nn.LayerNorm(model.width) if model.final_norm else nn.Identity()
+        self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
+        initialize(self, model)
+
+    def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
+        """A memory that holds nothing, in this model's compute type and on its device."""
+        parameter = self.blocks[0].ff_out.bias
+        return empty_memory(
+            num_layers=self.section.num_layers,
+            num_lanes=num_lanes,
+            memory_len=memory_len,
+            width=self.section.width,
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        memory: Memory,
+        *,
+        document_BT: Tensor | None = None,
+        partition: Partition | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """hidden_BTD of a segment and the memory after it.
+
+        `document_BT` (int64, >= 0) confines each query to its own document; None lets it see everything.
+        `partition` is of `tokens_BT` by `embedding.edges`; None makes it here, which waits for the device.
+        """
+        if document_BT is None:
+            document_BT = torch.zeros_like(tokens_BT)
+        visible_BTK = visible_keys(memory, document_BT, same_length=self.section.same_length)
+        hidden = self._drop(self.embedding(tokens_BT, partition=partition))
+        distance_KD = self._drop(self._distances(visible_BTK.shape[2], like=hidden))
+        inputs = []
+        for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
+            inputs.append(hidden.detach())
+            if self.recompute_blocks and self.training:
+                hidden = checkpoint(block, hidden, memory_BMD, distance_KD, visible_BTK, use_reentrant=False)
+            else:
+                hidden = block(hidden, memory_BMD, distance_KD, visible_BTK)
+        hidden_BTD = self._drop(self.final_norm(hidden))
+        return hidden_BTD, memory.append(torch.stack(inputs), document_BT=document_BT)
+
+    def empty_cache(self, *, num_lanes: int, memory_len: int) -> KeyValueCache:
+        """A cache that holds nothing, for `forward_cached`."""
+        section, parameter = self.section, self.blocks[0].ff_out.bias
+        shape = (section.num_layers, num_lanes, memory_len, 2, section.num_heads, section.head_width)
+        document = torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=parameter.device)
+        return KeyValueCache(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device), document)
+
+    def project_distances(self, num_distances: int) -> list[Tensor]:
+        """Per layer the projected encodings of that many distances, for `forward_cached`; weights being frozen."""
+        distance_KD = self._distances(num_distances, like=self.blocks[0].ff_out.bias)
+        return [block.attention.project_distance(distance_KD) for block in self.blocks]
+
+    def forward_cached(
+        self, tokens_BT: Tensor, cache: KeyValueCache, *, distances: list[Tensor]
+    ) -> tuple[Tensor, KeyValueCache]:
+        """As `forward` in evaluation, with the past as keys and values. `distances` are for K = M + T or more."""
+        document_BT = torch.zeros_like(tokens_BT)
+        visible_BTK = visible_keys(
+            Memory(cache.key_value_LBM2NH, cache.document_BM), document_BT, same_length=self.section.same_length
+        )
+        hidden, num_keys, memory_len = self.embedding(tokens_BT), visible_BTK.shape[2], cache.document_BM.shape[1]
+        key_values = []
+        for block, past, distance_KNH in zip(self.blocks, cache.key_value_LBM2NH, distances, strict=True):
+            hidden, key_value = block.forward_cached(
+                hidden, past_BM2NH=past, distance_KNH=distance_KNH[-num_keys:], visible_BTK=visible_BTK
+            )
+            key_values.append(key_value[:, num_keys - memory_len :])
+        documents = torch.cat([cache.document_BM, document_BT], dim=1)[:, num_keys - memory_len :]
+        return self.final_norm(hidden), KeyValueCache(torch.stack(key_values), documents)
+
+    def _distances(self, num_distances: int, *, like: Tensor) -> Tensor:
+        return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.section.dropout, self.training)
+
+
+class KeyValueCache(NamedTuple):
+    """The past of every lane as each layer's keys and values; M is how many positions are kept."""
+
+    key_value_LBM2NH: Tensor
+    document_BM: Tensor
+
+
+class Batch(NamedTuple):
+    """One segment of some lanes, on the device, as `SegmentLoss` takes it."""
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    scored_BT: Tensor
+    """1 where the target's loss counts, else 0."""
+    document_BT: Tensor | None
+    """Document of each token; None lets memory run over document borders."""
+    token_partition: Partition | None = None
+    target_partition: Partition | None = None
+
+
+class SegmentLoss(nn.Module):
+    """The loss of one segment of some lanes; what an engine wraps."""
+
+    def __init__(self, model: TransformerXL) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, memory: Memory, normalizer: Tensor | float | None = None) -> tuple[Tensor, Memory]:
+        """(sum of the scored losses in nats / normalizer, memory after the segment); the loss at least fp32.
+
+        Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes.
+        """
+        hidden_BTD, memory = self.model(
+            batch.tokens_BT, memory, document_BT=batch.document_BT, partition=batch.token_partition
+        )
+        nll_BT = self.model.softmax(hidden_BTD, batch.targets_BT, partition=batch.target_partition)
+        return nll_BT if normalizer is None else (nll_BT * batch.scored_BT).sum() / normalizer, memory
+
+
+def _attention_biases(model: ModelSection) -> tuple[nn.Parameter, nn.Parameter]:
+    shape = (model.num_heads, model.head_width)
+    return nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))

@@ -1,0 +1,82 @@
+"""From a segment (numpy, host) to the micro-batches of a rank (tensors, device).
+
+The cluster partitions are made here, where the token ids are known without asking the device. `make_batches` runs in
+the prefetch thread; `to_device` is the only part on the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from txl_dist.data.stream import EvalSegment, Segment
+from txl_dist.model.adaptive_embedding import Partition
+from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.text.clusters import ClusterRows, partition_by_cluster
+
+
+class BatchMaker(NamedTuple):
+    """What turns a segment into batches: the cluster edges of the model and the policy at document borders."""
+
+    embedding_edges: tuple[int, ...]
+    softmax_edges: tuple[int, ...]
+    mask_documents: bool
+
+    def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
+        """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
+        count = segment.tokens.shape[0]
+        return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, count, lanes)]
+
+    def batch(self, segment: Segment | EvalSegment, *, rows: slice = slice(None)) -> Batch:
+        """One batch of some lanes, all targets counting unless an evaluation's segment says otherwise.
+
+        With document masks the first token of a document is not scored: nothing of its own document precedes it.
+        """
+        tokens, targets = segment.tokens[rows, :-1], segment.tokens[rows, 1:]
+        documents = segment.documents[rows]
+        counts = segment.scored[rows] if isinstance(segment, EvalSegment) else np.ones(tokens.shape, dtype=bool)
+        if self.mask_documents:
+            counts = counts & (documents[:, 1:] == documents[:, :-1])
+        return Batch(
+            tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
+            targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
+            scored_BT=torch.from_numpy(counts.astype(np.float32)),
+            document_BT=torch.from_numpy(np.ascontiguousarray(documents[:, :-1])) if self.mask_documents else None,
+            token_partition=_partition(tokens, self.embedding_edges),
+            target_partition=_partition(targets, self.softmax_edges),
+        )
+
+
+def batch_maker(model: TransformerXL, *, mask_documents: bool) -> BatchMaker:
+    """The maker for a model. Raises nothing; ids out of range are found when a batch is made (DataError)."""
+    return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy without waiting where memory is pinned; a no-op on the CPU."""
+    if device.type == "cpu":
+        return batch
+
+    def move(value: torch.Tensor) -> torch.Tensor:
+        return value.pin_memory().to(device, non_blocking=True)
+
+    def move_partition(partition: Partition | None) -> Partition | None:
+        return None if partition is None else tuple(ClusterRows(*map(move, cluster)) for cluster in partition)
+
+    return Batch(
+        tokens_BT=move(batch.tokens_BT),
+        targets_BT=move(batch.targets_BT),
+        scored_BT=move(batch.scored_BT),
+        document_BT=None if batch.document_BT is None else move(batch.document_BT),
+        token_partition=move_partition(batch.token_partition),
+        target_partition=move_partition(batch.target_partition),
+    )
+
+
+def _partition(ids: np.ndarray, edges: tuple[int, ...]) -> Partition | None:
+    if len(edges) == 2:
+        return None  # one cluster: nothing to part
+    clusters = partition_by_cluster(np.ascontiguousarray(ids).reshape(-1), edges=edges)
+    return tuple(ClusterRows(*(torch.from_numpy(field) for field in cluster)) for cluster in clusters)

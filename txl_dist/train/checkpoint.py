@@ -1,0 +1,302 @@
+"""Checkpoints: weights and optimizer by the engine, memories by lane, all or nothing.
+
+    checkpoints/step_000001200/
+      engine/                          DeepSpeed's files, a part per rank
+      lanes/00000-00031.safetensors    memories by *global* lane id: any number of ranks can read them back
+      probe.safetensors                losses of the live engine on fixed tokens; an export must reproduce them
+      state.json                       TrainState without memories, stream position, fingerprints
+      config.toml  tokenizer.json      so that a checkpoint can be exported from anywhere
+      MANIFEST.json                    written last (see `manifest`); the rename that follows is the commit
+
+The newest checkpoint that verifies wins; by step, not by clock. DeepSpeed's own `latest` file is not used: it is
+written before all ranks are done. Nothing here is pickled; DeepSpeed's files load with an allowlist (`engine`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import txl_dist
+from txl_dist.config import Config, config_fingerprint, config_to_toml
+from txl_dist.data.stream import StreamState
+from txl_dist.dist import Ranks, barrier, from_first, gather_objects, raise_together
+from txl_dist.errors import CheckpointError
+from txl_dist.log import logger
+from txl_dist.manifest import check_folder, commit_folder, describe_file, files_of, problems_of, write_manifest
+from txl_dist.model.memory import Memory
+from txl_dist.train.engine import Engine, trusted_globals
+from txl_dist.train.state import TrainState
+
+FORMAT_VERSION = 1
+_NAME = re.compile(r"step_(\d{9})")
+
+
+class CorpusFacts(NamedTuple):
+    """What a checkpoint must remember of the corpus it was trained on."""
+
+    fingerprint: str
+    tokenizer_json: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir / "checkpoints" / f"step_{step:09d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Committed checkpoints by step, oldest first; not verified."""
+    folder = run_dir / "checkpoints"
+    return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def save_checkpoint(
+    run_dir: Path,
+    state: TrainState,
+    engine: Engine,
+    *,
+    config: Config,
+    corpus: CorpusFacts,
+    probe: dict[str, Tensor],
+    lanes: range,
+    ranks: Ranks,
+) -> Path:
+    """Write and commit the checkpoint of `state.step`. All ranks call it and return together.
+
+    Raises CheckpointError on every rank if the file system fails on any; nothing half-written is left visible.
+    """
+    final = checkpoint_folder(run_dir, state.step)
+    temporary = final.with_name(f"{final.name}.tmp-{from_first(secrets.token_hex(4))}")
+    error: Exception | None = None
+    try:
+        (temporary / "lanes").mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        error = CheckpointError(f"cannot write {temporary}: {problem.strerror}. Free space or mend permissions.")
+    raise_together(error)
+    engine.save(temporary / "engine")
+    digests: dict[str, Any] = {}
+    try:
+        _write_lanes(temporary / "lanes", state.memories, lanes=lanes)
+        if ranks.is_first:
+            _write_own_files(temporary, state, config=config, corpus=corpus, probe=probe, world_size=ranks.world_size)
+    except (OSError, SafetensorError) as problem:
+        error = CheckpointError(f"cannot write {temporary}: {problem}. Free space or mend permissions.")
+    raise_together(error)
+    # Hashing is shared out: every rank reads some of the files, whoever wrote them.
+    digests = {name: describe_file(temporary / name) for name in files_of(temporary)[ranks.rank :: ranks.world_size]}
+    parts = gather_objects(digests)
+    if ranks.is_first:
+        write_manifest(temporary, {name: facts for part in parts for name, facts in part.items()})
+        commit_folder(temporary, final)
+    barrier()
+    return final
+
+
+def prune_checkpoints(run_dir: Path, *, keep_last: int) -> None:
+    """Remove all but the newest checkpoints, and what crashed saves left behind. Rank 0 only, after a commit."""
+    leftovers = (run_dir / "checkpoints").glob("step_*.tmp-*")
+    for path in [*list_checkpoints(run_dir)[:-keep_last], *leftovers]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint that is whole, why newer ones were passed over)."""
+    rejected: list[str] = []
+    for path in reversed(list_checkpoints(run_dir)):
+        problems = problems_of(path)
+        if not problems:
+            return path, rejected
+        rejected.append(f"{path.name}: {'; '.join(problems[:3])}")
+    return None, rejected
+
+
+def choose_checkpoint(run_dir: Path, resume: str) -> Path | None:
+    """Where to start from, by `--resume auto|must|never|PATH`; decided on one rank, and said in the log.
+
+    Raises CheckpointError if a checkpoint is demanded and none is whole, or if `never` meets an existing run.
+    """
+    if resume not in ("auto", "must", "never"):
+        check_folder(Path(resume), remedy="Name another checkpoint folder, or use --resume auto.")
+        logger.info("resume: from %s, as asked", resume)
+        return Path(resume)
+    existing = list_checkpoints(run_dir)
+    if resume == "never":
+        if existing:
+            raise CheckpointError(
+                f"{run_dir} already holds {existing[-1].name} and --resume is never. "
+                "Choose another --run.dir, or --resume auto to continue it."
+            )
+        return None
+    found, rejected = newest_checkpoint(run_dir)
+    for line in rejected:
+        logger.warning("resume: passed over a damaged checkpoint, %s", line)
+    if found is None and (existing or resume == "must"):
+        found_what = f"none of its {len(existing)} checkpoints is whole" if existing else "it holds no checkpoint"
+        raise CheckpointError(
+            f"cannot resume {run_dir}: {found_what}. Restore one, or start anew in another --run.dir."
+        )
+    logger.info(
+        "resume: %s", f"from {found}, the newest whole one" if found else "nothing to resume, starting at step 0"
+    )
+    return found
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint. Raises CheckpointError."""
+    try:
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'state.json'} cannot be read: {error}. Use another checkpoint.") from error
+    if state.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has format version {state.get('format_version')}; this program knows {FORMAT_VERSION}. "
+            "Use the version of txl_dist that wrote it."
+        )
+    return state
+
+
+def load_checkpoint(
+    folder: Path, engine: Engine, *, config: Config, corpus: CorpusFacts, lanes: range, ranks: Ranks
+) -> TrainState:
+    """Restore engine and state on all ranks. The folder must have been verified (`choose_checkpoint`).
+
+    Raises CheckpointError if corpus, tokenizer, number of ranks, stage or precision differ from those that saved it.
+    """
+    state = read_state(folder)
+    if state["tokenizer_fingerprint"] != corpus.tokenizer_fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained with another tokenizer than {config.data.path} was prepared with "
+            f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
+            "Prepare the corpus with `--tokenizer` and the checkpoint's tokenizer.json, or use another --run.dir."
+        )
+    if state["stream"]["fingerprint"] != corpus.fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained on other data than {config.data.path} holds (fingerprints "
+            f"{state['stream']['fingerprint'][:12]} and {corpus.fingerprint[:12]}). Point --data.path to the corpus "
+            "of the run, or use another --run.dir."
+        )
+    here = {
+        "world_size": ranks.world_size,
+        "zero_stage": config.engine.zero_stage,
+        "precision": config.engine.precision,
+    }
+    different = [f"{key} {state[key]} -> {value}" for key, value in here.items() if state[key] != value]
+    if different:
+        raise CheckpointError(
+            f"{folder} cannot be continued with {', '.join(different)}: its optimizer state is cut for what saved it. "
+            "Start as many ranks with the same stage and precision."
+        )
+    engine.load(folder / "engine")
+    device = engine.empty_memory(num_lanes=1, memory_len=0).hidden_LBMD.device
+    whole = load_memory(folder, lanes=lanes, device=device)
+    size = config.train.microbatch_lanes
+    memories = [
+        Memory(whole.hidden_LBMD[:, i : i + size].contiguous(), whole.document_BM[i : i + size].contiguous())
+        for i in range(0, len(lanes), size)
+    ]
+    return TrainState(
+        step=state["step"],
+        tokens_seen=state["tokens_seen"],
+        skipped_steps=state["skipped_steps"],
+        stream=StreamState.from_dict(state["stream"]),
+        memories=tuple(memories),
+    )
+
+
+def load_memory(folder: Path, *, lanes: range, device: torch.device | str = "cpu") -> Memory:
+    """The memory of any range of global lanes, whichever ranks saved them. Raises CheckpointError if one is missing."""
+    hidden: list[Tensor] = []
+    document: list[Tensor] = []
+    wanted = lanes.start
+    for path in sorted((folder / "lanes").glob("*.safetensors")):
+        first, last = (int(part) for part in path.stem.split("-"))
+        if wanted >= lanes.stop or not first <= wanted <= last:
+            continue
+        rows = slice(wanted - first, min(lanes.stop, last + 1) - first)
+        with safe_open(path, "pt", device=str(device)) as file:
+            hidden.append(file.get_slice("hidden")[:, rows])
+            document.append(file.get_slice("document")[rows])
+        wanted = min(lanes.stop, last + 1)
+    if wanted < lanes.stop:
+        raise CheckpointError(f"{folder}/lanes has no memory of lane {wanted}. Use another checkpoint.")
+    return Memory(torch.cat(hidden, dim=1), torch.cat(document))
+
+
+def consolidated_weights(folder: Path) -> dict[str, Tensor]:
+    """The model's weights in fp32 from the files of all ranks, on one machine without a launcher.
+
+    Tied parameters appear under each of their names. Raises CheckpointError.
+    """
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    stage = read_state(folder)["zero_stage"]
+    try:
+        with trusted_globals(), _forced_weights_only():
+            if stage == 0:
+                file = folder / "engine" / "mp_rank_00_model_states.pt"
+                weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
+            else:
+                weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="engine")
+    except Exception as error:  # DeepSpeed and torch raise all kinds; the user needs the folder's name
+        raise CheckpointError(f"cannot read the weights in {folder / 'engine'}: {error}.") from error
+    return {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
+
+
+@contextmanager
+def _forced_weights_only() -> Iterator[None]:
+    """Make DeepSpeed's converter, which asks torch for unsafe loading, load safely all the same."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _write_lanes(folder: Path, memories: tuple[Memory, ...], *, lanes: range) -> None:
+    tensors = {
+        "hidden": torch.cat([memory.hidden_LBMD for memory in memories], dim=1).cpu().contiguous(),
+        "document": torch.cat([memory.document_BM for memory in memories]).cpu().contiguous(),
+    }
+    save_file(tensors, folder / f"{lanes.start:05d}-{lanes.stop - 1:05d}.safetensors")
+
+
+def _write_own_files(
+    folder: Path, state: TrainState, *, config: Config, corpus: CorpusFacts, probe: dict[str, Tensor], world_size: int
+) -> None:
+    save_file(probe, folder / "probe.safetensors")
+    (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(corpus.tokenizer_json, encoding="utf-8")
+    content = {
+        "format_version": FORMAT_VERSION,
+        "code_version": txl_dist.__version__,
+        "step": state.step,
+        "tokens_seen": state.tokens_seen,
+        "skipped_steps": state.skipped_steps,
+        "stream": state.stream.to_dict(),
+        "world_size": world_size,
+        "zero_stage": config.engine.zero_stage,
+        "precision": config.engine.precision,
+        "vocab_size": corpus.vocab_size,
+        "tokenizer_fingerprint": corpus.tokenizer_fingerprint,
+        "config_fingerprint": config_fingerprint(config),
+    }
+    (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

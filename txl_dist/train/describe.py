@@ -1,0 +1,63 @@
+"""What a run would be, before it runs: batch arithmetic, parameters, memory, operations (`txl train --dry-run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, config_to_toml, plan_batch
+from txl_dist.data.corpus import open_corpus
+from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int, num_threads: int) -> Iterator[str]:
+    """Lines for the log at the start of a run."""
+    train, engine = config.train, config.engine
+    yield (
+        f"batch: {train.num_lanes} lanes x {train.segment_len} tokens = {plan.tokens_per_step:,} tokens per step; "
+        f"{plan.world_size} ranks x {plan.num_microbatches} micro-batches x {plan.microbatch_lanes} lanes"
+    )
+    parameters = count_parameters(config.model, vocab_size=vocab_size)
+    yield (
+        f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
+        f"ZeRO-{engine.zero_stage}, {engine.precision}, {num_threads} threads per rank"
+    )
+
+
+def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
+    """Lines for a dry run: operations and estimated bytes per rank."""
+    train, engine = config.train, config.engine
+    flops = flops_per_token(
+        config.model,
+        vocab_size=vocab_size,
+        segment_len=train.segment_len,
+        memory_len=train.memory_len,
+        microbatch_lanes=plan.microbatch_lanes,
+    )
+    total = flops * plan.tokens_per_step
+    yield f"cost: {flops / 1e6:,.2f} MFLOP per token, {total / 1e9:,.1f} GFLOP per step, {total * train.max_steps:.3g} in all"
+    parts = bytes_per_rank(
+        config.model,
+        vocab_size=vocab_size,
+        segment_len=train.segment_len,
+        memory_len=train.memory_len,
+        lanes_per_rank=plan.lanes_per_rank,
+        microbatch_lanes=plan.microbatch_lanes,
+        world_size=plan.world_size,
+        zero_stage=engine.zero_stage,
+        bytes_per_number=BYTES[engine.precision],
+    )
+    listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items())
+    yield f"memory per rank, estimated: {sum(parts.values()) / 2**20:,.1f} MiB ({listed})"
+
+
+def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
+    """Everything `--dry-run` prints. Raises TxlError where a real run would."""
+    check_config(config)
+    vocab_size = open_corpus(config.data.path).vocab_size
+    check_vocabulary(config.model, vocab_size=vocab_size)
+    plan = plan_batch(config.train, world_size=world_size)
+    yield config_to_toml(config)
+    yield from describe_batch(config, plan=plan, vocab_size=vocab_size, num_threads=config.engine.num_threads)
+    yield from describe_cost(config, plan=plan, vocab_size=vocab_size)

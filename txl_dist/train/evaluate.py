@@ -1,0 +1,85 @@
+"""The loss of a held-out split: each target scored once, weighted by tokens, with a memory of its own.
+
+The split is cut into `eval.num_lanes` stripes that every rank count scores alike; each stripe begins with an empty
+memory. The training memories are not touched: memory is a value.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from txl_dist.config import Config
+from txl_dist.data.corpus import Corpus
+from txl_dist.data.stream import EvalStream
+from txl_dist.dist import Ranks, all_reduce_sum
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import Batch
+from txl_dist.train.batch import BatchMaker, to_device
+from txl_dist.train.metrics import bits_per
+
+Losses = Callable[[Batch, Memory], tuple[Tensor, Memory]]
+
+
+class Evaluation(NamedTuple):
+    """The result over a split."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+    """Targets that were scored."""
+    bits_per_byte: float
+    bits_per_character: float
+    seconds: float
+
+    def record(self, step: int) -> dict[str, float]:
+        """As metrics."""
+        return {"step": step, **self._asdict(), "ppl": math.exp(min(self.loss, 700.0))}
+
+
+def evaluate(
+    losses: Losses,
+    empty_memory: Callable[..., Memory],
+    corpus: Corpus,
+    *,
+    maker: BatchMaker,
+    config: Config,
+    ranks: Ranks,
+    memory_len: int | None = None,
+) -> Evaluation:
+    """Score data.eval_split. All ranks call it together and get the same result.
+
+    `losses` gives nll_BT and the next memory without gradients; `memory_len` overrides the configuration.
+    """
+    start_s = time.perf_counter()
+    if memory_len is None:
+        memory_len = config.train.memory_len if config.eval.memory_len < 0 else config.eval.memory_len
+    stream = EvalStream(
+        corpus,
+        config.data.eval_split,
+        num_lanes=config.eval.num_lanes,
+        segment_len=config.eval.segment_len or config.train.segment_len,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        max_tokens=config.eval.max_tokens,
+    )
+    memory = empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len)
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for segment in stream:
+        batch = to_device(maker.batch(segment), ranks.device)
+        nll_BT, memory = losses(batch, memory)
+        total += torch.stack([(nll_BT.double() * batch.scored_BT).sum(), batch.scored_BT.sum().double()])
+    nats, count = all_reduce_sum(total).tolist()
+    loss, tokens, split = nats / max(1.0, count), int(count), corpus.split(config.data.eval_split)
+    return Evaluation(
+        loss=loss,
+        tokens=tokens,
+        bits_per_byte=bits_per(loss, tokens=split.tokens, units=split.text_bytes),
+        bits_per_character=bits_per(loss, tokens=split.tokens, units=split.text_characters),
+        seconds=time.perf_counter() - start_s,
+    )

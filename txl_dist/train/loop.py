@@ -1,0 +1,283 @@
+"""The training program: one composition site, then one loop that reads like the procedure it is.
+
+    join ranks -> open corpus -> build engine -> choose checkpoint -> for each segment: step, report, evaluate, save
+
+Whatever touches clock or disk is decided on rank 0 and broadcast. Nothing in a step waits for the device; the
+logging interval does. Dropout is seeded per micro-batch from (seed, step, first lane), so a resumed run continues
+bit for bit without any generator state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
+from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.lanes import lanes_of_rank
+from txl_dist.data.stream import LaneStream, StreamState, prefetch
+from txl_dist.dist import Ranks, all_reduce_sum, barrier, from_first, joined_ranks, raise_together
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.log import logger, start_logging
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import Batch
+from txl_dist.rng import derive_seed
+from txl_dist.train.batch import batch_maker, to_device
+from txl_dist.train.checkpoint import (
+    CorpusFacts,
+    choose_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from txl_dist.train.describe import describe_batch
+from txl_dist.train.engine import Engine, ZeroEngine, check_engine
+from txl_dist.train.evaluate import evaluate
+from txl_dist.train.export import make_probe
+from txl_dist.train.metrics import Interval, Reporter, bits_per, eta_s
+from txl_dist.train.run_dir import open_run_dir
+from txl_dist.train.schedule import learning_rate
+from txl_dist.train.state import TrainState
+
+
+class StepInput(NamedTuple):
+    """What the reader thread prepares for one step of this rank."""
+
+    batches: list[Batch]
+    num_scored: int
+    """Targets of this rank that count."""
+    stream: StreamState
+    """Where the stream stands once this step is trained on."""
+
+
+def train(config: Config, *, resume: str = "auto") -> None:
+    """Train until `train.max_steps`, continuing what the run directory holds. All ranks call it.
+
+    `resume`: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one; or
+    the path of a checkpoint folder. Raises TxlError on every rank.
+    """
+    check_config(config)
+    with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
+        start_logging(rank=ranks.rank)
+        check_engine(config, device=ranks.device)
+        plan = plan_batch(config.train, world_size=ranks.world_size)
+        corpus = _open_together(config)
+        run_dir = Path(config.run.dir)
+        checkpoint = _prepare_run_dir(run_dir, config, resume=resume, ranks=ranks)
+        for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size, num_threads=ranks.num_threads):
+            logger.info(line)
+        engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
+        Run(config, plan, ranks, corpus, engine, run_dir).go(checkpoint)
+
+
+class Run:
+    """One training run on one rank: the parts that stay the same while the state moves on."""
+
+    def __init__(
+        self, config: Config, plan: BatchPlan, ranks: Ranks, corpus: Corpus, engine: Engine, run_dir: Path
+    ) -> None:
+        self.config, self.plan, self.ranks = config, plan, ranks
+        self.corpus, self.engine, self.run_dir = corpus, engine, run_dir
+        self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
+        self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
+        tokenizer = corpus.load_tokenizer()
+        self.facts = CorpusFacts(
+            fingerprint=corpus.fingerprint,
+            tokenizer_json=tokenizer.to_json(),
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=corpus.vocab_size,
+        )
+
+    def go(self, checkpoint: Path | None) -> None:
+        """Train from a checkpoint, or from the beginning, to the end."""
+        config, max_steps = self.config, self.config.train.max_steps
+        state = self._start(checkpoint)
+        reporter = Reporter(self.run_dir, max_steps=max_steps, tensorboard=config.metrics.tensorboard, ranks=self.ranks)
+        reporter.write("event", {"event": "start", "step": state.step, "world_size": self.ranks.world_size})
+        interval = Interval()
+        inputs = prefetch(self._inputs(state), depth=config.data.prefetch_depth)
+        try:
+            while state.step < max_steps:
+                wait_start_s = time.perf_counter()
+                step_input = next(inputs)
+                wait_s = time.perf_counter() - wait_start_s
+                lr = learning_rate(state.step, config.optim, max_steps=max_steps)
+                state, loss, grad_norm = self._step(state, step_input, lr=lr)
+                interval.add(loss=loss, grad_norm=grad_norm, wait_s=wait_s)
+                is_last = state.step == max_steps
+                if is_last or _due(state.step, config.metrics.log_every_steps):
+                    reporter.write("train", self._train_record(state, interval, lr=lr))
+                    interval = Interval()
+                if is_last or _due(state.step, config.eval.every_steps):
+                    reporter.write("eval", self._evaluate(state))
+                    interval = Interval()
+                if is_last or _due(state.step, config.checkpoint.every_steps):
+                    reporter.write("event", self._save(state))
+                    interval = Interval()
+        finally:
+            inputs.close()  # type: ignore[attr-defined]
+            reporter.close()
+        if self.ranks.is_first:
+            (self.run_dir / "DONE").write_text(f"{state.step}\n", encoding="utf-8")
+            logger.info("done: %d steps, %s tokens, in %s", state.step, f"{state.tokens_seen:,}", self.run_dir)
+        barrier()
+
+    def _start(self, checkpoint: Path | None) -> TrainState:
+        if checkpoint is not None:
+            return load_checkpoint(
+                checkpoint, self.engine, config=self.config, corpus=self.facts, lanes=self.lanes, ranks=self.ranks
+            )
+        train = self.config.train
+        memories = [
+            self.engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
+            for _ in range(self.plan.num_microbatches)
+        ]
+        return TrainState(
+            step=0, tokens_seen=0, skipped_steps=0, stream=self._stream(None).state, memories=tuple(memories)
+        )
+
+    def _stream(self, state: StreamState | None) -> LaneStream:
+        config = self.config
+        return LaneStream(
+            self.corpus,
+            config.data.train_split,
+            num_lanes=config.train.num_lanes,
+            segment_len=config.train.segment_len,
+            seed=derive_seed(config.run.seed, "documents"),
+            lanes=self.lanes,
+            state=state,
+        )
+
+    def _inputs(self, state: TrainState) -> Iterator[StepInput]:
+        """Runs in the reader thread."""
+        for segment, stream in self._stream(state.stream):
+            batches = self.maker.microbatches(segment, lanes=self.plan.microbatch_lanes)
+            yield StepInput(batches, int(sum(batch.scored_BT.sum() for batch in batches)), stream)
+
+    def _step(
+        self, state: TrainState, step_input: StepInput, *, lr: float
+    ) -> tuple[TrainState, Tensor, Tensor | float]:
+        """Forward, backward and update. Returns (next state, mean loss of this rank, gradient norm)."""
+        normalizer = self._normalizer(step_input)
+        losses: list[Tensor] = []
+        memories: list[Memory] = []
+        for index, (batch, memory) in enumerate(zip(step_input.batches, state.memories, strict=True)):
+            first_lane = self.lanes.start + index * self.plan.microbatch_lanes
+            torch.manual_seed(derive_seed(self.config.run.seed, "dropout", state.step, first_lane))
+            batch = to_device(batch, self.ranks.device)
+            loss, memory = self.engine.micro_step(batch, memory, normalizer=normalizer)
+            losses.append(loss)
+            memories.append(memory)
+        grad_norm = self.engine.step(lr=lr)
+        after = TrainState(
+            step=state.step + 1,
+            tokens_seen=state.tokens_seen + self.plan.tokens_per_step,
+            skipped_steps=self.engine.skipped_steps,
+            stream=step_input.stream,
+            memories=tuple(memories),
+        )
+        return after, torch.stack(losses).mean(), grad_norm
+
+    def _normalizer(self, step_input: StepInput) -> Tensor | float:
+        """What a micro-batch's summed loss is divided by, so that the mean over micro-batches and ranks is the mean
+        over all scored tokens. Document masks score different numbers of tokens on different ranks."""
+        if not self.maker.mask_documents:
+            return float(self.plan.microbatch_lanes * self.config.train.segment_len)
+        scored = torch.tensor(float(step_input.num_scored), device=self.ranks.device)
+        return all_reduce_sum(scored).clamp(min=1.0) / (self.plan.num_microbatches * self.plan.world_size)
+
+    def _train_record(self, state: TrainState, interval: Interval, *, lr: float) -> dict[str, float]:
+        values = interval.report(step=state.step, tokens_per_step=self.plan.tokens_per_step)
+        split = self.corpus.split(self.config.data.train_split)
+        return {
+            "step": state.step,
+            **values,
+            "bits_per_byte": bits_per(values["loss"], tokens=split.tokens, units=split.text_bytes),
+            "bits_per_character": bits_per(values["loss"], tokens=split.tokens, units=split.text_characters),
+            "lr": lr,
+            "tokens_seen": state.tokens_seen,
+            "skipped_steps": state.skipped_steps,
+            "eta_s": eta_s(state.step, max_steps=self.config.train.max_steps, step_ms=values["step_ms"]),
+        }
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        result = evaluate(
+            self.engine.losses,
+            self.engine.empty_memory,
+            self.corpus,
+            maker=self.maker,
+            config=self.config,
+            ranks=self.ranks,
+        )
+        return result.record(state.step)
+
+    def _save(self, state: TrainState) -> dict[str, float | str]:
+        start_s = time.perf_counter()
+        path = save_checkpoint(
+            self.run_dir,
+            state,
+            self.engine,
+            config=self.config,
+            corpus=self.facts,
+            probe=make_probe(self.engine, self.maker, memory_len=self.config.train.memory_len),
+            lanes=self.lanes,
+            ranks=self.ranks,
+        )
+        if self.ranks.is_first:
+            prune_checkpoints(self.run_dir, keep_last=self.config.checkpoint.keep_last)
+        return {
+            "event": "saved",
+            "step": state.step,
+            "path": path.name,
+            "seconds": round(time.perf_counter() - start_s, 3),
+        }
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _open_together(config: Config) -> Corpus:
+    """Open and check the corpus on every rank; if one cannot, all raise."""
+    error: Exception | None = None
+    try:
+        corpus = open_corpus(config.data.path)
+        check_vocabulary(config.model, vocab_size=corpus.vocab_size)
+        _check_size(corpus, config)
+    except TxlError as problem:
+        error = problem
+    raise_together(error)
+    return corpus
+
+
+def _check_size(corpus: Corpus, config: Config) -> None:
+    """Every lane must hold at least one segment and its last target; both splits must exist."""
+    corpus.split(config.data.eval_split)
+    tokens = corpus.split(config.data.train_split).tokens
+    needed = config.train.num_lanes * (config.train.segment_len + 1)
+    if tokens < needed:
+        raise ConfigError(
+            f"split {config.data.train_split!r} of {config.data.path} has {tokens:,} tokens; train.num_lanes="
+            f"{config.train.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a "
+            f"target) need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
+        )
+
+
+def _prepare_run_dir(run_dir: Path, config: Config, *, resume: str, ranks: Ranks) -> Path | None:
+    """Rank 0 opens the run directory and chooses the checkpoint; every rank gets the choice or the error."""
+    error: Exception | None = None
+    checkpoint: Path | None = None
+    if ranks.is_first:
+        try:
+            open_run_dir(run_dir, config)
+            start_logging(rank=0, file=run_dir / "log.txt")
+            checkpoint = choose_checkpoint(run_dir, resume)
+        except TxlError as problem:
+            error = problem
+    raise_together(error)
+    return from_first(checkpoint)

@@ -1,0 +1,194 @@
+"""What a run reports: one line, one JSON record and TensorBoard scalars per logging interval.
+
+Sums stay on the device between two reports; a report is the only point at which the loop waits for the device.
+Every value declares how ranks are joined: losses are means over ranks, waiting is that of the slowest rank. Reporting
+never ends a run: a sink that cannot write says so once and falls silent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from txl_dist.dist import Ranks, gather_objects
+from txl_dist.errors import TrainingError
+from txl_dist.log import logger
+
+
+class Interval:
+    """Sums since the last report, of this rank."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._wait_s = 0.0
+        self._num_steps = 0
+        self._loss: Tensor | float = 0.0
+        self._grad_norm: Tensor | float = 0.0
+
+    def add(self, *, loss: Tensor, grad_norm: Tensor | float, wait_s: float) -> None:
+        """One step: its mean loss in nats on this rank, and the seconds it waited for data."""
+        self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
+        self._num_steps, self._wait_s = self._num_steps + 1, self._wait_s + wait_s
+
+    def report(self, *, step: int, tokens_per_step: int) -> dict[str, float]:
+        """Means over the interval and all ranks. Waits for the device.
+
+        Raises TrainingError on all ranks if the loss of any is not finite.
+        """
+        now_s = time.perf_counter()
+        mine = (float(self._loss), float(self._grad_norm), self._wait_s)  # the sync point
+        parts = gather_objects(mine)
+        span_s, steps = now_s - self._start_s, max(1, self._num_steps)
+        loss = sum(part[0] for part in parts) / len(parts) / steps
+        if not math.isfinite(loss):
+            bad = [rank for rank, part in enumerate(parts) if not math.isfinite(part[0])]
+            raise TrainingError(
+                f"the loss of the {steps} steps up to step {step} is {loss} on rank(s) {bad}. Lower optim.lr, add "
+                "warm-up, or use bf16 instead of fp16; the last checkpoint is from before."
+            )
+        wait_s = max(part[2] for part in parts)
+        return {
+            "loss": loss,
+            "ppl": math.exp(min(loss, 700.0)),
+            "grad_norm": parts[0][1] / steps,
+            "tokens_per_s": steps * tokens_per_step / span_s,
+            "step_ms": 1000 * span_s / steps,
+            "data_wait_pct": 100 * wait_s / span_s,
+        }
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """Take one record; `kind` is train, eval or event."""
+
+    def close(self) -> None:
+        """Flush."""
+
+
+class JsonLines:
+    """`metrics.jsonl`: one record per line, complete numbers, always written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """See `Sink`."""
+        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files; tags are `kind/name`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # imports tensorboard, which is slow
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """See `Sink`."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(f"{kind}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._writer.close()
+
+
+class Console:
+    """A line per record in the log; on a terminal also a progress bar below the lines."""
+
+    def __init__(self, *, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.progress import Progress
+
+            self._bar = Progress(transient=True)
+            self._task = self._bar.add_task("training", total=max_steps)
+            self._bar.start()
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """See `Sink`."""
+        logger.info(format_record(kind, record, max_steps=self._max_steps))
+        if self._bar is not None and kind == "train":
+            self._bar.update(self._task, completed=record["step"])
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Reporter:
+    """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
+
+    def __init__(self, run_dir: Path, *, max_steps: int, tensorboard: bool, ranks: Ranks) -> None:
+        self._sinks: list[Sink] = []
+        if ranks.is_first:
+            self._sinks = [Console(max_steps=max_steps), JsonLines(run_dir / "metrics.jsonl")]
+            if tensorboard:
+                self._sinks.append(TensorBoard(run_dir / "tensorboard"))
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """Hand a record (with its `step`) to every sink that still works."""
+        for sink in list(self._sinks):
+            try:
+                sink.write(kind, record)
+            except OSError as error:
+                self._sinks.remove(sink)
+                logger.warning("metrics: %s stopped after an error: %s", type(sink).__name__, error)
+
+    def close(self) -> None:
+        """Flush and release all sinks."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def bits_per(loss: float, *, tokens: int, units: int) -> float:
+    """A loss in nats per token as bits per byte or per character of the text that the tokens spell."""
+    return loss / math.log(2) * tokens / units
+
+
+def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
+    """Seconds to the end of the run at the present speed."""
+    return (max_steps - step) * step_ms / 1000
+
+
+def format_record(kind: str, record: dict[str, Any], *, max_steps: int) -> str:
+    """The console line of a record."""
+    if kind == "event":
+        return " ".join(f"{key}={value}" for key, value in record.items())
+    parts = [f"step {record['step']:>{len(str(max_steps))}}/{max_steps}", f"{kind}", f"loss {record['loss']:.4f}"]
+    parts += [
+        f"ppl {record['ppl']:.2f}",
+        f"bpb {record['bits_per_byte']:.4f}",
+        f"bpc {record['bits_per_character']:.4f}",
+    ]
+    if kind == "train":
+        eta = int(record["eta_s"])
+        parts += [
+            f"lr {record['lr']:.3e}",
+            f"gnorm {record['grad_norm']:.3f}",
+            f"{record['tokens_per_s']:,.0f} tok/s",
+            f"wait {record['data_wait_pct']:.1f}%",
+            f"eta {eta // 3600:d}:{eta // 60 % 60:02d}:{eta % 60:02d}",
+        ]
+        if record["skipped_steps"]:
+            parts.append(f"skipped {record['skipped_steps']}")
+    else:
+        parts.append(f"{record['tokens']:,} tokens in {record['seconds']:.1f} s")
+    return "  ".join(parts)

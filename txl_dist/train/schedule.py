@@ -1,0 +1,26 @@
+"""Step to learning rate, as pure functions. `step` counts finished optimizer steps, so the first update has step 0."""
+
+from __future__ import annotations
+
+import math
+
+from txl_dist.config import OptimSection
+
+
+def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
+    """Rate of the update that follows `step` finished ones.
+
+    Linear warm-up reaches `lr` at update number `warmup_steps`. Then, with x the share of the remaining steps done:
+    cosine  min + (lr - min) (1 + cos(pi x)) / 2        linear  lr + (min - lr) x
+    inverse_sqrt  lr sqrt(max(1, warmup) / update)      constant  lr
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    done = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
+    if optim.schedule == "cosine":
+        return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    if optim.schedule == "linear":
+        return optim.lr + (optim.min_lr - optim.lr) * done
+    if optim.schedule == "inverse_sqrt":
+        return max(optim.min_lr, optim.lr * math.sqrt(max(1, optim.warmup_steps) / (step + 1)))
+    return optim.lr

@@ -1,0 +1,24 @@
+"""`TrainState`: everything of a run, besides weights and optimizer, that survives a crash. Nothing else may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from txl_dist.data.stream import StreamState
+from txl_dist.model.memory import Memory
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """A value: each step makes the next one."""
+
+    step: int
+    """Finished optimizer steps."""
+    tokens_seen: int
+    """Tokens trained on, over all lanes."""
+    skipped_steps: int
+    """Steps that the engine skipped because a half-precision gradient overflowed."""
+    stream: StreamState
+    """Position after the segment that was trained on last, whatever the reader has prefetched."""
+    memories: tuple[Memory, ...]
+    """One memory per micro-batch of this rank, in lane order."""
