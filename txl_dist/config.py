@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import tomllib
 from collections.abc import Iterator
@@ -257,7 +258,7 @@ def check_config(config: Config) -> None:
     cutoffs = model.cutoffs
     rules: list[tuple[bool, str]] = [
         (
-            all(a < b for a, b in zip(cutoffs, cutoffs[1:], strict=False)),
+            all(a < b for a, b in itertools.pairwise(cutoffs)),
             f"model.cutoffs={list(cutoffs)} must increase strictly",
         ),
         (

@@ -150,7 +150,8 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
     folder = Path(path)
     if not is_bundle(folder):
         raise CheckpointError(
-            f"{folder} is not a bundle: it lacks {MANIFEST} or model.safetensors. Make one with `txl export RUN {folder}`."
+            f"{folder} is not a bundle: it lacks {MANIFEST} or model.safetensors. "
+            f"Make one with `txl export RUN {folder}`."
         )
     check_folder(folder, remedy="Copy it again or export it again.")
     try:

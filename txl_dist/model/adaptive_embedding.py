@@ -13,7 +13,9 @@ Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -49,23 +51,23 @@ class AdaptiveEmbedding(nn.Module):
 
     def weight(self, i: int) -> nn.Parameter:
         """Table i, [V_i, E_i]."""
-        return getattr(self, f"weight_{i}")  # type: ignore[no-any-return]
+        return cast(nn.Parameter, getattr(self, f"weight_{i}"))
 
     def projection(self, i: int) -> nn.Parameter | None:
         """Projection of table i, [D, E_i], or None where none is needed."""
-        return getattr(self, f"projection_{i}")  # type: ignore[no-any-return]
+        return cast(nn.Parameter | None, getattr(self, f"projection_{i}"))
 
     def forward(self, tokens_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
         """hidden_BTD. `partition` is of the tokens by `edges`; needed for more than one table, else ignored."""
         if self.num_tables == 1:
             hidden = self._embed(0, tokens_BT)
-            return hidden * self.width**0.5
+            return hidden * math.sqrt(self.width)
         partition = partition_of(tokens_BT, edges=self.edges) if partition is None else partition
         # One row more than tokens: padded rows are written there and cut off, so they get no gradient.
         flat_SD = self.weight(0).new_zeros(tokens_BT.numel() + 1, self.width)
         for i, cluster in enumerate(partition):
             flat_SD = flat_SD.index_add(0, cluster.rows, self._embed(i, cluster.ids))
-        return flat_SD[:-1].view(*tokens_BT.shape, self.width) * self.width**0.5
+        return flat_SD[:-1].view(*tokens_BT.shape, self.width) * math.sqrt(self.width)
 
     def _embed(self, i: int, ids: Tensor) -> Tensor:
         embedded, projection = F.embedding(ids, self.weight(i)), self.projection(i)

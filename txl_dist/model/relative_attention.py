@@ -93,11 +93,13 @@ class RelativeAttention(nn.Module):
 
     def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
         """key_value_BS2NH of any positions."""
-        return self.key_value(hidden_BSD).unflatten(-1, (2, self.num_heads, self.head_width))
+        key_value: Tensor = self.key_value(hidden_BSD)
+        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
 
     def project_distance(self, distance_KD: Tensor) -> Tensor:
         """distance_KNH: the encodings as this layer sees them (W_R R)."""
-        return self.distance(distance_KD).unflatten(-1, (self.num_heads, self.head_width))
+        distance: Tensor = self.distance(distance_KD)
+        return distance.view(*distance.shape[:-1], self.num_heads, self.head_width)
 
     def forward(
         self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distance_KNH: Tensor, visible_BTK: Tensor

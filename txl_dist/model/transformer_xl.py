@@ -10,7 +10,7 @@ Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N head
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,14 +48,14 @@ class TransformerXL(nn.Module):
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """A memory that holds nothing, in this model's compute type and on its device."""
-        parameter = self.blocks[0].ff_out.bias
+        anchor = self.embedding.weight(0)
         return empty_memory(
             num_layers=self.section.num_layers,
             num_lanes=num_lanes,
             memory_len=memory_len,
             width=self.section.width,
-            dtype=parameter.dtype,
-            device=parameter.device,
+            dtype=anchor.dtype,
+            device=anchor.device,
         )
 
     def forward(
@@ -88,15 +88,15 @@ class TransformerXL(nn.Module):
 
     def empty_cache(self, *, num_lanes: int, memory_len: int) -> KeyValueCache:
         """A cache that holds nothing, for `forward_cached`."""
-        section, parameter = self.section, self.blocks[0].ff_out.bias
+        section, anchor = self.section, self.embedding.weight(0)
         shape = (section.num_layers, num_lanes, memory_len, 2, section.num_heads, section.head_width)
-        document = torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=parameter.device)
-        return KeyValueCache(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device), document)
+        document = torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=anchor.device)
+        return KeyValueCache(torch.zeros(shape, dtype=anchor.dtype, device=anchor.device), document)
 
     def project_distances(self, num_distances: int) -> list[Tensor]:
         """Per layer the projected encodings of that many distances, for `forward_cached`; weights being frozen."""
-        distance_KD = self._distances(num_distances, like=self.blocks[0].ff_out.bias)
-        return [block.attention.project_distance(distance_KD) for block in self.blocks]
+        distance_KD = self._distances(num_distances, like=self.embedding.weight(0))
+        return [block.attention.project_distance(distance_KD) for block in self._layers()]
 
     def forward_cached(
         self, tokens_BT: Tensor, cache: KeyValueCache, *, distances: list[Tensor]
@@ -108,13 +108,16 @@ class TransformerXL(nn.Module):
         )
         hidden, num_keys, memory_len = self.embedding(tokens_BT), visible_BTK.shape[2], cache.document_BM.shape[1]
         key_values = []
-        for block, past, distance_KNH in zip(self.blocks, cache.key_value_LBM2NH, distances, strict=True):
+        for block, past, distance_KNH in zip(self._layers(), cache.key_value_LBM2NH, distances, strict=True):
             hidden, key_value = block.forward_cached(
                 hidden, past_BM2NH=past, distance_KNH=distance_KNH[-num_keys:], visible_BTK=visible_BTK
             )
             key_values.append(key_value[:, num_keys - memory_len :])
         documents = torch.cat([cache.document_BM, document_BT], dim=1)[:, num_keys - memory_len :]
         return self.final_norm(hidden), KeyValueCache(torch.stack(key_values), documents)
+
+    def _layers(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
 
     def _distances(self, num_distances: int, *, like: Tensor) -> Tensor:
         return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)

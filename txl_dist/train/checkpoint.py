@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 import txl_dist
 from txl_dist.config import Config, config_fingerprint, config_to_toml
+from txl_dist.data.corpus import Corpus
 from txl_dist.data.stream import StreamState
 from txl_dist.dist import Ranks, barrier, from_first, gather_objects, raise_together
 from txl_dist.errors import CheckpointError
@@ -51,6 +52,12 @@ class CorpusFacts(NamedTuple):
     tokenizer_json: str
     tokenizer_fingerprint: str
     vocab_size: int
+
+
+def corpus_facts(corpus: Corpus) -> CorpusFacts:
+    """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
+    tokenizer = corpus.load_tokenizer()
+    return CorpusFacts(corpus.fingerprint, tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
@@ -169,10 +176,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load_checkpoint(
-    folder: Path, engine: Engine, *, config: Config, corpus: CorpusFacts, lanes: range, ranks: Ranks
-) -> TrainState:
-    """Restore engine and state on all ranks. The folder must have been verified (`choose_checkpoint`).
+def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> None:
+    """Refuse a checkpoint that this job cannot continue, before anything expensive is built.
 
     Raises CheckpointError if corpus, tokenizer, number of ranks, stage or precision differ from those that saved it.
     """
@@ -181,7 +186,7 @@ def load_checkpoint(
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {config.data.path} was prepared with "
             f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
-            "Prepare the corpus with `--tokenizer` and the checkpoint's tokenizer.json, or use another --run.dir."
+            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
         )
     if state["stream"]["fingerprint"] != corpus.fingerprint:
         raise CheckpointError(
@@ -189,25 +194,28 @@ def load_checkpoint(
             f"{state['stream']['fingerprint'][:12]} and {corpus.fingerprint[:12]}). Point --data.path to the corpus "
             "of the run, or use another --run.dir."
         )
-    here = {
-        "world_size": ranks.world_size,
-        "zero_stage": config.engine.zero_stage,
-        "precision": config.engine.precision,
-    }
+    here = {"world_size": world_size, "zero_stage": config.engine.zero_stage, "precision": config.engine.precision}
     different = [f"{key} {state[key]} -> {value}" for key, value in here.items() if state[key] != value]
     if different:
         raise CheckpointError(
             f"{folder} cannot be continued with {', '.join(different)}: its optimizer state is cut for what saved it. "
             "Start as many ranks with the same stage and precision."
         )
+
+
+def load_checkpoint(folder: Path, engine: Engine, *, lanes: range, microbatch_lanes: int) -> TrainState:
+    """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed."""
     engine.load(folder / "engine")
     device = engine.empty_memory(num_lanes=1, memory_len=0).hidden_LBMD.device
     whole = load_memory(folder, lanes=lanes, device=device)
-    size = config.train.microbatch_lanes
     memories = [
-        Memory(whole.hidden_LBMD[:, i : i + size].contiguous(), whole.document_BM[i : i + size].contiguous())
-        for i in range(0, len(lanes), size)
+        Memory(
+            whole.hidden_LBMD[:, start : start + microbatch_lanes].contiguous(),
+            whole.document_BM[start : start + microbatch_lanes].contiguous(),
+        )
+        for start in range(0, len(lanes), microbatch_lanes)
     ]
+    state = read_state(folder)
     return TrainState(
         step=state["step"],
         tokens_seen=state["tokens_seen"],
@@ -245,7 +253,8 @@ def consolidated_weights(folder: Path) -> dict[str, Tensor]:
 
     stage = read_state(folder)["zero_stage"]
     try:
-        with trusted_globals(), _forced_weights_only():
+        # DeepSpeed's converter prints its progress, and asks torch for unsafe loading unless it is forced.
+        with trusted_globals(), _forced_weights_only(), redirect_stdout(None), redirect_stderr(None):
             if stage == 0:
                 file = folder / "engine" / "mp_rank_00_model_states.pt"
                 weights = torch.load(file, map_location="cpu", weights_only=True)["module"]

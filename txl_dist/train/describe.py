@@ -36,7 +36,10 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterat
         microbatch_lanes=plan.microbatch_lanes,
     )
     total = flops * plan.tokens_per_step
-    yield f"cost: {flops / 1e6:,.2f} MFLOP per token, {total / 1e9:,.1f} GFLOP per step, {total * train.max_steps:.3g} in all"
+    yield (
+        f"cost: {flops / 1e6:,.2f} MFLOP per token, {total / 1e9:,.1f} GFLOP per step, "
+        f"{total * train.max_steps:.3g} FLOP in all"
+    )
     parts = bytes_per_rank(
         config.model,
         vocab_size=vocab_size,

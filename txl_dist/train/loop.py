@@ -29,8 +29,9 @@ from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, to_device
 from txl_dist.train.checkpoint import (
-    CorpusFacts,
+    check_checkpoint,
     choose_checkpoint,
+    corpus_facts,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -68,7 +69,7 @@ def train(config: Config, *, resume: str = "auto") -> None:
         plan = plan_batch(config.train, world_size=ranks.world_size)
         corpus = _open_together(config)
         run_dir = Path(config.run.dir)
-        checkpoint = _prepare_run_dir(run_dir, config, resume=resume, ranks=ranks)
+        checkpoint = _prepare_run_dir(run_dir, config, corpus, resume=resume, ranks=ranks)
         for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size, num_threads=ranks.num_threads):
             logger.info(line)
         engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
@@ -85,13 +86,7 @@ class Run:
         self.corpus, self.engine, self.run_dir = corpus, engine, run_dir
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
-        tokenizer = corpus.load_tokenizer()
-        self.facts = CorpusFacts(
-            fingerprint=corpus.fingerprint,
-            tokenizer_json=tokenizer.to_json(),
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=corpus.vocab_size,
-        )
+        self.facts = corpus_facts(corpus)
 
     def go(self, checkpoint: Path | None) -> None:
         """Train from a checkpoint, or from the beginning, to the end."""
@@ -114,13 +109,13 @@ class Run:
                     reporter.write("train", self._train_record(state, interval, lr=lr))
                     interval = Interval()
                 if is_last or _due(state.step, config.eval.every_steps):
-                    reporter.write("eval", self._evaluate(state))
-                    interval = Interval()
+                    with interval.paused():
+                        reporter.write("eval", self._evaluate(state))
                 if is_last or _due(state.step, config.checkpoint.every_steps):
-                    reporter.write("event", self._save(state))
-                    interval = Interval()
+                    with interval.paused():
+                        reporter.write("event", self._save(state))
         finally:
-            inputs.close()  # type: ignore[attr-defined]
+            inputs.close()
             reporter.close()
         if self.ranks.is_first:
             (self.run_dir / "DONE").write_text(f"{state.step}\n", encoding="utf-8")
@@ -130,7 +125,7 @@ class Run:
     def _start(self, checkpoint: Path | None) -> TrainState:
         if checkpoint is not None:
             return load_checkpoint(
-                checkpoint, self.engine, config=self.config, corpus=self.facts, lanes=self.lanes, ranks=self.ranks
+                checkpoint, self.engine, lanes=self.lanes, microbatch_lanes=self.plan.microbatch_lanes
             )
         train = self.config.train
         memories = [
@@ -268,7 +263,7 @@ def _check_size(corpus: Corpus, config: Config) -> None:
         )
 
 
-def _prepare_run_dir(run_dir: Path, config: Config, *, resume: str, ranks: Ranks) -> Path | None:
+def _prepare_run_dir(run_dir: Path, config: Config, corpus: Corpus, *, resume: str, ranks: Ranks) -> Path | None:
     """Rank 0 opens the run directory and chooses the checkpoint; every rank gets the choice or the error."""
     error: Exception | None = None
     checkpoint: Path | None = None
@@ -277,6 +272,8 @@ def _prepare_run_dir(run_dir: Path, config: Config, *, resume: str, ranks: Ranks
             open_run_dir(run_dir, config)
             start_logging(rank=0, file=run_dir / "log.txt")
             checkpoint = choose_checkpoint(run_dir, resume)
+            if checkpoint is not None:
+                check_checkpoint(checkpoint, config=config, corpus=corpus_facts(corpus), world_size=ranks.world_size)
         except TxlError as problem:
             error = problem
     raise_together(error)

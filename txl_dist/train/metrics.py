@@ -11,6 +11,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +37,13 @@ class Interval:
         """One step: its mean loss in nats on this rank, and the seconds it waited for data."""
         self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
         self._num_steps, self._wait_s = self._num_steps + 1, self._wait_s + wait_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside (saving, evaluating) does not count as training."""
+        start_s = time.perf_counter()
+        yield
+        self._start_s += time.perf_counter() - start_s
 
     def report(self, *, step: int, tokens_per_step: int) -> dict[str, float]:
         """Means over the interval and all ranks. Waits for the device.

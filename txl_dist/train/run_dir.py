@@ -28,7 +28,8 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
         (run_dir / "DONE").unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write the run directory {run_dir}: {error.strerror}. Mend its permissions or choose another --run.dir."
+            f"cannot write the run directory {run_dir}: {error.strerror}. "
+            "Mend its permissions or choose another --run.dir."
         ) from error
 
 

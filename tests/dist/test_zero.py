@@ -1,0 +1,84 @@
+"""The ZeRO stages, the cuts of the batch and the recomputation of activations change nothing but cost."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config, train_engine
+
+from txl_dist.dist import Ranks
+
+pytestmark = pytest.mark.dist
+
+RARE_FREE = (3, 1)
+
+
+def stages_worker(ranks: Ranks, precision: str) -> list[list[float]]:
+    return [
+        train_engine(
+            ranks,
+            tiny_config(engine={"zero_stage": stage, "precision": precision}),
+            num_steps=20,
+            rare_free=RARE_FREE,
+        )[0]
+        for stage in range(4)
+    ]
+
+
+def test_all_stages_give_the_same_losses_although_a_cluster_is_empty_on_one_rank(tmp_path: Path) -> None:
+    fp32 = run_ranks(stages_worker, "fp32", world_size=2, folder=tmp_path / "fp32")[0]
+    assert fp32[0][-1] < fp32[0][0] - 0.1, "it learns"
+    for stage in (1, 2, 3):
+        np.testing.assert_allclose(fp32[stage], fp32[0], rtol=1e-5, atol=0)
+    bf16 = run_ranks(stages_worker, "bf16", world_size=2, folder=tmp_path / "bf16")[0]
+    for stage in range(4):
+        np.testing.assert_allclose(bf16[stage], fp32[0], rtol=2e-2, atol=0)
+
+
+def cuts_worker(ranks: Ranks, cuts: list[int]) -> list[Any]:
+    return [train_engine(ranks, tiny_config(train={"microbatch_lanes": cut}), num_steps=10) for cut in cuts]
+
+
+def test_losses_and_memories_do_not_depend_on_how_the_lanes_are_cut(tmp_path: Path) -> None:
+    results = []
+    for world_size, cuts in ((1, [4, 2, 1]), (2, [2, 1]), (4, [1])):
+        by_rank = run_ranks(cuts_worker, cuts, world_size=world_size, folder=tmp_path / str(world_size))
+        for index, cut in enumerate(cuts):
+            memories: dict[int, Any] = {}
+            for rank in by_rank:
+                memories |= rank[index][1]
+            results.append((f"{world_size} ranks x {cut} lanes", by_rank[0][index][0], memories))
+    assert len(results) == 6
+    _, losses, memories = results[0]
+    for name, other_losses, other_memories in results[1:]:
+        np.testing.assert_allclose(other_losses, losses, rtol=1e-5, atol=0, err_msg=name)
+        assert sorted(other_memories) == [0, 1, 2, 3]
+        for lane, memory in memories.items():
+            scale = np.abs(memory).max()
+            assert np.abs(other_memories[lane] - memory).max() <= 1e-5 * scale, f"{name}, lane {lane}"
+
+
+def recompute_worker(ranks: Ranks) -> list[Any]:
+    return [
+        train_engine(
+            ranks,
+            tiny_config(
+                model={"dropout": 0.2, "attention_dropout": 0.1},
+                engine={"zero_stage": stage, "activation_checkpointing": recompute},
+            ),
+            num_steps=5,
+        )
+        for stage in (1, 3)
+        for recompute in (False, True)
+    ]
+
+
+def test_activation_checkpointing_is_bit_identical_with_dropout(tmp_path: Path) -> None:
+    for plain_1, recomputed_1, plain_3, recomputed_3 in run_ranks(recompute_worker, world_size=2, folder=tmp_path):
+        for plain, recomputed in ((plain_1, recomputed_1), (plain_3, recomputed_3)):
+            assert plain[0] == recomputed[0]
+            np.testing.assert_array_equal(plain[2], recomputed[2])
+            for lane, memory in plain[1].items():
+                np.testing.assert_array_equal(memory, recomputed[1][lane])
