@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             tyro.cli(VERBS[verb], prog=f"txl {verb}", args=rest)
     except TxlError as error:
-        if int(os.environ.get("RANK", "0")) == 0:  # every rank raises the same
+        if _should_print(error):
             print(f"txl {verb}: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
@@ -243,6 +243,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> None:
     """Entry point of the `txl` script."""
     sys.exit(main())
+
+
+def _should_print(error: TxlError) -> bool:
+    """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node."""
+    if error.rank is None:
+        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return int(os.environ.get("RANK", "0")) == error.rank
 
 
 def _without_launcher_flags(arguments: Sequence[str]) -> list[str]:

@@ -62,7 +62,7 @@ class DataSection(Section):
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate on."""
+    """Split to evaluate on; empty switches evaluation off."""
     document_border: Literal["carry", "mask"] = "carry"
     """carry: memory runs over document borders (the paper). mask: a query sees its own document only."""
     prefetch_depth: Annotated[PositiveInt, FREE] = 4

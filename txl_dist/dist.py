@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, TxlError
 
 T = TypeVar("T")
 
@@ -51,6 +51,9 @@ def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
     ranks = _join(timeout_s=timeout_s, num_threads=num_threads)
     try:
         yield ranks
+    except TxlError as error:
+        error.rank = ranks.rank if error.rank is None else error.rank
+        raise
     finally:
         torch_dist.destroy_process_group()
 
@@ -75,17 +78,27 @@ def from_first(value: T) -> T:
     return box[0]
 
 
-def raise_together(error: Exception | None) -> None:
-    """Raise on every rank if any rank failed: no rank is left waiting in the next collective.
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if it raises a TxlError on any, every rank raises the lowest such rank's error.
 
-    The error raised is the lowest failing rank's, with its type; call it from all ranks, with None where all is well.
+    So no rank is left waiting in the next collective for one that gave up. `action` must not use collectives.
     """
-    failures = [(rank, other) for rank, other in enumerate(gather_objects(error)) if other is not None]
-    if failures:
-        rank, first = failures[0]
-        if error is not None and rank == torch_dist.get_rank():
-            raise error
-        raise first
+    result: Any = None
+    error: TxlError | None = None
+    try:
+        result = action()
+    except TxlError as problem:
+        error = problem
+        error.rank = torch_dist.get_rank()
+    for other in gather_objects(error):
+        if other is not None:
+            raise other
+    return cast(T, result)
+
+
+def on_first(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 only; its result, or its TxlError, is every rank's."""
+    return from_first(together(lambda: action() if torch_dist.get_rank() == 0 else cast(T, None)))
 
 
 def barrier() -> None:

@@ -9,6 +9,8 @@ class TxlError(Exception):
     """Base of every error that a user can cause and mend."""
 
     exit_code = 2
+    rank: int | None = None
+    """The rank that met it, once ranks have joined; that one prints it."""
 
 
 class ConfigError(TxlError, ValueError):

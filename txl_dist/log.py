@@ -1,6 +1,6 @@
 """One log format for all ranks: rank 0 speaks, the others only warn, with their rank in front.
 
-Lines go to standard error and, on rank 0, to `log.txt` of the run. DeepSpeed's own chatter is kept to warnings.
+Lines go to standard error and, on rank 0, to `log.txt` of the run.
 """
 
 from __future__ import annotations
@@ -26,4 +26,3 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

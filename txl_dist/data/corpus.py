@@ -48,10 +48,7 @@ class Shard:
         idx_path = path.with_name(path.name + ".idx")
         try:
             num_bytes, records = path.stat().st_size, idx_path.read_bytes()
-            if num_bytes != info.bytes:
-                raise DataError(
-                    f"{path} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {_REMEDY}"
-                )
+            _check_size(path, num_bytes, info)
             if hashlib.sha256(records).hexdigest() != info.idx_sha256:
                 raise DataError(f"{idx_path} is damaged: its sha256 is not the one in the index. {_REMEDY}")
             # A plain array over the map: slicing np.memmap itself is three times slower.
@@ -90,6 +87,11 @@ class Shard:
             )
 
 
+def _check_size(path: Path, num_bytes: int, info: ShardInfo) -> None:
+    if num_bytes != info.bytes:
+        raise DataError(f"{path} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {_REMEDY}")
+
+
 class Split:
     """One split of a corpus. Keeps no file open; `Shards` does."""
 
@@ -102,6 +104,16 @@ class Split:
         self.shards = tuple(info.shards)
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
         self._corpus = corpus
+
+    def check_files(self) -> None:
+        """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
+        for info in self.shards:
+            path = self._corpus.path / info.name
+            try:
+                num_bytes = path.stat().st_size
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror or error}. {_REMEDY}") from error
+            _check_size(path, num_bytes, info)
 
     def open_shard(self, index: int) -> Shard:
         """Map one shard. Raises DataError if it is missing or damaged."""

@@ -14,12 +14,13 @@ written before all ranks are done. Nothing here is pickled; DeepSpeed's files lo
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +34,12 @@ import txl_dist
 from txl_dist.config import Config, config_fingerprint, config_to_toml
 from txl_dist.data.corpus import Corpus
 from txl_dist.data.stream import StreamState
-from txl_dist.dist import Ranks, barrier, from_first, gather_objects, raise_together
+from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
 from txl_dist.manifest import check_folder, commit_folder, describe_file, files_of, problems_of, write_manifest
 from txl_dist.model.memory import Memory
-from txl_dist.train.engine import Engine, trusted_globals
+from txl_dist.train.engine import Engine, import_deepspeed, trusted_globals
 from txl_dist.train.state import TrainState
 
 FORMAT_VERSION = 1
@@ -88,29 +89,33 @@ def save_checkpoint(
     """
     final = checkpoint_folder(run_dir, state.step)
     temporary = final.with_name(f"{final.name}.tmp-{from_first(secrets.token_hex(4))}")
-    error: Exception | None = None
-    try:
-        (temporary / "lanes").mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        error = CheckpointError(f"cannot write {temporary}: {problem.strerror}. Free space or mend permissions.")
-    raise_together(error)
+    together(lambda: _explained(temporary, lambda: (temporary / "lanes").mkdir(parents=True, exist_ok=True)))
     engine.save(temporary / "engine")
-    digests: dict[str, Any] = {}
-    try:
+
+    def write() -> None:
         _write_lanes(temporary / "lanes", state.memories, lanes=lanes)
         if ranks.is_first:
             _write_own_files(temporary, state, config=config, corpus=corpus, probe=probe, world_size=ranks.world_size)
-    except (OSError, SafetensorError) as problem:
-        error = CheckpointError(f"cannot write {temporary}: {problem}. Free space or mend permissions.")
-    raise_together(error)
+
+    together(lambda: _explained(temporary, write))
     # Hashing is shared out: every rank reads some of the files, whoever wrote them.
     digests = {name: describe_file(temporary / name) for name in files_of(temporary)[ranks.rank :: ranks.world_size]}
     parts = gather_objects(digests)
-    if ranks.is_first:
+
+    def commit() -> None:
         write_manifest(temporary, {name: facts for part in parts for name, facts in part.items()})
         commit_folder(temporary, final)
-    barrier()
+
+    on_first(lambda: _explained(final, commit))
     return final
+
+
+def _explained(path: Path, action: Callable[[], None]) -> None:
+    """Run `action`; the file system's errors become ours."""
+    try:
+        action()
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}. Free space or mend permissions.") from error
 
 
 def prune_checkpoints(run_dir: Path, *, keep_last: int) -> None:
@@ -249,12 +254,14 @@ def consolidated_weights(folder: Path) -> dict[str, Tensor]:
 
     Tied parameters appear under each of their names. Raises CheckpointError.
     """
+    import_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     stage = read_state(folder)["zero_stage"]
     try:
+        silence = io.StringIO()
         # DeepSpeed's converter prints its progress, and asks torch for unsafe loading unless it is forced.
-        with trusted_globals(), _forced_weights_only(), redirect_stdout(None), redirect_stderr(None):
+        with trusted_globals(), _forced_weights_only(), redirect_stdout(silence), redirect_stderr(silence):
             if stage == 0:
                 file = folder / "engine" / "mp_rank_00_model_states.pt"
                 weights = torch.load(file, map_location="cpu", weights_only=True)["module"]

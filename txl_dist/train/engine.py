@@ -101,7 +101,7 @@ class ZeroEngine:
 
     def __init__(self, config: Config, *, vocab_size: int, plan: BatchPlan, ranks: Ranks) -> None:
         check_engine(config, device=ranks.device)
-        deepspeed = _import_deepspeed(ranks.device)
+        deepspeed = import_deepspeed()
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
         torch.manual_seed(derive_seed(config.run.seed, "init"))
         model = TransformerXL(
@@ -204,11 +204,10 @@ def _safe_checkpoint_engine(engine: Any) -> Any:
     return engine
 
 
-def _import_deepspeed(device: torch.device) -> Any:
+def import_deepspeed() -> Any:
     """Import on first use (it takes seconds), on the right accelerator and without its chatter."""
-    if device.type == "cpu":
+    if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger
 

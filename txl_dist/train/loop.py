@@ -21,8 +21,8 @@ from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, p
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.lanes import lanes_of_rank
 from txl_dist.data.stream import LaneStream, StreamState, prefetch
-from txl_dist.dist import Ranks, all_reduce_sum, barrier, from_first, joined_ranks, raise_together
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.dist import Ranks, all_reduce_sum, barrier, joined_ranks, on_first, together
+from txl_dist.errors import ConfigError
 from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -62,28 +62,22 @@ def train(config: Config, *, resume: str = "auto") -> None:
     `resume`: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one; or
     the path of a checkpoint folder. Raises TxlError on every rank.
     """
-    check_config(config)
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         start_logging(rank=ranks.rank)
-        check_engine(config, device=ranks.device)
-        plan = plan_batch(config.train, world_size=ranks.world_size)
-        corpus = _open_together(config)
-        run_dir = Path(config.run.dir)
-        checkpoint = _prepare_run_dir(run_dir, config, corpus, resume=resume, ranks=ranks)
+        plan, corpus = together(lambda: _check_job(config, ranks))
+        checkpoint = on_first(lambda: _open_run(config, corpus, plan, resume=resume))
         for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size, num_threads=ranks.num_threads):
             logger.info(line)
         engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
-        Run(config, plan, ranks, corpus, engine, run_dir).go(checkpoint)
+        Run(config, plan, ranks, corpus, engine).go(checkpoint)
 
 
 class Run:
     """One training run on one rank: the parts that stay the same while the state moves on."""
 
-    def __init__(
-        self, config: Config, plan: BatchPlan, ranks: Ranks, corpus: Corpus, engine: Engine, run_dir: Path
-    ) -> None:
+    def __init__(self, config: Config, plan: BatchPlan, ranks: Ranks, corpus: Corpus, engine: Engine) -> None:
         self.config, self.plan, self.ranks = config, plan, ranks
-        self.corpus, self.engine, self.run_dir = corpus, engine, run_dir
+        self.corpus, self.engine, self.run_dir = corpus, engine, Path(config.run.dir)
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
         self.facts = corpus_facts(corpus)
@@ -108,7 +102,7 @@ class Run:
                 if is_last or _due(state.step, config.metrics.log_every_steps):
                     reporter.write("train", self._train_record(state, interval, lr=lr))
                     interval = Interval()
-                if is_last or _due(state.step, config.eval.every_steps):
+                if config.data.eval_split and (is_last or _due(state.step, config.eval.every_steps)):
                     with interval.paused():
                         reporter.write("eval", self._evaluate(state))
                 if is_last or _due(state.step, config.checkpoint.every_steps):
@@ -237,44 +231,33 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _open_together(config: Config) -> Corpus:
-    """Open and check the corpus on every rank; if one cannot, all raise."""
-    error: Exception | None = None
-    try:
-        corpus = open_corpus(config.data.path)
-        check_vocabulary(config.model, vocab_size=corpus.vocab_size)
-        _check_size(corpus, config)
-    except TxlError as problem:
-        error = problem
-    raise_together(error)
-    return corpus
-
-
-def _check_size(corpus: Corpus, config: Config) -> None:
-    """Every lane must hold at least one segment and its last target; both splits must exist."""
-    corpus.split(config.data.eval_split)
-    tokens = corpus.split(config.data.train_split).tokens
+def _check_job(config: Config, ranks: Ranks) -> tuple[BatchPlan, Corpus]:
+    """Everything that can be refused before something is built or written. Raises TxlError."""
+    check_config(config)
+    check_engine(config, device=ranks.device)
+    plan = plan_batch(config.train, world_size=ranks.world_size)
+    corpus = open_corpus(config.data.path)
+    check_vocabulary(config.model, vocab_size=corpus.vocab_size)
+    split = corpus.split(config.data.train_split)
     needed = config.train.num_lanes * (config.train.segment_len + 1)
-    if tokens < needed:
+    if split.tokens < needed:
         raise ConfigError(
-            f"split {config.data.train_split!r} of {config.data.path} has {tokens:,} tokens; train.num_lanes="
+            f"split {split.name!r} of {config.data.path} has {split.tokens:,} tokens; train.num_lanes="
             f"{config.train.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a "
             f"target) need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
         )
+    return plan, corpus
 
 
-def _prepare_run_dir(run_dir: Path, config: Config, corpus: Corpus, *, resume: str, ranks: Ranks) -> Path | None:
-    """Rank 0 opens the run directory and chooses the checkpoint; every rank gets the choice or the error."""
-    error: Exception | None = None
-    checkpoint: Path | None = None
-    if ranks.is_first:
-        try:
-            open_run_dir(run_dir, config)
-            start_logging(rank=0, file=run_dir / "log.txt")
-            checkpoint = choose_checkpoint(run_dir, resume)
-            if checkpoint is not None:
-                check_checkpoint(checkpoint, config=config, corpus=corpus_facts(corpus), world_size=ranks.world_size)
-        except TxlError as problem:
-            error = problem
-    raise_together(error)
-    return from_first(checkpoint)
+def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -> Path | None:
+    """On rank 0: check the shards, open the run directory and choose the checkpoint. Raises TxlError."""
+    for name in (config.data.train_split, config.data.eval_split):
+        if name:
+            corpus.split(name).check_files()
+    run_dir = Path(config.run.dir)
+    open_run_dir(run_dir, config)
+    start_logging(rank=0, file=run_dir / "log.txt")
+    checkpoint = choose_checkpoint(run_dir, resume)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, config=config, corpus=corpus_facts(corpus), world_size=plan.world_size)
+    return checkpoint

@@ -1,0 +1,90 @@
+"""A run that was killed and started again is bit for bit the run that was not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.launch import kill_everything, start_training, train, wait_for
+from txl_dist.data.corpus import open_corpus
+from txl_dist.data.stream import LaneStream, StreamState
+from txl_dist.train.checkpoint import list_checkpoints
+from txl_dist.train.engine import trusted_globals
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The last loss recorded for each step; JSON keeps every bit of a float."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def last_step(run: Path) -> int:
+    try:
+        return max(losses(run), default=0)
+    except (FileNotFoundError, ValueError):  # not there yet, or half a line
+        return 0
+
+
+def assert_same(ours: Any, theirs: Any, where: str) -> int:
+    """Compare nested values bit for bit; returns how many tensors were compared."""
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype, where
+        assert torch.equal(ours, theirs), where
+        return 1
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        return sum(assert_same(ours[key], theirs[key], f"{where}.{key}") for key in ours)
+    if isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), where
+        return sum(assert_same(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
+    return 0
+
+
+def consumed_ids(checkpoint: Path, corpus: Path) -> list[list[int]]:
+    """The segment of all lanes that follows a checkpoint: equal streams have consumed equal ids."""
+    state = StreamState.from_dict(json.loads((checkpoint / "state.json").read_text())["stream"])
+    opened = open_corpus(corpus)
+    stream = LaneStream(opened, state.split, num_lanes=8, segment_len=24, seed=state.seed, lanes=range(8), state=state)
+    segments = [stream.segment_at(position).tokens for position in range(0, state.position + 1, 24)]
+    return [segment.tolist() for segment in segments]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, config_file: Path, corpus: Path, stage: int) -> None:
+    words = [str(config_file), "--engine.zero_stage", str(stage)]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(*words, "--run.dir", str(whole), cwd=tmp_path)
+
+    process = start_training(*words, "--run.dir", str(killed), cwd=tmp_path)
+    wait_for(lambda: last_step(killed) >= 17, process=process)
+    kill_everything(process)
+    before = losses(killed)
+    assert 17 <= max(before) < 30
+    assert not (killed / "DONE").exists()
+    assert [path.name for path in list_checkpoints(killed)] == ["step_000000015"]
+    train(*words, "--run.dir", str(killed), cwd=tmp_path)
+
+    assert losses(killed) == losses(whole)
+    assert sorted(losses(whole)) == list(range(1, 31))
+    ours, theirs = list_checkpoints(killed)[-1], list_checkpoints(whole)[-1]
+    assert ours.name == theirs.name == "step_000000030"
+    compared = 0
+    for path in sorted((theirs / "engine").iterdir()):
+        with trusted_globals():
+            there, here = (
+                torch.load(path_, map_location="cpu", weights_only=True)
+                for path_ in (path, ours / "engine" / path.name)
+            )
+        compared += assert_same(here, there, path.name)
+    assert compared > 30, "weights and both moments of every rank"
+    for path in sorted((theirs / "lanes").iterdir()):
+        assert_same(load_file(ours / "lanes" / path.name), load_file(path), path.name)
+    first, second = (json.loads((folder / "state.json").read_text()) for folder in (ours, theirs))
+    assert first == second
+    assert consumed_ids(ours, corpus) == consumed_ids(theirs, corpus)
