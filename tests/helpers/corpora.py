@@ -39,3 +39,10 @@ def tiny_corpus(
     source = write_jsonl(folder / f"{name}.jsonl", given)
     values: dict[str, Any] = {"kind": "byte", "valid_fraction": 0.2, "shard_len": shard_len, **settings}
     return prepare_corpus(folder / name, inputs=[source], **values).corpus
+
+
+def flip_bit(path: Path, *, offset: int | None = None) -> None:
+    """Flip one bit of a file, in its middle unless told otherwise."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if offset is None else offset] ^= 1
+    path.write_bytes(data)

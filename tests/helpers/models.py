@@ -1,0 +1,67 @@
+"""Tiny networks for tests, with weights large enough that every term of the model is felt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl_dist.config import ModelSection
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
+
+VOCAB_SIZE = 50
+
+
+def tiny_section(**changes: Any) -> ModelSection:
+    """Three layers, wide initial weights, no dropout, unless told otherwise."""
+    values: dict[str, Any] = {
+        "num_layers": 3,
+        "width": 12,
+        "num_heads": 2,
+        "head_width": 5,
+        "ff_width": 16,
+        "dropout": 0.0,
+        "init_std": 0.3,
+        "projection_init_std": 0.3,
+    }
+    return ModelSection.model_validate({**values, **changes})
+
+
+def tiny_model(*, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> TransformerXL:
+    """A network of `tiny_section` in training mode; its biases are drawn too, so that none is zero."""
+    torch.manual_seed(seed)
+    model = TransformerXL(tiny_section(**changes), vocab_size=VOCAB_SIZE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_(0.0, 0.3)
+    return model.to(dtype)
+
+
+def random_tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Ids of the tiny vocabulary."""
+    return torch.randint(0, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def segment_losses(
+    model: TransformerXL,
+    tokens_BS: Tensor,
+    *,
+    memory_len: int,
+    lengths: Sequence[int],
+    document_BS: Tensor | None = None,
+) -> Tensor:
+    """Losses of tokens 1 ... of each row, run as segments of the given lengths over a memory that begins empty."""
+    memory: Memory = model.empty_memory(num_lanes=tokens_BS.shape[0], memory_len=memory_len)
+    parts, start = [], 0
+    for length in lengths:
+        stop = start + length
+        documents = None if document_BS is None else document_BS[:, start:stop]
+        hidden_BTD, memory = model(tokens_BS[:, start:stop], memory, document_BT=documents)
+        parts.append(model.softmax(hidden_BTD, tokens_BS[:, start + 1 : stop + 1]))
+        start = stop
+    assert start == tokens_BS.shape[1] - 1
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,135 @@
+"""Memory: a static window of the newest positions, masked where it is empty, never a way for gradients."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.helpers.models import random_tokens, tiny_model
+from tests.helpers.naive import naive_visible
+from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
+
+LAYERS, LANES, WIDTH = 2, 3, 4
+
+
+def numbered(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hidden_LBTD, document_BT) whose position p holds the number p, in every layer and lane."""
+    position = torch.arange(first, first + count)
+    return position.float()[None, None, :, None].expand(LAYERS, LANES, count, WIDTH), position.expand(LANES, count)
+
+
+@pytest.mark.parametrize("memory_len", [0, 1, 5, 8])
+@pytest.mark.parametrize("lengths", [(2, 2, 2), (5, 5), (8, 3, 1), (1,) * 9, (20,), (3, 9)])
+def test_memory_holds_the_newest_positions_oldest_first_in_a_static_shape(
+    memory_len: int, lengths: tuple[int, ...]
+) -> None:
+    memory = empty_memory(
+        num_layers=LAYERS, num_lanes=LANES, memory_len=memory_len, width=WIDTH, dtype=torch.float32
+    )
+    seen = 0
+    for length in lengths:
+        hidden, document = numbered(seen, length)
+        memory = memory.append(hidden, document_BT=document)
+        seen += length
+        assert memory.memory_len == memory_len
+        assert memory.hidden_LBMD.shape == (LAYERS, LANES, memory_len, WIDTH)
+        kept = list(range(seen))[-memory_len:] if memory_len else []
+        expected = torch.tensor([EMPTY] * (memory_len - len(kept)) + kept)
+        assert torch.equal(memory.document_BM, expected.expand(LANES, memory_len))
+        filled = memory.hidden_LBMD[:, :, memory_len - len(kept) :]
+        assert torch.equal(filled, torch.tensor(kept).float()[None, None, :, None].expand_as(filled))
+
+
+def test_appending_makes_a_new_value_and_leaves_the_old_one_alone() -> None:
+    hidden, document = numbered(0, 5)
+    old = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, dtype=torch.float32)
+    new = old.append(hidden, document_BT=document)
+    new.hidden_LBMD.fill_(7.0)
+    assert (old.hidden_LBMD == 0).all()
+    assert (old.document_BM == EMPTY).all()
+    assert torch.equal(hidden, numbered(0, 5)[0])
+
+
+def test_memory_starts_in_the_type_of_the_model() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        memory = tiny_model(dtype=dtype).empty_memory(num_lanes=2, memory_len=3)
+        assert memory.hidden_LBMD.dtype == dtype
+        assert memory.document_BM.dtype == torch.int64
+
+
+def test_visible_keys_are_those_of_the_definition() -> None:
+    generator = random.Random(0)
+    for _ in range(60):
+        memory_len, segment_len = generator.randint(0, 5), generator.randint(1, 5)
+        borders = [generator.random() < 0.3 for _ in range(memory_len + segment_len)]
+        ordinal = [sum(borders[: i + 1]) for i in range(memory_len + segment_len)]
+        empty = generator.randint(0, memory_len)
+        past, documents = [EMPTY] * empty + ordinal[empty:memory_len], ordinal[memory_len:]
+        memory = Memory(torch.zeros(1, 1, memory_len, 1), torch.tensor([past], dtype=torch.int64))
+        for same_length in (False, True) if memory_len else (False,):
+            mask = visible_keys(memory, torch.tensor([documents]), same_length=same_length)
+            expected = [
+                [
+                    naive_visible(i, j, memory_documents=past, documents=documents, same_length=same_length)
+                    for j in range(memory_len + segment_len)
+                ]
+                for i in range(segment_len)
+            ]
+            assert mask[0].tolist() == expected
+            assert mask.any(-1).all(), "every query sees a key"
+
+
+def test_same_length_gives_every_query_as_many_keys_as_the_memory_is_long() -> None:
+    memory = Memory(torch.zeros(1, 2, 6, 1), torch.zeros(2, 6, dtype=torch.int64))
+    document_BT = torch.zeros(2, 4, dtype=torch.int64)
+    assert (visible_keys(memory, document_BT, same_length=True).sum(-1) == 6).all()
+    assert visible_keys(memory, document_BT)[0].sum(-1).tolist() == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_empty_memory_contributes_nothing(pre_norm: bool) -> None:
+    model = tiny_model(pre_norm=pre_norm)
+    tokens_BT = random_tokens(2, 4)
+    _, memory = model(random_tokens(2, 3, seed=1), model.empty_memory(num_lanes=2, memory_len=8))
+    assert (memory.document_BM == EMPTY).sum(1).tolist() == [5, 5]
+    garbage = memory.hidden_LBMD.clone()
+    garbage[:, :, :5] = 1e3 * torch.randn(3, 2, 5, 12)
+    expected, after = model(tokens_BT, memory)
+    hidden, after_garbage = model(tokens_BT, memory._replace(hidden_LBMD=garbage))
+    assert torch.equal(hidden, expected)
+    filled = after.document_BM[0] != EMPTY
+    assert torch.equal(after.hidden_LBMD[:, :, filled], after_garbage.hidden_LBMD[:, :, filled])
+    garbage[:, :, 5:] += 1.0
+    assert not torch.equal(model(tokens_BT, memory._replace(hidden_LBMD=garbage))[0], expected)
+
+
+def test_an_empty_memory_is_the_same_as_none() -> None:
+    model = tiny_model(dtype=torch.float64)
+    tokens_BT = random_tokens(2, 6)
+    without, _ = model(tokens_BT, model.empty_memory(num_lanes=2, memory_len=0))
+    with_empty, _ = model(tokens_BT, model.empty_memory(num_lanes=2, memory_len=9))
+    assert (without - with_empty).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("recompute_blocks", [False, True])
+def test_no_gradient_flows_into_the_memory(recompute_blocks: bool) -> None:
+    model = tiny_model()
+    model.recompute_blocks = recompute_blocks
+    first, second = random_tokens(2, 4, seed=1), random_tokens(2, 4, seed=2)
+    _, memory = model(first, model.empty_memory(num_lanes=2, memory_len=6))
+    assert not memory.hidden_LBMD.requires_grad
+    assert memory.hidden_LBMD.grad_fn is None
+
+    def gradients(past: Memory) -> list[torch.Tensor]:
+        model.zero_grad()
+        hidden, after = model(second, past)
+        assert not after.hidden_LBMD.requires_grad
+        hidden.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    carried = gradients(memory)
+    plain = gradients(Memory(torch.from_numpy(memory.hidden_LBMD.numpy().copy()), memory.document_BM.clone()))
+    assert len(carried) > 20
+    assert all(torch.equal(a, b) for a, b in zip(carried, plain, strict=True))

@@ -1,0 +1,254 @@
+"""The network: segments, lanes, documents and caches are ways to compute one and the same thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import random_tokens, segment_losses, tiny_model
+from txl_dist.config import ModelSection
+from txl_dist.model.flops import count_parameters
+from txl_dist.model.transformer_xl import Batch, SegmentLoss
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "post_norm": {},
+    "pre_norm": {"pre_norm": True, "final_norm": True},
+    "adaptive": {"cutoffs": (5, 20)},
+    "adaptive_pre_norm": {"cutoffs": (5, 20), "pre_norm": True},
+    "adaptive_div_2": {"cutoffs": (5, 20), "div_value": 2, "tie_projections": (False, True, True)},
+    "clamped": {"clamp_len": 4, "share_biases": False},
+}
+TOKENS = 24
+SPLITS = [(8, 8, 8), (5, 11, 1, 7), (23, 1), (1,) * TOKENS]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_segment_split_changes_nothing(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    model = tiny_model(dtype=dtype, **VARIANTS[name])
+    tokens_BS = random_tokens(2, TOKENS + 1)
+    whole = segment_losses(model, tokens_BS, memory_len=TOKENS, lengths=(TOKENS,))
+    assert whole.shape == (2, TOKENS)
+    for lengths in SPLITS:
+        split = segment_losses(model, tokens_BS, memory_len=TOKENS, lengths=lengths)
+        assert (split - whole).abs().max() <= tolerance, lengths
+    forgetful = segment_losses(model, tokens_BS, memory_len=0, lengths=(8, 8, 8))
+    assert (forgetful - whole).abs().max() > 1e-3, "the memory matters"
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_same_length_is_a_sliding_window_that_no_segment_split_changes(pre_norm: bool) -> None:
+    model = tiny_model(dtype=torch.float64, same_length=True, pre_norm=pre_norm)
+    tokens_BS = random_tokens(2, TOKENS + 1)
+    whole = segment_losses(model, tokens_BS, memory_len=7, lengths=(TOKENS,))
+    for lengths in SPLITS:
+        assert (segment_losses(model, tokens_BS, memory_len=7, lengths=lengths) - whole).abs().max() <= 1e-10
+    changed = tokens_BS.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 50
+    difference = (segment_losses(model, changed, memory_len=7, lengths=(TOKENS,)) - whole).abs()
+    # Three layers of a window of 7 reach 18 positions back: position 18 still sees token 0, position 19 does not.
+    assert (difference[:, 18] > 0).all()
+    assert (difference[:, 19:] <= 1e-12).all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("lengths", [(18,), (6, 6, 6), (4, 9, 5), (1,) * 18])
+@pytest.mark.parametrize("name", ["post_norm", "pre_norm", "adaptive_div_2"])
+def test_with_document_masks_each_document_is_scored_as_if_it_were_alone(
+    name: str, lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    model = tiny_model(dtype=dtype, **VARIANTS[name])
+    documents = [random_tokens(1, 8, seed=1), random_tokens(1, 11, seed=2)]
+    tokens_BS = torch.cat(documents, dim=1)
+    document_BS = torch.cat([torch.full_like(tokens, 3 + i) for i, tokens in enumerate(documents)], dim=1)
+    together = segment_losses(model, tokens_BS, memory_len=18, lengths=lengths, document_BS=document_BS)
+    carried = segment_losses(model, tokens_BS, memory_len=18, lengths=lengths)
+    first, second = (
+        segment_losses(model, tokens, memory_len=18, lengths=(tokens.shape[1] - 1,)) for tokens in documents
+    )
+    assert (together[:, :7] - first).abs().max() <= tolerance * first.max()
+    assert (together[:, 8:] - second).abs().max() <= tolerance * second.max()
+    assert (carried[:, 8:] - second).abs().max() > 1e-3, "without masks the first document is felt"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_lanes_are_independent(name: str) -> None:
+    model = tiny_model(dtype=torch.float64, **VARIANTS[name])
+    tokens_BS = random_tokens(4, 13)
+    changed = tokens_BS.clone()
+    changed[1] = (changed[1] + 7) % 50
+    before = segment_losses(model, tokens_BS, memory_len=5, lengths=(4, 4, 4))
+    after = segment_losses(model, changed, memory_len=5, lengths=(4, 4, 4))
+    assert (after[[0, 2, 3]] - before[[0, 2, 3]]).abs().max() <= 1e-12
+    assert ((after[1] - before[1]).abs() > 1e-3).any()
+    alone = torch.cat([segment_losses(model, row[None], memory_len=5, lengths=(4, 4, 4)) for row in tokens_BS])
+    assert (alone - before).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_are_causal(name: str) -> None:
+    model = tiny_model(dtype=torch.float64, **VARIANTS[name])
+    tokens_BS = random_tokens(2, 13)
+    before = segment_losses(model, tokens_BS, memory_len=12, lengths=(6, 6))
+    for position in (0, 3, 5, 6, 11):
+        changed = tokens_BS.clone()
+        changed[:, position] = (changed[:, position] + 7) % 50
+        difference = (segment_losses(model, changed, memory_len=12, lengths=(6, 6)) - before).abs()
+        # Loss p is that of token p + 1, given the tokens up to p.
+        assert (difference[:, : max(0, position - 1)] <= 1e-12).all()
+        assert (difference[:, position:] > 1e-6).any(0).all(), "every later loss sees the token"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_forward_pass_cannot_disturb_the_memory_it_was_given(training: bool) -> None:
+    model = tiny_model(dropout=0.2, cutoffs=(5, 20)).train(training)
+    _, memory = model(random_tokens(2, 6), model.empty_memory(num_lanes=2, memory_len=4))
+    copy = memory._replace(hidden_LBMD=memory.hidden_LBMD.clone(), document_BM=memory.document_BM.clone())
+    for length in (1, 3, 4, 9):
+        hidden, after = model(random_tokens(2, length), memory)
+        model.softmax(hidden, random_tokens(2, length)).sum().backward()
+        after.hidden_LBMD.zero_()
+        assert torch.equal(memory.hidden_LBMD, copy.hidden_LBMD)
+        assert torch.equal(memory.document_BM, copy.document_BM)
+
+
+def test_evaluating_between_two_steps_changes_no_training_loss() -> None:
+    losses = []
+    for evaluate in (False, True):
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        memory = model.empty_memory(num_lanes=2, memory_len=6)
+        for step in range(3):
+            tokens_BS = random_tokens(2, 5, seed=step)
+            hidden, memory = model(tokens_BS[:, :-1], memory)
+            loss = model.softmax(hidden, tokens_BS[:, 1:]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if evaluate:
+                with torch.no_grad():
+                    segment_losses(model.eval(), random_tokens(3, 9, seed=9), memory_len=4, lengths=(4, 4))
+                model.train()
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+
+
+@pytest.mark.parametrize("memory_len", [0, 1, 6, 40])
+@pytest.mark.parametrize("name", [*VARIANTS, "same_length"])
+@torch.no_grad()
+def test_cached_keys_and_values_give_what_cached_hidden_states_give(name: str, memory_len: int) -> None:
+    if name == "same_length" and memory_len == 0:
+        pytest.skip("a window of no keys is refused by check_config")
+    model = tiny_model(**(VARIANTS[name] if name in VARIANTS else {"same_length": True})).eval()
+    memory = model.empty_memory(num_lanes=2, memory_len=memory_len)
+    cache = model.empty_cache(num_lanes=2, memory_len=memory_len)
+    distances = model.project_distances(memory_len + 7)
+    tokens_BS, start = random_tokens(2, 25), 0
+    for length in (7, 3, 1, 1, 1, 5, 1, 6):
+        piece = tokens_BS[:, start : start + length]
+        expected, memory = model(piece, memory)
+        given = cache.key_value_LBM2NH.clone()
+        hidden, next_cache = model.forward_cached(piece, cache, distances=distances)
+        assert (hidden - expected).abs().max() <= 1e-5
+        assert torch.equal(cache.key_value_LBM2NH, given)
+        assert next_cache.key_value_LBM2NH.shape == given.shape
+        assert torch.equal(next_cache.document_BM, memory.document_BM)
+        cache, start = next_cache, start + length
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_recomputing_activations_changes_neither_loss_nor_gradients_by_a_bit(name: str) -> None:
+    results = []
+    for recompute in (False, True):
+        model = tiny_model(dropout=0.3, attention_dropout=0.2, **VARIANTS[name])
+        model.recompute_blocks = recompute
+        _, memory = model(random_tokens(2, 5), model.empty_memory(num_lanes=2, memory_len=8))
+        torch.manual_seed(5)
+        hidden, after = model(random_tokens(2, 6, seed=1), memory)
+        loss = model.softmax(hidden, random_tokens(2, 6, seed=2)).mean()
+        loss.backward()
+        results.append([loss.detach(), after.hidden_LBMD, *(p.grad for p in model.parameters())])
+    plain, recomputed = results
+    assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_gets_a_gradient_from_every_segment(name: str) -> None:
+    model = tiny_model(**VARIANTS[name])
+    tokens_BT = torch.zeros(1, 2, dtype=torch.int64)  # the most frequent word only: all tail clusters are without targets
+    hidden, _ = model(tokens_BT, model.empty_memory(num_lanes=1, memory_len=3))
+    model.softmax(hidden, tokens_BT).sum().backward()
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_the_loss_of_a_batch_is_the_sum_of_its_scored_losses_over_the_normalizer() -> None:
+    model = tiny_model(cutoffs=(5, 20))
+    tokens_BT, targets_BT = random_tokens(3, 6, seed=1), random_tokens(3, 6, seed=2)
+    scored_BT = torch.rand(3, 6, generator=torch.Generator().manual_seed(0)).round()
+    batch = Batch(tokens_BT, targets_BT, scored_BT, None)
+    memory = model.empty_memory(num_lanes=3, memory_len=4)
+    nll_BT, _ = SegmentLoss(model)(batch, memory)
+    loss, _ = SegmentLoss(model)(batch, memory, 11.0)
+    assert nll_BT.shape == (3, 6)
+    assert loss.item() == pytest.approx((nll_BT * scored_BT).sum().item() / 11, rel=1e-6)
+
+
+def test_gradients_of_microbatches_add_up_to_those_of_the_batch() -> None:
+    model = tiny_model(dtype=torch.float64, cutoffs=(5, 20), div_value=2)
+    tokens_BS = random_tokens(4, 7)
+
+    def backward(lanes: slice) -> None:
+        tokens = tokens_BS[lanes]
+        batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.ones(tokens.shape[0], 6), None)
+        memory = model.empty_memory(num_lanes=tokens.shape[0], memory_len=4)
+        SegmentLoss(model)(batch, memory, 24.0)[0].backward()
+
+    backward(slice(0, 4))
+    whole = {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    for first in range(0, 4, 2):
+        backward(slice(first, first + 2))
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad - whole[key]).abs().max() <= 1e-12, key
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocab_size", "expected"),
+    [
+        ({"num_layers": 12, "width": 512, "num_heads": 8, "head_width": 64, "ff_width": 2048}, 204, 41_055_436),
+        (
+            {
+                "num_layers": 16,
+                "width": 410,
+                "num_heads": 10,
+                "head_width": 41,
+                "ff_width": 2100,
+                "cutoffs": (20_000, 40_000, 200_000),
+            },
+            267_735,
+            151_107_538,
+        ),
+        (
+            {
+                "num_layers": 18,
+                "width": 1024,
+                "num_heads": 16,
+                "head_width": 64,
+                "ff_width": 4096,
+                "cutoffs": (20_000, 40_000, 200_000),
+                "div_value": 4,
+                "tie_projections": (False, True, True, True),
+            },
+            267_735,
+            285_170_506,
+        ),
+    ],
+    ids=["enwik8_base", "wt103_base", "wt103_large"],
+)
+def test_the_models_of_the_paper_have_the_original_number_of_parameters(
+    settings: dict[str, Any], vocab_size: int, expected: int
+) -> None:
+    assert count_parameters(ModelSection.model_validate(settings), vocab_size=vocab_size) == expected
