@@ -102,9 +102,9 @@ class ModelSection(Section):
     """Every query sees the same number of keys: memory_len of them, itself included."""
     clamp_len: Count = 0
     """Distances above this many tokens share one encoding; 0 means no clamping."""
-    dropout: Probability = 0.1
+    dropout: Annotated[Probability, WARNED] = 0.1
     """Dropout on embeddings, position encodings, sublayer outputs, inner feed-forward and last hidden state."""
-    attention_dropout: Probability = 0.0
+    attention_dropout: Annotated[Probability, WARNED] = 0.0
     """Dropout on attention probabilities."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; 0.005 in the large recipes."""
@@ -121,21 +121,21 @@ class OptimSection(Section):
 
     name: Literal["adam", "adamw"] = "adamw"
     """torch's fused form in both cases."""
-    lr: Annotated[float, Field(gt=0)] = 2.5e-4
+    lr: Annotated[float, Field(gt=0), WARNED] = 2.5e-4
     """Peak learning rate."""
-    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
     """Decay of the two moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0), WARNED] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0), WARNED] = 0.0
     """Decay of matrices; biases, norms and the attention biases u, v are never decayed."""
-    clip_norm: Annotated[float, Field(ge=0)] = 0.25
+    clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
     """Largest global gradient norm; 0 switches clipping off."""
-    schedule: Literal["cosine", "inverse_sqrt", "linear", "constant"] = "cosine"
+    schedule: Annotated[Literal["cosine", "inverse_sqrt", "linear", "constant"], WARNED] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_steps: Count = 0
+    warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
     """Learning rate at train.max_steps for cosine and linear, and a floor for inverse_sqrt."""
 
 
@@ -148,9 +148,9 @@ class TrainSection(Section):
     """Tokens per lane and step (T)."""
     memory_len: Count = 128
     """Tokens of memory per lane and layer (M); 0 switches recurrence off."""
-    microbatch_lanes: PositiveInt = 16
+    microbatch_lanes: Annotated[PositiveInt, WARNED] = 16
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
-    max_steps: PositiveInt = 1000
+    max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps in the whole run; the schedule ends here."""
 
 

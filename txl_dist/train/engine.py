@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,4 +213,6 @@ def import_deepspeed() -> Any:
     from deepspeed.utils import logger as deepspeed_logger
 
     deepspeed_logger.setLevel(logging.WARNING)
+    # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     return deepspeed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -63,6 +64,8 @@ def evaluate_trained(
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
         )
     results = _score_model(model, corpus, config, without_memory=without_memory)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return []  # rank 0 speaks
     if baselines:
         results |= _score_baselines(corpus, config)
     if json_path is not None:

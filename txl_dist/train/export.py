@@ -77,6 +77,7 @@ def export_run(run: Path, out: Path, *, dtype: str = "fp32") -> float:
         tokenizer=trained.tokenizer,
         probe=load_file(trained.folder / "probe.safetensors"),
         dtype=dtype,
+        probe_dtype=trained.config.engine.precision,
         segment_len=trained.config.train.segment_len,
         memory_len=trained.config.train.memory_len,
         document_border=trained.config.data.document_border,

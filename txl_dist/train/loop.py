@@ -86,8 +86,15 @@ class Run:
         """Train from a checkpoint, or from the beginning, to the end."""
         config, max_steps = self.config, self.config.train.max_steps
         state = self._start(checkpoint)
-        reporter = Reporter(self.run_dir, max_steps=max_steps, tensorboard=config.metrics.tensorboard, ranks=self.ranks)
-        reporter.write("event", {"event": "start", "step": state.step, "world_size": self.ranks.world_size})
+        reporter = Reporter(
+            self.run_dir,
+            start_step=state.step,
+            max_steps=max_steps,
+            tensorboard=config.metrics.tensorboard,
+            ranks=self.ranks,
+        )
+        start = {"event": "start", "step": state.step, "ranks": self.ranks.world_size}
+        reporter.write("event", {**start, "threads_per_rank": self.ranks.num_threads})
         interval = Interval()
         inputs = prefetch(self._inputs(state), depth=config.data.prefetch_depth)
         try:

@@ -101,10 +101,11 @@ class JsonLines:
 class TensorBoard:
     """Event files; tags are `kind/name`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imports tensorboard, which is slow
 
-        self._writer: Any = SummaryWriter(str(folder))
+        # Steps that a crash made again must not be drawn twice.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """See `Sink`."""
@@ -124,9 +125,10 @@ class Console:
         self._max_steps = max_steps
         self._bar: Any = None
         if sys.stderr.isatty():
+            from rich.console import Console as Terminal
             from rich.progress import Progress
 
-            self._bar = Progress(transient=True)
+            self._bar = Progress(console=Terminal(stderr=True), transient=True)
             self._task = self._bar.add_task("training", total=max_steps)
             self._bar.start()
 
@@ -145,12 +147,12 @@ class Console:
 class Reporter:
     """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
 
-    def __init__(self, run_dir: Path, *, max_steps: int, tensorboard: bool, ranks: Ranks) -> None:
+    def __init__(self, run_dir: Path, *, start_step: int, max_steps: int, tensorboard: bool, ranks: Ranks) -> None:
         self._sinks: list[Sink] = []
         if ranks.is_first:
             self._sinks = [Console(max_steps=max_steps), JsonLines(run_dir / "metrics.jsonl")]
             if tensorboard:
-                self._sinks.append(TensorBoard(run_dir / "tensorboard"))
+                self._sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Hand a record (with its `step`) to every sink that still works."""

@@ -25,9 +25,7 @@ def numbered(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_memory_holds_the_newest_positions_oldest_first_in_a_static_shape(
     memory_len: int, lengths: tuple[int, ...]
 ) -> None:
-    memory = empty_memory(
-        num_layers=LAYERS, num_lanes=LANES, memory_len=memory_len, width=WIDTH, dtype=torch.float32
-    )
+    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=memory_len, width=WIDTH, dtype=torch.float32)
     seen = 0
     for length in lengths:
         hidden, document = numbered(seen, length)
@@ -130,6 +128,6 @@ def test_no_gradient_flows_into_the_memory(recompute_blocks: bool) -> None:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     carried = gradients(memory)
-    plain = gradients(Memory(torch.from_numpy(memory.hidden_LBMD.numpy().copy()), memory.document_BM.clone()))
+    plain = gradients(Memory(memory.hidden_LBMD.clone(), memory.document_BM))
     assert len(carried) > 20
     assert all(torch.equal(a, b) for a, b in zip(carried, plain, strict=True))

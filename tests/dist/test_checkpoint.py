@@ -1,0 +1,108 @@
+"""Checkpoints of every stage and precision continue exactly, export exactly, and know each lane's memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config
+
+from txl_dist.config import Config, plan_batch
+from txl_dist.data.lanes import lanes_of_rank
+from txl_dist.data.stream import Segment, StreamState
+from txl_dist.dist import Ranks, barrier
+from txl_dist.model.memory import Memory
+from txl_dist.text.training import train_tokenizer
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.checkpoint import CorpusFacts, load_checkpoint, load_memory, newest_checkpoint, save_checkpoint
+from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.export import export_run, make_probe
+from txl_dist.train.state import TrainState
+
+pytestmark = pytest.mark.dist
+
+CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+
+
+class Job:
+    """An engine of one rank with its memories; `step` trains on a segment that depends on the step alone."""
+
+    def __init__(self, ranks: Ranks, config: Config, *, vocab_size: int) -> None:
+        self.ranks, self.config, self.vocab_size = ranks, config, vocab_size
+        self.plan = plan_batch(config.train, world_size=ranks.world_size)
+        self.engine = ZeroEngine(config, vocab_size=vocab_size, plan=self.plan, ranks=ranks)
+        self.maker = batch_maker(self.engine.model, mask_documents=False)
+        self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
+        empty = self.engine.empty_memory(num_lanes=config.train.microbatch_lanes, memory_len=config.train.memory_len)
+        self.memories: tuple[Memory, ...] = (empty,) * self.plan.num_microbatches
+
+    def step(self, step: int) -> list[float]:
+        shape = (self.config.train.num_lanes, self.config.train.segment_len + 1)
+        ids = np.random.default_rng(step).integers(0, self.vocab_size, shape)[self.lanes.start : self.lanes.stop]
+        batches = self.maker.microbatches(Segment(ids, ids * 0), lanes=self.plan.microbatch_lanes)
+        losses, memories = [], []
+        for index, (batch, memory) in enumerate(zip(batches, self.memories, strict=True)):
+            torch.manual_seed(1000 * step + 10 * self.ranks.rank + index)
+            loss, memory = self.engine.micro_step(batch, memory, normalizer=16.0)
+            losses.append(loss.item())
+            memories.append(memory)
+        self.engine.step(lr=1e-2)
+        self.memories = tuple(memories)
+        return losses
+
+
+def save_and_continue(ranks: Ranks, folder: str) -> list[tuple[str, list[list[float]], list[list[float]], float]]:
+    tokenizer = train_tokenizer("byte", lambda: ["some text"])
+    facts = CorpusFacts("data", tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
+    results = []
+    for stage, precision in CASES:
+        config = tiny_config(
+            model={"dropout": 0.1, "cutoffs": [50, 150]}, engine={"zero_stage": stage, "precision": precision}
+        )
+        run = Path(folder) / f"{stage}-{precision}"
+        job = Job(ranks, config, vocab_size=tokenizer.vocab_size)
+        for step in range(3):
+            job.step(step)
+        stream = StreamState(position=24, num_lanes=4, seed=1, fingerprint="data", split="train")
+        state = TrainState(step=3, tokens_seen=96, skipped_steps=0, stream=stream, memories=job.memories)
+        probe = make_probe(job.engine, job.maker, memory_len=12)
+        save_checkpoint(
+            run, state, job.engine, config=config, corpus=facts, probe=probe, lanes=job.lanes, ranks=ranks
+        )
+        going_on = [job.step(step) for step in (3, 4, 5)]
+
+        resumed = Job(ranks, config, vocab_size=tokenizer.vocab_size)
+        checkpoint, rejected = newest_checkpoint(run)
+        assert checkpoint is not None
+        assert not rejected
+        loaded = load_checkpoint(checkpoint, resumed.engine, lanes=resumed.lanes, microbatch_lanes=2)
+        assert (loaded.step, loaded.tokens_seen, loaded.stream) == (3, 96, stream)
+        resumed.memories = loaded.memories
+        again = [resumed.step(step) for step in (3, 4, 5)]
+        error = export_run(run, run / "bundle") if ranks.is_first else 0.0
+        barrier()
+        results.append((f"{stage} {precision}", going_on, again, error))
+    return results
+
+
+def test_every_stage_and_precision_continues_bit_for_bit_and_exports_what_it_trained(tmp_path: Path) -> None:
+    for rank in run_ranks(save_and_continue, str(tmp_path), world_size=2, folder=tmp_path / "results"):
+        assert len(rank) == len(CASES)
+        for name, going_on, again, error in rank:
+            assert going_on == again, name
+            # A bf16 engine rounds what it computes; its export is the fp32 master copy.
+            assert error <= (1e-4 if "fp32" in name else 0.1), name
+
+
+def test_any_rank_finds_the_memory_of_any_lane(tmp_path: Path) -> None:
+    run_ranks(save_and_continue, str(tmp_path), world_size=2, folder=tmp_path / "results")
+    checkpoint = newest_checkpoint(tmp_path / "1-fp32")[0]
+    assert checkpoint is not None
+    whole = load_memory(checkpoint, lanes=range(4))
+    assert whole.hidden_LBMD.shape == (2, 4, 12, 32)
+    assert len({float(whole.hidden_LBMD[:, lane].sum()) for lane in range(4)}) == 4, "each lane has its own"
+    for lanes in (range(0, 1), range(1, 3), range(3, 4), range(0, 2)):
+        part = load_memory(checkpoint, lanes=lanes)
+        assert torch.equal(part.hidden_LBMD, whole.hidden_LBMD[:, lanes.start : lanes.stop])
+        assert torch.equal(part.document_BM, whole.document_BM[lanes.start : lanes.stop])

@@ -1,0 +1,263 @@
+"""A bundle is the trained model, says so by its probe, and is refused when anything about it is damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.models import tiny_section
+from txl_dist.config import ModelSection
+from txl_dist.errors import CheckpointError
+from txl_dist.infer import load
+from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, is_bundle, write_bundle
+from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.infer.score import log_probabilities
+from txl_dist.manifest import describe_file, files_of, write_manifest
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.training import train_tokenizer
+
+MEMORY_LEN = 40
+FILES = ["MANIFEST.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"tie_weights": False},
+    "adaptive_tied": {"cutoffs": (20, 100), "div_value": 2, "tie_projections": (False, True, True)},
+    "adaptive_untied": {"cutoffs": (20, 100), "tie_weights": False, "share_biases": False, "pre_norm": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer("byte", lambda: ["the cat sat on the mat, the dog did not"])
+
+
+def trained(tokenizer: Tokenizer, *, seed: int = 0, **changes: Any) -> tuple[ModelSection, TransformerXL]:
+    torch.manual_seed(seed)
+    section = tiny_section(init_std=0.1, projection_init_std=0.1, **changes)
+    return section, TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
+
+
+def probe_of(model: TransformerXL, *, memory_len: int = MEMORY_LEN) -> dict[str, Tensor]:
+    tokens = probe_tokens(model.vocab_size)
+    return {
+        "tokens": tokens,
+        "losses": -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len),
+    }
+
+
+def write(
+    folder: Path, tokenizer: Tokenizer, *, seed: int = 0, settings: dict[str, Any] | None = None, **changes: Any
+) -> TransformerXL:
+    section, model = trained(tokenizer, seed=seed, **(settings or {}))
+    values: dict[str, Any] = {
+        "weights": dict(model.named_parameters()),
+        "model": section,
+        "tokenizer": tokenizer,
+        "probe": probe_of(model),
+        "dtype": "fp32",
+        "segment_len": 16,
+        "memory_len": MEMORY_LEN,
+        "document_border": "carry",
+        "source": {"run": "quick", "step": 7},
+    }
+    write_bundle(folder, **{**values, **changes})
+    return model
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_bundle_gives_back_the_weights_bit_for_bit_in_its_type(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, dtype: str
+) -> None:
+    # The probe is the fp32 model's: the stated tolerance of each type must cover the cast.
+    model = write(tmp_path / "bundle", tokenizer, settings=VARIANTS[name], dtype=dtype)
+    bundle = load(tmp_path / "bundle")
+    loaded = dict(bundle.model.named_parameters())
+    assert loaded.keys() == dict(model.named_parameters()).keys()
+    for key, parameter in model.named_parameters():
+        assert loaded[key].dtype == DTYPES[dtype]
+        assert torch.equal(loaded[key], parameter.to(DTYPES[dtype])), key
+    assert bundle.model.section == model.section
+    assert not bundle.model.training
+    assert bundle.tokenizer.fingerprint == tokenizer.fingerprint
+    assert (bundle.segment_len, bundle.memory_len, bundle.document_border) == (16, MEMORY_LEN, "carry")
+    assert (bundle.dtype, bundle.source) == (dtype, {"run": "quick", "step": 7})
+    assert sorted(content_of(tmp_path / "bundle")) == FILES
+    assert list(tmp_path.iterdir()) == [tmp_path / "bundle"], "nothing temporary is left"
+
+
+def test_writing_reports_the_largest_error_on_the_probe(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    section, model = trained(tokenizer)
+    probe = probe_of(model)
+    errors = {}
+    for dtype in DTYPES:
+        errors[dtype] = write_bundle(
+            tmp_path / dtype,
+            weights=dict(model.named_parameters()),
+            model=section,
+            tokenizer=tokenizer,
+            probe=probe,
+            dtype=dtype,
+            segment_len=16,
+            memory_len=MEMORY_LEN,
+            document_border="carry",
+            source={},
+        )
+    assert errors["fp32"] == 0.0
+    assert 0 < errors["fp16"] <= PROBE_TOLERANCE["fp16"]
+    assert errors["fp16"] < errors["bf16"] <= PROBE_TOLERANCE["bf16"]
+
+
+def test_a_bundle_scores_text_as_the_model_scores_its_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = write(tmp_path / "bundle", tokenizer)
+    bundle, text = load(tmp_path / "bundle"), "the dog sat \u00e9"
+    scores = bundle.score(text)
+    ids = [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
+    hidden, _ = model(torch.tensor([ids[:-1]]), model.empty_memory(num_lanes=1, memory_len=MEMORY_LEN))
+    expected = model.softmax.log_probabilities(hidden[0]).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert (scores - expected).abs().max() <= 1e-5
+    assert "".join(bundle.generate("the ", max_tokens=5, seed=3)) == "".join(
+        bundle.generate("the ", max_tokens=5, seed=3)
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_in_any_file_is_refused_by_its_name(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    folder, generator = tmp_path / "bundle", random.Random(name)
+    write(folder, tokenizer)
+    whole = (folder / name).read_bytes()
+    for position in [0, len(whole) // 2, len(whole) - 2, *generator.choices(range(len(whole)), k=8)]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << generator.randrange(8)
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=name):
+            load(folder)
+    (folder / name).write_bytes(whole)
+    load(folder)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_or_truncated_file_is_refused(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    folder = tmp_path / "bundle"
+    write(folder, tokenizer)
+    whole = (folder / name).read_bytes()
+    for size in (0, 1, len(whole) // 2):
+        (folder / name).write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=name):
+            load(folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_do_not_reproduce_the_probe_are_refused_and_nothing_is_left(
+    tmp_path: Path, tokenizer: Tokenizer, dtype: str
+) -> None:
+    _, other = trained(tokenizer, seed=1)
+    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+        write(tmp_path / "bundle", tokenizer, probe=probe_of(other), dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+    _, model = trained(tokenizer)
+    probe = probe_of(model)
+    probe["losses"][0, -1] += 2 * PROBE_TOLERANCE[dtype]  # one loss of the second segment
+    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+        write(tmp_path / "bundle", tokenizer, probe=probe, dtype=dtype)
+    probe["losses"][0, -1] = float("nan")
+    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+        write(tmp_path / "bundle", tokenizer, probe=probe, dtype=dtype)
+
+
+def test_the_probe_notices_a_wrong_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    _, model = trained(tokenizer)
+    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+        write(tmp_path / "bundle", tokenizer, probe=probe_of(model, memory_len=0))
+
+
+@pytest.mark.parametrize("content", [{}, {"notes.txt": "mine"}, {"MANIFEST.json": "{}", "state.json": "{}"}])
+def test_a_folder_that_is_no_bundle_is_refused_and_untouched(
+    tmp_path: Path, tokenizer: Tokenizer, content: dict[str, str]
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    before = content_of(folder)
+    with pytest.raises(CheckpointError, match="is not a bundle"):
+        write(folder, tokenizer)
+    assert content_of(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
+    with pytest.raises(CheckpointError, match="is not a bundle"):
+        load(folder)
+
+
+def test_an_older_bundle_is_replaced_only_by_a_proven_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = tmp_path / "bundle"
+    write(folder, tokenizer)
+    before = content_of(folder)
+    _, other = trained(tokenizer, seed=2)
+    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+        write(folder, tokenizer, seed=1, probe=probe_of(other))
+    assert content_of(folder) == before
+    write(folder, tokenizer, seed=1)
+    _, model = trained(tokenizer, seed=1)
+    loaded = dict(load(folder).model.named_parameters())
+    assert all(torch.equal(loaded[key], parameter) for key, parameter in model.named_parameters())
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    _, model = trained(tokenizer)
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    missing = {key: value for key, value in weights.items() if key != "blocks.1.ff_in.weight"}
+    surplus = {**weights, "blocks.9.ff_in.weight": torch.zeros(1)}
+    wrong = {**weights, "embedding.weight_0": torch.zeros(3, 12)}
+    for given, name in [
+        (missing, "blocks.1.ff_in.weight"),
+        (surplus, "blocks.9.ff_in.weight"),
+        (wrong, "embedding.weight_0"),
+    ]:
+        with pytest.raises(CheckpointError, match=f"do not fit the model.*{name}"):
+            write(tmp_path / "bundle", tokenizer, weights=given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_of_a_later_format_or_with_unreadable_settings_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folder = tmp_path / "bundle"
+    write(folder, tokenizer)
+    content = json.loads((folder / "config.json").read_text())
+    for changes, message in [
+        ({"format_version": 99}, "format version 99"),
+        ({"dtype": "int3"}, "cannot be read"),
+        ({"model": {"num_layerz": 3}}, "cannot be read"),
+    ]:
+        (folder / "config.json").write_text(json.dumps({**content, **changes}))
+        write_manifest(folder, {name: describe_file(folder / name) for name in files_of(folder)})
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="Choose a folder that can be written"):
+        write(tmp_path / "file" / "bundle", tokenizer)
+
+
+def test_a_checkpoint_is_not_taken_for_a_bundle(tmp_path: Path) -> None:
+    assert not is_bundle(tmp_path)
+    assert not is_bundle(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="txl export"):
+        load(tmp_path / "missing")

@@ -1,0 +1,120 @@
+"""Generation: what sampling may choose, and that a cache of keys and values changes nothing but the cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import random_tokens, tiny_model
+from txl_dist.errors import ConfigError
+from txl_dist.infer.generate import generate, sample
+from txl_dist.infer.score import log_probabilities
+from txl_dist.model.transformer_xl import TransformerXL
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "post_norm": {},
+    "pre_norm": {"pre_norm": True, "final_norm": True},
+    "adaptive": {"cutoffs": (5, 20), "div_value": 2},
+    "clamped": {"clamp_len": 6},
+}
+
+
+def drawn(log_p_V: torch.Tensor, *, count: int = 400, seed: int = 0, **changes: Any) -> Counter[int]:
+    values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes}
+    generator = torch.Generator().manual_seed(seed)
+    return Counter(sample(log_p_V, generator=generator, **values) for _ in range(count))
+
+
+@pytest.fixture
+def log_p_V() -> torch.Tensor:
+    p_V = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
+    return p_V.log()
+
+
+def test_greedy_and_the_narrowest_limits_take_the_likeliest(log_p_V: torch.Tensor) -> None:
+    for limits in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-3}):
+        assert drawn(log_p_V, count=50, **limits).keys() == {1}, limits
+
+
+def test_sampling_follows_the_probabilities(log_p_V: torch.Tensor) -> None:
+    counts = drawn(log_p_V, count=4000)
+    for token, p in enumerate(log_p_V.exp().tolist()):
+        # Five standard deviations of a binomial count.
+        assert abs(counts[token] - 4000 * p) <= 5 * (4000 * p * (1 - p)) ** 0.5
+
+
+def test_limits_keep_the_likeliest_tokens_only(log_p_V: torch.Tensor) -> None:
+    assert drawn(log_p_V, top_k=2).keys() == {1, 3}
+    assert drawn(log_p_V, top_k=99).keys() == {0, 1, 2, 3, 4}
+    assert drawn(log_p_V, top_p=0.39).keys() == {1}
+    assert drawn(log_p_V, top_p=0.5).keys() == {1, 3}
+    assert drawn(log_p_V, top_p=0.8).keys() == {1, 3, 4}
+    assert drawn(log_p_V, top_k=3, top_p=0.5).keys() == {1, 3}
+    assert drawn(log_p_V, top_p=1.0).keys() == {0, 1, 2, 3, 4}
+
+
+def test_temperature_sharpens_and_flattens(log_p_V: torch.Tensor) -> None:
+    cold, warm, hot = (drawn(log_p_V, count=2000, temperature=value)[1] for value in (0.5, 1.0, 4.0))
+    assert cold > warm > hot
+
+
+def run(model: TransformerXL, prompt: list[int], **changes: Any) -> list[int]:
+    values: dict[str, Any] = {"max_tokens": 20, "segment_len": 8, "memory_len": 64, "temperature": 0.0}
+    return list(generate(model, prompt, **{**values, **changes}))
+
+
+def test_generation_follows_from_the_seed() -> None:
+    model = tiny_model().eval()
+    prompt = random_tokens(5).tolist()
+    one, same, other = (run(model, prompt, temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+    torch.manual_seed(123)
+    assert run(model, prompt, temperature=1.0, seed=1) == one, "torch's own generator plays no part"
+
+
+@pytest.mark.parametrize("values", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        run(tiny_model().eval(), [1], **values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prompt_len", [1, 8, 21])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_generating_with_a_cache_is_rerunning_the_whole_text(name: str, prompt_len: int, temperature: float) -> None:
+    # Untied and large weights: a tamer random network repeats one token for ever, which would prove little.
+    model = tiny_model(dtype=torch.float64, tie_weights=False, init_std=1.0, **VARIANTS[name]).eval()
+    prompt = random_tokens(prompt_len).tolist()
+    text, generator = list(prompt), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(20):
+            hidden, _ = model(torch.tensor([text]), model.empty_memory(num_lanes=1, memory_len=0))
+            log_p_V = model.softmax.log_probabilities(hidden[:, -1])[0]
+            text.append(sample(log_p_V, temperature=temperature, top_k=0, top_p=1.0, generator=generator))
+    for segment_len in (1, 8, 50):
+        assert run(model, prompt, segment_len=segment_len, temperature=temperature) == text[prompt_len:]
+    assert len(set(text[prompt_len:])) > 2
+
+
+def test_generation_ends_before_the_stop_token_and_at_the_limit() -> None:
+    model = tiny_model().eval()
+    whole = run(model, [3], temperature=1.0, max_tokens=30)
+    assert len(whole) == 30
+    stop = whole[12]
+    expected = list(itertools.takewhile(lambda token: token != stop, whole))
+    assert run(model, [3], temperature=1.0, max_tokens=30, stop_at=stop) == expected
+    assert run(model, [3], max_tokens=0) == []
+
+
+def test_scores_do_not_depend_on_the_segment_length_while_the_memory_holds_the_text() -> None:
+    model = tiny_model(dtype=torch.float64).eval()
+    tokens_BS = random_tokens(2, 23)
+    scores = [log_probabilities(model, tokens_BS, segment_len=length, memory_len=22) for length in (1, 5, 22, 99)]
+    assert scores[0].shape == (2, 22)
+    assert all((other - scores[0]).abs().max() <= 1e-10 for other in scores[1:])
+    assert (scores[0] < 0).all()
