@@ -18,7 +18,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, load_config
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 
 
 def prepare(
@@ -92,6 +92,8 @@ def train(argv: Sequence[str]) -> None:
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
     arguments = tyro.cli(TrainArguments, prog="txl train", args=argv, default=default)
+    if file is None and arguments.config != default.config:
+        raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
     if arguments.dry_run:
         from txl_dist.train.describe import dry_run
 

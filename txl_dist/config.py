@@ -387,8 +387,8 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
             yield f"{source}: {name} = {problem['input']!r}: {problem['msg']}."
             continue
         known = names if "." in name else list(_sections())
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        # The right key in the wrong section is the other common slip.
-        near = near or [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
+        # The right key in the wrong section is one common slip, a misspelt name the other.
+        near = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}."
         yield f"{source}: unknown setting {name}.{hint}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import CheckpointError
+from txl_dist.files import canonical_hash, flush_folder, sha256_of_file, write_hashed_json
 
 MANIFEST = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -36,22 +37,9 @@ def files_of(folder: Path) -> list[str]:
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     """Write the manifest, as the last file of a folder, and force it and all folders to disk."""
     content: dict[str, Any] = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}
-    content["self_sha256"] = _canonical_hash(content)
-    path = folder / MANIFEST
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    write_hashed_json(folder / MANIFEST, content)
     for parent in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        fsync_folder(parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush_folder(parent)
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
@@ -62,7 +50,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
             number += 1
         final.rename(aside)
     temporary.rename(final)
-    fsync_folder(final.parent)
+    flush_folder(final.parent)
 
 
 def problems_of(folder: Path) -> list[str]:
@@ -77,7 +65,7 @@ def problems_of(folder: Path) -> list[str]:
         return [f"{path} is missing"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return [f"{path} cannot be read ({error!r})"]
-    if _canonical_hash(content) != expected_hash:
+    if canonical_hash(content) != expected_hash:
         return [f"{path} does not match its own hash"]
     if version != FORMAT_VERSION:
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
@@ -96,13 +84,8 @@ def _file_problem(path: Path, facts: dict[str, Any]) -> str | None:
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{path.name} has {size} bytes instead of {facts['bytes']}"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                return f"{path.name} does not match its sha256"
+        if sha256_of_file(path) != facts["sha256"]:
+            return f"{path.name} does not match its sha256"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     return None
-
-
-def _canonical_hash(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -7,9 +7,8 @@ import pytest
 
 from tests.helpers.launch import txl
 
-WORDS = (
-    """the a cat dog tree house runs sleeps under over near old small green and then it was said that nobody""".split()
-)  # noqa: SIM905
+SENTENCE = "the a cat dog tree house runs sleeps under over near old small green and then it was said that nobody"
+WORDS = SENTENCE.split()
 
 
 def write_texts(folder: Path, *, seed: int = 3, count: int = 40) -> Path:

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tests.helpers.corpora import flip_bit
 from tests.helpers.launch import start_training, txl
-
 from txl_dist.cli import main
 
 pytestmark = pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import webdataset
+
 from tests.helpers.launch import train, txl
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -65,3 +66,16 @@ def test_a_plain_webdataset_reads_every_shard(corpus: Path) -> None:
         for shard in split["shards"]:
             samples = list(webdataset.WebDataset(str(corpus / shard["name"]), shardshuffle=False).decode())
             assert sum(len(sample["npy"]) for sample in samples) == shard["tokens"]
+
+
+def test_the_loss_with_document_masks_does_not_depend_on_the_number_of_ranks(tmp_path: Path, config_file: Path) -> None:
+    """Masks score different numbers of tokens on different ranks; the mean is over all of them."""
+    losses = []
+    for ranks in (1, 2):
+        words = ["--data.document_border", "mask", "--model.dropout", "0", "--model.attention_dropout", "0"]
+        words += ["--run.dir", f"run{ranks}", "--train.max_steps", "10", "--eval.every_steps", "5"]
+        train(str(config_file), *words, cwd=tmp_path, ranks=ranks)
+        lines = (tmp_path / f"run{ranks}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses.append([record["loss"] for record in map(json.loads, lines) if "loss" in record])
+    assert len(losses[0]) == 12, "ten steps and two evaluations"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -30,7 +30,6 @@ def _enter(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
     }
     from txl_dist.dist import joined_ranks
 

@@ -10,7 +10,7 @@ from txl_dist.data.stream import Segment
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import batch_maker, to_device
 from txl_dist.train.engine import ZeroEngine
 
 VOCAB_SIZE = 300
@@ -66,15 +66,17 @@ def train_engine(ranks: Ranks, config: Config, *, num_steps: int, rare_free: tup
         for index, batch in enumerate(batches):
             torch.manual_seed(derive_seed(1, "dropout", step, lanes.start + index * plan.microbatch_lanes))
             loss, memories[index] = engine.micro_step(
-                batch, memories[index], normalizer=float(plan.microbatch_lanes * train.segment_len)
+                to_device(batch, ranks.device),
+                memories[index],
+                normalizer=float(plan.microbatch_lanes * train.segment_len),
             )
-            total += loss.float() / plan.num_microbatches / ranks.world_size
+            total += loss.float().cpu() / plan.num_microbatches / ranks.world_size
         engine.step(lr=config.optim.lr)
         losses.append(all_reduce_sum(total).item())
-    held_out, _ = engine.losses(batch, memories[-1])
-    return losses, _by_lane(memories, lanes), held_out.float().numpy()
+    held_out, _ = engine.losses(to_device(batch, ranks.device), memories[-1])
+    return losses, _by_lane(memories, lanes), held_out.float().cpu().numpy()
 
 
 def _by_lane(memories: list[Memory], lanes: range) -> dict[int, Any]:
-    hidden = torch.cat([memory.hidden_LBMD for memory in memories], dim=1).float()
+    hidden = torch.cat([memory.hidden_LBMD for memory in memories], dim=1).float().cpu()
     return {lane: hidden[:, row].numpy() for row, lane in enumerate(lanes)}

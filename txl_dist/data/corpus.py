@@ -31,10 +31,9 @@ from txl_dist.data.shards import (
     ShardInfo,
     SplitInfo,
     Tokens,
-    index_hash,
-    sha256_of_file,
 )
 from txl_dist.errors import DataError
+from txl_dist.files import canonical_hash, sha256_of_file
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 
 _REMEDY = "Restore the file from a copy, or run `txl prepare` again."
@@ -210,7 +209,7 @@ def open_corpus(path: str | Path) -> Corpus:
             f"{index_path} has format version {index.get('format_version')}, this program reads {FORMAT_VERSION}. "
             "Prepare the corpus again, or use the program that wrote it."
         )
-    if index_hash(index) != index["self_sha256"]:
+    if canonical_hash(index) != index["self_sha256"]:
         raise DataError(f"{index_path} was edited or is damaged: its content does not match its own hash. {_REMEDY}")
     return Corpus(folder, index)
 

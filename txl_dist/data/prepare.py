@@ -26,13 +26,11 @@ from txl_dist.data.shards import (
     TOKENIZER_NAME,
     SplitInfo,
     SplitWriter,
-    flush_folder,
     token_dtype,
-    write_bytes,
-    write_index,
 )
 from txl_dist.data.sources import Document, EncodingErrors, Source, in_valid_split, open_source
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.text.tokenizer import Tokenizer, TokenizerKind, load_tokenizer
 from txl_dist.text.training import batches_of_text, train_tokenizer
 
@@ -154,7 +152,7 @@ def _write_corpus(folder: Path, splits: _Splits, tokenizer: Tokenizer, *, shard_
             "documents_skipped": counts["skipped"],
         },
     }
-    write_index(folder, index)
+    write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
 
 

@@ -18,19 +18,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import os
 import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from txl_dist.files import flush_to_disk, sha256_of_file, write_bytes
 
 FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
@@ -191,51 +190,6 @@ class _OpenShard:
                 for length, crc32 in documents:
                     yield position, length, crc32
                     position += length * dtype.itemsize
-
-
-def canonical_json(values: dict[str, Any]) -> str:
-    """The one spelling of the values that is hashed."""
-    return json.dumps(values, sort_keys=True, separators=(",", ":"))
-
-
-def index_hash(index: dict[str, Any]) -> str:
-    """sha256 of the index without its own hash: the data fingerprint."""
-    rest = {key: value for key, value in index.items() if key != "self_sha256"}
-    return hashlib.sha256(canonical_json(rest).encode()).hexdigest()
-
-
-def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Write index.json with its hash; the last file of a corpus."""
-    text = json.dumps(index | {"self_sha256": index_hash(index)}, sort_keys=True, indent=1)
-    write_bytes(folder / INDEX_NAME, text.encode() + b"\n")
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("wb") as stream:
-        stream.write(data)
-        flush_to_disk(stream)
-
-
-def flush_to_disk(stream: IO[bytes]) -> None:
-    """Without this a rename can survive a power cut that the content did not."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256_of_file(path: Path) -> str:
-    """Hash of a file of any size."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _npy_bytes(array: npt.NDArray[Any]) -> bytes:

@@ -1,0 +1,31 @@
+"""What only a GPU can show: half precisions train, and agree with fp32."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config, train_engine
+from txl_dist.dist import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def precisions_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+    return {
+        precision: train_engine(ranks, tiny_config(engine={"zero_stage": stage, "precision": precision}), num_steps=20)[
+            0
+        ]
+        for precision in ("fp32", "bf16", "fp16")
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_half_precisions_follow_fp32(tmp_path: Path, stage: int) -> None:
+    losses = run_ranks(precisions_worker, stage, world_size=1, folder=tmp_path)[0]
+    assert losses["fp32"][-1] < losses["fp32"][0] - 0.1
+    np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=2e-2)
+    assert np.isfinite(losses["fp16"]).all()
+    assert losses["fp16"][-1] < losses["fp16"][0]

@@ -1,0 +1,49 @@
+"""Files that survive a power cut, and hashes that prove what they hold. Shared by corpora, checkpoints and bundles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+
+def canonical_hash(values: dict[str, Any]) -> str:
+    """sha256 of JSON values in one spelling, leaving out the key `self_sha256`, where a file keeps this very hash."""
+    rest = {key: value for key, value in values.items() if key != "self_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_hashed_json(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON together with its own canonical hash, durably."""
+    text = json.dumps(values | {"self_sha256": canonical_hash(values)}, sort_keys=True, indent=1)
+    write_bytes(path, text.encode() + b"\n")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("wb") as stream:
+        stream.write(data)
+        flush_to_disk(stream)
+
+
+def flush_to_disk(stream: IO[bytes]) -> None:
+    """Without this a rename can survive a power cut that the content did not."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hash of a file of any size."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
