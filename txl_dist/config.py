@@ -284,10 +284,6 @@ def check_config(config: Config) -> None:
             not engine.offload_parameters or engine.zero_stage == 3,
             "engine.offload_parameters=True needs engine.zero_stage=3",
         ),
-        (
-            optim.warmup_steps < train.max_steps,
-            f"optim.warmup_steps={optim.warmup_steps} must be less than train.max_steps={train.max_steps}",
-        ),
         (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
     ]
     broken = [message for holds, message in rules if not holds]

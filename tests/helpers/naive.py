@@ -1,4 +1,4 @@
-"""Transformer-XL attention written down from the paper's equations (Dai et al. 2019, section 3.3), one number at a time.
+"""Relative attention written down from the paper's equations (Dai et al. 2019, section 3.3), number by number.
 
 Nothing here is fast, and nothing is shared with the package: visibility, distances, encodings and scores are derived
 again from the text, so that an error in one of them cannot hide in both.

@@ -1,5 +1,6 @@
 """Real processes for tests: a top-level worker runs once per rank over gloo, and each rank's result comes back."""
 
+import faulthandler
 import os
 import pickle
 import socket
@@ -31,6 +32,7 @@ def _enter(
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
+    faulthandler.enable()  # a crash in native code shows where it happened
     from txl_dist.dist import joined_ranks
 
     with joined_ranks(timeout_s=120) as ranks:

@@ -2,8 +2,7 @@
 
 The loop speaks to the `Engine` protocol. `ZeroEngine` fulfils it with DeepSpeed's ZeRO stages 0 to 3. What DeepSpeed
 would do in secret is either set explicitly in `deepspeed_config` or done here: the learning rate is set by the loop,
-gradients are averaged over micro-batches and ranks by DeepSpeed, clipping is DeepSpeed's, at stage 0 in fp32 ours
-(there DeepSpeed clips but forgets the norm).
+gradients are averaged over micro-batches and ranks by DeepSpeed, and clipped by it except at stage 0 in fp32.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.optim import build_optimizer
-
-COMPUTE_TYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Engine(Protocol):
@@ -83,7 +80,7 @@ def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.microbatch_lanes,
         "gradient_accumulation_steps": plan.num_microbatches,
-        "gradient_clipping": config.optim.clip_norm,
+        "gradient_clipping": 0.0 if clips_itself(config) else config.optim.clip_norm,
         "zero_optimization": zero,
         # Ours are torch's fused optimizers; without this DeepSpeed insists on compiling its CPU Adam for offload.
         "zero_force_ds_cpu_optimizer": False,
@@ -95,6 +92,11 @@ def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
     if precision == "fp16":
         settings["fp16"] = {"enabled": True}
     return settings
+
+
+def clips_itself(config: Config) -> bool:
+    """Whether our engine clips gradients: at stage 0 in fp32 DeepSpeed would clip but not tell the norm."""
+    return config.engine.zero_stage == 0 and config.engine.precision == "fp32"
 
 
 class ZeroEngine:
@@ -109,17 +111,12 @@ class ZeroEngine:
             config.model, vocab_size=vocab_size, recompute_blocks=config.engine.activation_checkpointing
         )
         module = SegmentLoss(model).to(ranks.device)
-        settings = deepspeed_config(config, plan=plan)
-        self._device = ranks.device
-        self._compute_type = COMPUTE_TYPE[config.engine.precision]
-        self._clip_here = config.engine.zero_stage == 0 and config.engine.precision == "fp32"
+        self._clips_itself = clips_itself(config)
         self._clip_norm = config.optim.clip_norm
-        if self._clip_here:
-            settings["gradient_clipping"] = 0.0
-        # The optimizer is built over the parameters in their compute type, as DeepSpeed will hold them.
-        module = module.to(self._compute_type)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=build_optimizer(module, config.optim), config=settings
+            model=module,
+            optimizer=build_optimizer(module, config.optim),
+            config=deepspeed_config(config, plan=plan),
         )
         self._engine.checkpoint_engine = _safe_checkpoint_engine(self._engine.checkpoint_engine)
         self._model = model
@@ -146,13 +143,13 @@ class ZeroEngine:
         """See `Engine`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if self._clip_here:
+        if self._clips_itself:
             parameters = list(self._engine.module.parameters())
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             if self._clip_norm:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
         self._engine.step()
-        known = norm if self._clip_here else self._engine.get_global_grad_norm()
+        known = norm if self._clips_itself else self._engine.get_global_grad_norm()
         return 0.0 if known is None else known
 
     def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:

@@ -166,7 +166,10 @@ class Reporter:
     def close(self) -> None:
         """Flush and release all sinks."""
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
 
 
 def bits_per(loss: float, *, tokens: int, units: int) -> float:

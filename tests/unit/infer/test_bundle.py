@@ -23,7 +23,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.tokenizer import Tokenizer
 from txl_dist.text.training import train_tokenizer
 
-MEMORY_LEN = 40
+MEMORY_LEN = 16
 FILES = ["MANIFEST.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -170,13 +170,24 @@ def test_weights_that_do_not_reproduce_the_probe_are_refused_and_nothing_is_left
         write(tmp_path / "bundle", tokenizer, probe=probe_of(other), dtype=dtype)
     assert list(tmp_path.iterdir()) == []
     _, model = trained(tokenizer)
-    probe = probe_of(model)
-    probe["losses"][0, -1] += 2 * PROBE_TOLERANCE[dtype]  # one loss of the second segment
+    for error in (2 * PROBE_TOLERANCE[dtype], -2 * PROBE_TOLERANCE[dtype], float("nan")):
+        probe = probe_of(model)
+        probe["losses"][0, -1] += error  # one loss of the second segment
+        with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+            write(tmp_path / "bundle", tokenizer, probe=probe, dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_of_a_half_precision_engine_is_held_to_the_tolerance_of_that_type(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    # The engine's weights are fp32, but it ran them in bf16.
+    probe = probe_of(trained(tokenizer)[1].to(torch.bfloat16))
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
-        write(tmp_path / "bundle", tokenizer, probe=probe, dtype=dtype)
-    probe["losses"][0, -1] = float("nan")
-    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
-        write(tmp_path / "bundle", tokenizer, probe=probe, dtype=dtype)
+        write(tmp_path / "bundle", tokenizer, probe=probe)
+    model = write(tmp_path / "bundle", tokenizer, probe=probe, probe_dtype="bf16")
+    loaded = dict(load(tmp_path / "bundle").model.named_parameters())
+    assert all(torch.equal(loaded[key], parameter) for key, parameter in model.named_parameters())
 
 
 def test_the_probe_notices_a_wrong_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:

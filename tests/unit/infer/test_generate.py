@@ -23,42 +23,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(log_p_V: torch.Tensor, *, count: int = 400, seed: int = 0, **changes: Any) -> Counter[int]:
+def drawn(log_p: torch.Tensor, *, count: int = 400, seed: int = 0, **changes: Any) -> Counter[int]:
     values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes}
     generator = torch.Generator().manual_seed(seed)
-    return Counter(sample(log_p_V, generator=generator, **values) for _ in range(count))
+    return Counter(sample(log_p, generator=generator, **values) for _ in range(count))
 
 
 @pytest.fixture
-def log_p_V() -> torch.Tensor:
+def log_p() -> torch.Tensor:
     p_V = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
     return p_V.log()
 
 
-def test_greedy_and_the_narrowest_limits_take_the_likeliest(log_p_V: torch.Tensor) -> None:
+def test_greedy_and_the_narrowest_limits_take_the_likeliest(log_p: torch.Tensor) -> None:
     for limits in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-3}):
-        assert drawn(log_p_V, count=50, **limits).keys() == {1}, limits
+        assert drawn(log_p, count=50, **limits).keys() == {1}, limits
 
 
-def test_sampling_follows_the_probabilities(log_p_V: torch.Tensor) -> None:
-    counts = drawn(log_p_V, count=4000)
-    for token, p in enumerate(log_p_V.exp().tolist()):
+def test_sampling_follows_the_probabilities(log_p: torch.Tensor) -> None:
+    counts = drawn(log_p, count=4000)
+    for token, p in enumerate(log_p.exp().tolist()):
         # Five standard deviations of a binomial count.
         assert abs(counts[token] - 4000 * p) <= 5 * (4000 * p * (1 - p)) ** 0.5
 
 
-def test_limits_keep_the_likeliest_tokens_only(log_p_V: torch.Tensor) -> None:
-    assert drawn(log_p_V, top_k=2).keys() == {1, 3}
-    assert drawn(log_p_V, top_k=99).keys() == {0, 1, 2, 3, 4}
-    assert drawn(log_p_V, top_p=0.39).keys() == {1}
-    assert drawn(log_p_V, top_p=0.5).keys() == {1, 3}
-    assert drawn(log_p_V, top_p=0.8).keys() == {1, 3, 4}
-    assert drawn(log_p_V, top_k=3, top_p=0.5).keys() == {1, 3}
-    assert drawn(log_p_V, top_p=1.0).keys() == {0, 1, 2, 3, 4}
+def test_limits_keep_the_likeliest_tokens_only(log_p: torch.Tensor) -> None:
+    assert drawn(log_p, top_k=2).keys() == {1, 3}
+    assert drawn(log_p, top_k=99).keys() == {0, 1, 2, 3, 4}
+    assert drawn(log_p, top_p=0.39).keys() == {1}
+    assert drawn(log_p, top_p=0.5).keys() == {1, 3}
+    assert drawn(log_p, top_p=0.8).keys() == {1, 3, 4}
+    assert drawn(log_p, top_k=3, top_p=0.5).keys() == {1, 3}
+    assert drawn(log_p, top_p=1.0).keys() == {0, 1, 2, 3, 4}
 
 
-def test_temperature_sharpens_and_flattens(log_p_V: torch.Tensor) -> None:
-    cold, warm, hot = (drawn(log_p_V, count=2000, temperature=value)[1] for value in (0.5, 1.0, 4.0))
+def test_temperature_sharpens_and_flattens(log_p: torch.Tensor) -> None:
+    cold, warm, hot = (drawn(log_p, count=2000, temperature=value)[1] for value in (0.5, 1.0, 4.0))
     assert cold > warm > hot
 
 

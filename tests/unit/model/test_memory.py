@@ -50,6 +50,13 @@ def test_appending_makes_a_new_value_and_leaves_the_old_one_alone() -> None:
     assert torch.equal(hidden, numbered(0, 5)[0])
 
 
+def test_appending_cuts_the_way_of_gradients() -> None:
+    hidden, document = numbered(0, 3)
+    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, dtype=torch.float32)
+    new = memory.append(hidden.clone().requires_grad_() * 2, document_BT=document)
+    assert not new.hidden_LBMD.requires_grad
+
+
 def test_memory_starts_in_the_type_of_the_model() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         memory = tiny_model(dtype=dtype).empty_memory(num_lanes=2, memory_len=3)
