@@ -319,7 +319,8 @@ def load_config(path: str | Path) -> Config:
 def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
     """Validate nested values; `source` names them in errors. Raises ConfigError."""
     try:
-        return Config.model_validate(values)
+        # Strict, so that num_lanes = true is no 1; by way of JSON, so that a list is a tuple all the same.
+        return Config.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, source))) from error
 

@@ -28,6 +28,14 @@ def write_bytes(path: Path, data: bytes) -> None:
         flush_to_disk(stream)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old content or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    write_bytes(temporary, data)
+    temporary.replace(path)
+    flush_folder(path.parent)
+
+
 def flush_to_disk(stream: IO[bytes]) -> None:
     """Without this a rename can survive a power cut that the content did not."""
     stream.flush()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,16 @@ def commit_folder(temporary: Path, final: Path) -> None:
         final.rename(aside)
     temporary.rename(final)
     flush_folder(final.parent)
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Publish a finished temporary folder in the place of an older one, which is deleted only then."""
+    old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
+    if final.exists():
+        final.rename(old)
+    temporary.rename(final)
+    flush_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def problems_of(folder: Path) -> list[str]:

@@ -38,3 +38,4 @@ def _enter(
     with joined_ranks(timeout_s=120) as ranks:
         result = worker(ranks, *arguments)
     (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+    os._exit(0)  # see cli.run: the interpreter's teardown sometimes aborts in native threads

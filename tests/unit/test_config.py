@@ -272,7 +272,9 @@ def test_cutoffs_must_lie_below_the_vocabulary() -> None:
         check_vocabulary(ModelSection(cutoffs=(5, 100)), vocab_size=100)
 
 
-def changed(value: Any) -> Any:
+def changed(value: Any, *, key: str) -> Any:
+    if key == "cutoffs":
+        return [*value, 7]
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -287,7 +289,7 @@ def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fin
     section, key = name.split(".")
     old = with_values(engine={"zero_stage": 1})
     value = old.model_dump(mode="json")[section][key]
-    new = with_values(**{section: {key: changed(value)}})
+    new = with_values(**{section: {key: changed(value, key=key)}})
     changes = config_changes(old, new)
     assert [(change.key, change.old, change.new) for change in changes] == [(name, value, changed(value))]
     is_frozen = changes[0].policy == "frozen"
@@ -324,3 +326,12 @@ def test_reading_settings_imports_no_heavy_library(module: str) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("train", {"num_lanes": True}), ("train", {"num_lanes": "4"}), ("model", {"pre_norm": "yes"})],
+)
+def test_a_value_of_another_type_is_refused_and_not_converted(section: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.{next(iter(values))}"):
+        with_values(**{section: values})

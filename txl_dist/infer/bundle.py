@@ -30,7 +30,7 @@ from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
-from txl_dist.manifest import MANIFEST, check_folder, commit_folder, describe_file, files_of, write_manifest
+from txl_dist.manifest import MANIFEST, check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -133,9 +133,7 @@ def write_bundle(
         tokenizer.save(temporary / "tokenizer.json")
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         error = probe_error(load(temporary).model, probe, memory_len=memory_len)
-        if folder.exists():
-            shutil.rmtree(folder)
-        commit_folder(temporary, folder)
+        replace_folder(temporary, folder)
     except (OSError, SafetensorError) as problem:
         raise CheckpointError(f"cannot write {folder}: {problem}. Choose a folder that can be written.") from problem
     finally:

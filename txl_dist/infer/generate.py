@@ -6,7 +6,10 @@ positions and the projected encodings of all distances, since the weights do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +18,6 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-@torch.no_grad()
 def generate(
     model: TransformerXL,
     prompt: Sequence[int],
@@ -29,33 +31,42 @@ def generate(
     seed: int = 0,
     stop_at: int | None = None,
 ) -> Iterator[int]:
-    """Yield up to `max_tokens` ids that continue `prompt` (not empty), ending before `stop_at`.
+    """Up to `max_tokens` ids that continue `prompt` (not empty), ending before `stop_at`.
 
     temperature 0 takes the likeliest token; top_k keeps the k likeliest (0: all); top_p the fewest whose
     probabilities sum to at least top_p. Raises ConfigError for values out of range.
     """
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and max_tokens >= 0):
         raise ConfigError(
-            f"temperature={temperature} must be >= 0, top_k={top_k} >= 0 and top_p={top_p} in (0, 1]. Correct them."
+            f"temperature={temperature}, top_k={top_k} and max_tokens={max_tokens} must be >= 0 and top_p={top_p} in "
+            "(0, 1]. Correct them."
         )
     assert len(prompt) > 0
+    draw = functools.partial(
+        sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=torch.Generator().manual_seed(seed)
+    )
+    ids = _continue(model, prompt, draw=draw, segment_len=segment_len, memory_len=memory_len)
+    return itertools.takewhile(lambda token: token != stop_at, itertools.islice(ids, max_tokens))
+
+
+@torch.no_grad()
+def _continue(
+    model: TransformerXL,
+    prompt: Sequence[int],
+    *,
+    draw: Callable[[Tensor], int],
+    segment_len: int,
+    memory_len: int,
+) -> Iterator[int]:
+    """Endless."""
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
     cache = model.empty_cache(num_lanes=1, memory_len=memory_len)
     distances = model.project_distances(memory_len + max(segment_len, 1))
     pending = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    for _ in range(max_tokens):
+    while True:
         for piece_1T in pending.split(segment_len, dim=1):
             hidden_1TD, cache = model.forward_cached(piece_1T, cache, distances=distances)
-        token = sample(
-            model.softmax.log_probabilities(hidden_1TD[:, -1])[0].cpu(),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=generator,
-        )
-        if token == stop_at:
-            return
+        token = draw(model.softmax.log_probabilities(hidden_1TD[:, -1])[0].cpu())
         yield token
         pending = torch.tensor([[token]], dtype=torch.int64, device=device)
 
@@ -64,7 +75,8 @@ def sample(log_p_V: Tensor, *, temperature: float, top_k: int, top_p: float, gen
     """Draw one id from log-probabilities, restricted as `generate` says."""
     if temperature == 0:
         return int(log_p_V.argmax())
-    ordered_V, ids_V = (log_p_V / temperature).sort(descending=True, stable=True)
+    # The likeliest is moved to 0 first: a tiny temperature must not overflow.
+    ordered_V, ids_V = ((log_p_V - log_p_V.max()) / temperature).sort(descending=True, stable=True)
     if top_k:
         ordered_V, ids_V = ordered_V[:top_k], ids_V[:top_k]
     p_V = ordered_V.softmax(-1)

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,7 +90,9 @@ class JsonLines:
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """See `Sink`."""
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        # JSON has no NaN: a norm that overflowed in half precision becomes null.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -149,10 +151,17 @@ class Reporter:
 
     def __init__(self, run_dir: Path, *, start_step: int, max_steps: int, tensorboard: bool, ranks: Ranks) -> None:
         self._sinks: list[Sink] = []
-        if ranks.is_first:
-            self._sinks = [Console(max_steps=max_steps), JsonLines(run_dir / "metrics.jsonl")]
-            if tensorboard:
-                self._sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
+        makers: list[Callable[[], Sink]] = [
+            lambda: Console(max_steps=max_steps),
+            lambda: JsonLines(run_dir / "metrics.jsonl"),
+        ]
+        if tensorboard:
+            makers.append(lambda: TensorBoard(run_dir / "tensorboard", start_step=start_step))
+        for maker in makers if ranks.is_first else []:
+            try:
+                self._sinks.append(maker())
+            except OSError as error:
+                logger.warning("metrics: one of the sinks cannot be opened: %s", error)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Hand a record (with its `step`) to every sink that still works."""

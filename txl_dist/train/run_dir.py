@@ -9,6 +9,7 @@ from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
+from txl_dist.files import replace_file
 from txl_dist.log import logger
 
 
@@ -24,7 +25,7 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
         raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(config_to_toml(config), encoding="utf-8")
+        replace_file(path, config_to_toml(config).encode())
         (run_dir / "DONE").unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
