@@ -1,4 +1,6 @@
-# Sourced by quickstart.sh and test.sh: a virtual environment with everything in it. Safe to run again.
+# shellcheck shell=bash
+# Sourced by quickstart.sh and test.sh: a virtual environment with everything in it. Safe to run again, and without a
+# network once it is made.
 #
 #   PYTHON   interpreter to build it with (default python3; 3.11 or newer)
 #   VENV     where it goes (default .venv in the project)
@@ -8,36 +10,74 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
-VENV=${VENV:-$PWD/.venv}
+VENV=${VENV:-.venv}
+[[ $VENV == /* ]] || VENV=$PWD/$VENV
 
 fail() { echo "launch: $*" >&2; exit 1; }
 
-make_environment() { # EXTRAS, for instance "" or "[dev]"
+make_environment() { # EXTRAS, "" or "[dev]"; sets num_gpus
     command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11 or newer, or set PYTHON."
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
         || fail "$PYTHON is $("$PYTHON" --version); Python 3.11 or newer is needed. Set PYTHON to a newer one."
     # DeepSpeed compiles its CPU collectives at the first start; without a compiler that fails in the middle of a run.
     command -v "${CXX:-c++}" >/dev/null || fail "no C++ compiler found. Install one (Debian: apt-get install g++)."
-    [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" || fail "cannot make $VENV (Debian: apt-get install python3-venv)."
+    make_venv
     export PATH="$VENV/bin:$PATH"
-    local pin
-    pin=$(grep '^torch==' constraints.txt)
-    if ! "$VENV/bin/python" -c 'import torch' 2>/dev/null; then
-        # Without a GPU the build without CUDA is enough, and gigabytes smaller. Where it cannot be had: the usual one.
-        has_gpu || "$VENV/bin/pip" install --quiet --retries 0 --timeout 15 "$pin" \
-            --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || true
-    fi
-    "$VENV/bin/pip" install --quiet --disable-pip-version-check -c constraints.txt -e ".$1" \
-        || fail "pip could not install the project; its message stands above."
-    has_gpu || build_cpu_extension
+    is_installed "$1" || install_project "$1"
+    # What torch can use counts: CUDA_VISIBLE_DEVICES and MIG decide that, not the devices that nvidia-smi lists.
+    num_gpus=$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())') \
+        || fail "torch cannot be imported; its message stands above. Remove $VENV and start again."
+    remove_dead_locks
+    ((num_gpus > 0)) || build_cpu_extension
 }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+make_venv() {
+    if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then return; fi
+    # None is there, or one whose making was killed before pip was in it.
+    if [ -d "$VENV" ] && [ -n "$(ls -A "$VENV")" ] && [ ! -f "$VENV/pyvenv.cfg" ]; then
+        fail "$VENV is no virtual environment. Remove it, or set VENV to another place."
+    fi
+    "$PYTHON" -m venv --clear "$VENV" || fail "cannot make $VENV (Debian: apt-get install python3-venv)."
+}
+
+install_project() { # EXTRAS
+    rm -f "$VENV"/.installed-*
+    local pin
+    pin=$(grep '^torch==' constraints.txt)
+    if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.__version__.split("+")[0] != sys.argv[1])' \
+        "${pin#torch==}" 2>/dev/null; then
+        # Without a GPU the build without CUDA is enough, and gigabytes smaller. Where it cannot be had: the usual one.
+        { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1 || "$VENV/bin/python" -m pip install --quiet \
+            --retries 0 --timeout 15 "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || true
+    fi
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$1" \
+        || fail "pip could not install the project; its message stands above."
+    fingerprint "$1" >"$VENV/.installed-$1"
+}
+
+is_installed() { # EXTRAS
+    [ "$(cat "$VENV/.installed-$1" 2>/dev/null)" = "$(fingerprint "$1")" ] && return
+    [ -z "$1" ] && is_installed "[dev]"
+}
+
+fingerprint() { # EXTRAS: hash of all that decides what is installed; the place too, because that is editable
+    { printf '%s\n' "$PWD" "$1"; cat pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1
+}
+
+remove_dead_locks() {
+    # A killed build of an extension leaves torch's lock file, for which every later start would wait, forever and
+    # silently. Whoever builds keeps the file open, so one that no process here has open is dead.
+    local root=${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions} lock
+    [ -d "$root" ] || return 0
+    while IFS= read -r -d '' lock; do
+        [ -n "$(find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null || true)" ] || rm -f "$lock"
+    done < <(find "$(realpath "$root")" -type f -name lock -print0)
+}
 
 build_cpu_extension() {
     # Otherwise the first training run would build it, silently, for half a minute.
-    DS_ACCELERATOR=cpu "$VENV/bin/python" - >"$VENV/build_cpu_extension.log" 2>&1 <<'PY' \
-        || fail "DeepSpeed's CPU extension does not compile; see $VENV/build_cpu_extension.log."
+    DS_ACCELERATOR=cpu timeout --kill-after=10 600 "$VENV/bin/python" - >"$VENV/build_cpu_extension.log" 2>&1 <<'PY' \
+        || fail "DeepSpeed's CPU extension does not compile in 10 minutes; see $VENV/build_cpu_extension.log."
 from deepspeed.accelerator import get_accelerator
 
 get_accelerator().create_op_builder("ShareMemCommBuilder").load()

@@ -3,11 +3,73 @@
 # Safe to run again: what is finished is kept, an interrupted training continues.
 #
 #   bash launch/quickstart.sh [--section.key value ...]      settings go to the training
+# shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-corpus=data/stdlib run=runs/quickstart bundle=bundles/quickstart
+config=configs/quickstart.toml corpus=data/stdlib run=runs/quickstart bundle=bundles/quickstart
 
 say() { printf '\n== %s\n' "$*"; }
+
+refuse_other_places() { # SETTINGS
+    local word
+    for word in "$@"; do
+        case $word in
+            --run.dir | --run.dir=* | --data.path | --data.path=*)
+                fail "${word%%=*} is fixed here: the steps after the training read $run and $corpus." \
+                    "For other places run the commands one by one; see README.md, \"Your own text\"."
+                ;;
+        esac
+    done
+}
+
+train() { # SETTINGS
+    local devices=${CUDA_VISIBLE_DEVICES:-}
+    if ((num_gpus == 0)); then
+        # DS_ACCELERATOR: without it DeepSpeed looks for other hardware first and may find half-installed drivers.
+        DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module txl_dist train "$config" "$@"
+    elif ((num_gpus == 1)) || [[ $devices == *[!0-9,]* ]]; then
+        # The launcher reads no device names like MIG-..., and a single rank needs no launcher.
+        txl train "$config" "$@"
+    elif [ -n "$devices" ]; then
+        # With --num_gpus the launcher would ignore CUDA_VISIBLE_DEVICES.
+        CUDA_VISIBLE_DEVICES=$(cut -d, -f1,2 <<<"$devices") deepspeed --module txl_dist train "$config" "$@"
+    else
+        deepspeed --num_gpus 2 --module txl_dist train "$config" "$@"
+    fi
+}
+
+steps_of_this_start() {
+    python - "$run" <<'PY'
+import json
+import sys
+from pathlib import Path
+
+run = Path(sys.argv[1])
+records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+starts = [record["step"] for record in records if record.get("event") == "start"]
+print(int((run / "DONE").read_text()) - starts[-1])
+PY
+}
+
+check_scores() {
+    python - "$run/evaluation.json" <<'PY'
+import json
+import sys
+from pathlib import Path
+
+results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+bits = {name.split(" (")[0]: values["bits_per_byte"] for name, values in results.items()}
+model = bits["model"]
+others = {name: bits[name] for name in ("memory off", "bigram", "order 0")}
+print(f"bits per byte: model {model:.4f};", ", ".join(f"{name} {value:.4f}" for name, value in others.items()))
+lost = [name for name, value in others.items() if not model < value]
+if lost:
+    sys.exit(f"not better than: {', '.join(lost)}")
+print("check passed: memory helps, and the model beats both counting baselines")
+PY
+}
+
+refuse_other_places "$@"
 
 say "1/6 install into $VENV"
 make_environment ""
@@ -16,20 +78,18 @@ say "2/6 prepare the standard library's source text as a corpus: $corpus"
 txl prepare stdlib --out "$corpus" --tokenizer bpe --vocab-size 4096
 
 say "3/6 train with DeepSpeed on 2 ranks: $run"
+# The launcher may exit 0 although a rank failed; DONE is what counts, and that of an earlier start must not.
+rm -f "$run/DONE"
 start_s=$SECONDS
-if has_gpu; then
-    gpus=$(nvidia-smi -L | wc -l)
-    deepspeed --num_gpus $((gpus > 2 ? 2 : gpus)) --module txl_dist train configs/quickstart.toml "$@"
-else
-    # DS_ACCELERATOR: without it DeepSpeed looks for other hardware first and may find half-installed drivers.
-    DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module txl_dist train configs/quickstart.toml "$@"
-fi
+train "$@"
 train_s=$((SECONDS - start_s))
-# The launcher may exit 0 although a rank failed; DONE is what counts.
-[ -f "$run/DONE" ] || fail "training did not finish; see $run/log.txt"
+[ -f "$run/DONE" ] || fail "training did not finish; see the messages above and $run/log.txt"
+num_steps=$(steps_of_this_start)
 
 say "4/6 evaluate on held-out files, with memory, without it, and beside counting baselines"
 txl evaluate "$run" --without-memory --baselines --json "$run/evaluation.json"
+check_scores || fail "the scores in $run/evaluation.json are not what this model reaches with $config" \
+    "as it is${*:+; settings given: $*}. Remove $run to train from the beginning."
 
 say "5/6 export an inference bundle: $bundle"
 txl export "$run" "$bundle"
@@ -37,17 +97,19 @@ txl export "$run" "$bundle"
 say "6/6 generate"
 txl generate "$bundle" --prompt "def read_lines(path):" --max-tokens 120 --seed 1
 
+finished=""
+((num_steps > 0)) || finished=" (the run was finished already; remove $run to train it again)"
 cat <<END
 
-Training took $train_s s. What lies where:
+This start trained $num_steps steps in $train_s s, start-up included$finished. What lies where:
   $corpus        tar shards, index.json, tokenizer.json
   $run     config.toml, metrics.jsonl, log.txt, tensorboard/, checkpoints/, evaluation.json
   $bundle  weights, config, tokenizer, probe
 
 Next (after: source $VENV/bin/activate):
   tensorboard --logdir runs                                  look at the curves
-  txl train configs/quickstart.toml --dry-run                see what a run would be
+  txl train $config --dry-run                see what a run would be
   txl prepare MY_FILES --out data/mine                       your own text
-  txl train configs/quickstart.toml --data.path data/mine --run.dir runs/mine
+  txl train $config --data.path data/mine --run.dir runs/mine
   txl generate $bundle --prompt "class "
 END

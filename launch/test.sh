@@ -2,6 +2,7 @@
 # Builds the environment, then runs the whole suite. Safe to run again. Arguments go to pytest.
 #
 #   bash launch/test.sh -m "not slow"
+# shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_environment "[dev]"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, load_config
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, DataError, TxlError
 
 
 def prepare(
@@ -143,7 +144,8 @@ def evaluate(
         baselines=baselines,
         json_path=json,
     )
-    print("\n".join(lines))
+    if lines:
+        print("\n".join(lines))
 
 
 def export(run: Positional[Path], out: Positional[Path], /, dtype: Literal["fp32", "bf16", "fp16"] = "fp32") -> None:
@@ -194,15 +196,21 @@ def generate(
 
 
 def verify(path: Positional[Path], /) -> None:
-    """Check every hash of a corpus, a checkpoint or a bundle; exit code 1 and a list if something is damaged.
+    """Check every hash of a corpus, a run, a checkpoint or a bundle; exit code 1 and a list if something is damaged.
 
     Args:
-        path: Folder of a corpus, a checkpoint or a bundle.
+        path: Folder of a corpus, a run, a checkpoint or a bundle.
     """
     from txl_dist.data.corpus import verify_corpus
     from txl_dist.manifest import MANIFEST, problems_of
 
-    problems = problems_of(path) if (path / MANIFEST).is_file() else verify_corpus(path)
+    if not path.is_dir():
+        raise DataError(f"{path} is no folder. Name a corpus, a run, a checkpoint or a bundle.")
+    checkpoints = sorted((path / "checkpoints").glob("step_?????????"))
+    if checkpoints:
+        problems = [problem for checkpoint in checkpoints for problem in problems_of(checkpoint)]
+    else:
+        problems = problems_of(path) if (path / MANIFEST).is_file() else verify_corpus(path)
     print("\n".join(problems) if problems else f"{path}: whole")
     if problems:
         raise SystemExit(1)
@@ -245,7 +253,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """Entry point of the `txl` script."""
-    code = main()
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
+        traceback.print_exc()
+        code = 1
     if "torch" in sys.modules:
         # Everything is written and all ranks have met. In about one exit of a hundred, native threads behind gloo
         # abort the interpreter while it takes itself apart (no Python frame is left), and the launcher would report
@@ -261,7 +273,7 @@ def _should_print(error: TxlError) -> bool:
     """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node."""
     if error.rank is None:
         return int(os.environ.get("LOCAL_RANK", "0")) == 0
-    return int(os.environ.get("RANK", "0")) == error.rank
+    return os.environ.get("RANK", "0") == str(error.rank)
 
 
 def _without_launcher_flags(arguments: Sequence[str]) -> list[str]:

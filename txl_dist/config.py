@@ -236,6 +236,8 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
 
     Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes.
     """
+    if world_size < 1:
+        raise ConfigError(f"a job of {world_size} ranks cannot be. Give 1 or more.")
     if train.num_lanes % (world_size * train.microbatch_lanes):
         raise ConfigError(
             f"train.num_lanes={train.num_lanes} must be divisible by ranks * train.microbatch_lanes = "
@@ -308,11 +310,15 @@ def load_config(path: str | Path) -> Config:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror or error}.") from error
+        raise ConfigError(
+            f"cannot read the config file {path}: {error.strerror or error}. Name a TOML file, as those in configs/."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.") from error
     return config_from_dict(values, source=str(path))
 
 

@@ -53,9 +53,16 @@ def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
         yield ranks
     except TxlError as error:
         error.rank = ranks.rank if error.rank is None else error.rank
+        if ranks.device.type == "cpu":
+            torch_dist.destroy_process_group()  # on GPUs it could wait for ranks that are in a collective
         raise
-    finally:
-        torch_dist.destroy_process_group()
+    torch_dist.destroy_process_group()
+
+
+def limit_waiting(*, timeout_s: int) -> None:
+    """Give every process group the timeout, also those that a library made: `new_group` does not inherit it."""
+    for group in list(torch_dist.distributed_c10d._world.pg_map):
+        torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
@@ -79,20 +86,25 @@ def from_first(value: T) -> T:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it raises a TxlError on any, every rank raises the lowest such rank's error.
+    """Run `action` on every rank; if it raises on any, every rank raises, naming the lowest such rank.
 
-    So no rank is left waiting in the next collective for one that gave up. `action` must not use collectives.
+    So no rank is left waiting in the next collective for one that gave up. A TxlError is the same on every rank;
+    anything else is raised as it is where it happened, and as a TxlError elsewhere. `action` must not use
+    collectives.
     """
     result: Any = None
-    error: TxlError | None = None
+    error: Exception | None = None
+    report: TxlError | None = None
     try:
         result = action()
-    except TxlError as problem:
+    except Exception as problem:  # noqa: BLE001  whatever it is, the other ranks must learn of it
         error = problem
-        error.rank = torch_dist.get_rank()
-    for other in gather_objects(error):
+        rank = torch_dist.get_rank()
+        report = problem if isinstance(problem, TxlError) else TxlError(f"rank {rank} failed: {problem!r}.")
+        report.rank = rank
+    for other in gather_objects(report):
         if other is not None:
-            raise other
+            raise error if error is not None and other.rank == torch_dist.get_rank() else other
     return cast(T, result)
 
 
@@ -102,8 +114,13 @@ def on_first(action: Callable[[], T]) -> T:
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
-    torch_dist.barrier()
+    """Wait for all ranks, on the host."""
+    gather_objects(None)
+
+
+def this_rank() -> int:
+    """The rank of this process, also before and after it has joined."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def _join(*, timeout_s: int, num_threads: int) -> Ranks:
@@ -111,17 +128,23 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world_size))))
+        threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
     except ValueError as error:
         raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK must be integers: {error}. Unset them or fix the launcher."
+            f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and OMP_NUM_THREADS must be integers: {error}. "
+            "Unset them or fix the launcher."
         ) from error
+    if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} but MASTER_ADDR or MASTER_PORT is not set: the ranks cannot find each other. "
+            "Start with the deepspeed launcher or torchrun, or set them."
+        )
     # DeepSpeed reads these from the environment, also in a job of one rank.
     defaults = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
-    if world_size == 1 and "MASTER_PORT" not in os.environ:
+    if "MASTER_PORT" not in os.environ:
         defaults["MASTER_PORT"] = _free_port()
     for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
-    threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
     threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
     if torch.cuda.is_available():

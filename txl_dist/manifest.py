@@ -81,7 +81,8 @@ def problems_of(folder: Path) -> list[str]:
         return [f"{path} does not match its own hash"]
     if version != FORMAT_VERSION:
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
-    return [problem for name, facts in files.items() if (problem := _file_problem(folder / name, facts))]
+    strangers = [f"{name} is not in the manifest" for name in files_of(folder) if name not in files]
+    return strangers + [problem for name, facts in files.items() if (problem := _file_problem(folder / name, facts))]
 
 
 def check_folder(folder: Path, *, remedy: str) -> None:

@@ -43,6 +43,8 @@ def assert_same(ours: Any, theirs: Any, where: str) -> int:
     if isinstance(ours, list | tuple):
         assert len(ours) == len(theirs), where
         return sum(assert_same(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(ours, theirs, strict=True)))
+    if isinstance(ours, int | float | str | None):
+        assert ours == theirs, where
     return 0
 
 

@@ -260,5 +260,5 @@ def test_verify_lists_what_is_damaged_and_exits_with_1(tmp_path: Path, capsys: p
     shard.write_bytes(shard.read_bytes()[:-512])
     assert exit_code_of("verify", str(corpus.path)) == 1
     assert shard.name in capsys.readouterr().out
-    assert exit_code_of("verify", str(tmp_path / "missing")) == 1
-    assert str(tmp_path / "missing") in capsys.readouterr().out
+    assert exit_code_of("verify", str(tmp_path / "missing")) == 2
+    assert str(tmp_path / "missing") in capsys.readouterr().err

@@ -291,7 +291,7 @@ def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fin
     value = old.model_dump(mode="json")[section][key]
     new = with_values(**{section: {key: changed(value, key=key)}})
     changes = config_changes(old, new)
-    assert [(change.key, change.old, change.new) for change in changes] == [(name, value, changed(value))]
+    assert [(change.key, change.old, change.new) for change in changes] == [(name, value, changed(value, key=key))]
     is_frozen = changes[0].policy == "frozen"
     assert (config_fingerprint(new) != config_fingerprint(old)) is is_frozen
     assert config_changes(new, new) == []

@@ -41,6 +41,7 @@ LIGHT = {"__init__", "__main__", "errors", "config", "text", "data", "cli"}
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 MAX_LINES = 400
+MAX_FUNCTION_LINES = 60
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
@@ -128,6 +129,9 @@ def test_a_file_says_what_it_is_in_plain_ascii_and_can_be_read_at_one_sitting(fi
     assert content.isascii()
     assert ast.get_docstring(tree_of(file))
     assert len(content.splitlines()) <= MAX_LINES
+    functions = [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.FunctionDef)]
+    too_long = [f.name for f in functions if (f.end_lineno or 0) - f.lineno + 1 > MAX_FUNCTION_LINES]
+    assert too_long == []
 
 
 def test_the_rules_see_what_they_forbid() -> None:

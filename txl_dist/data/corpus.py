@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -104,6 +105,16 @@ class Split:
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
         self._corpus = corpus
 
+    def bits_per_unit(self, loss: float) -> dict[str, float]:
+        """A mean loss in nats per token as bits per byte and bits per character of the text.
+
+        Exact when the loss is that of the whole split: the tokens, end-of-text among them, spell all of its text.
+        Its first token, which nothing predicts, counts like an average one. For another loss, of a part of the
+        split or of the text trained on, it is an estimate: that text may have more or fewer bytes per token.
+        """
+        bits = loss / math.log(2) * self.tokens
+        return {"bits_per_byte": bits / self.text_bytes, "bits_per_character": bits / self.text_characters}
+
     def check_files(self) -> None:
         """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
         for info in self.shards:
@@ -177,7 +188,11 @@ class Corpus:
     def split(self, name: str) -> Split:
         """Raises DataError if the corpus has no such split."""
         if name not in self._splits:
-            raise DataError(f"corpus {self.path} has no split {name!r}; it has {', '.join(self._splits)}.")
+            raise DataError(
+                f"corpus {self.path} has no split {name!r}; it has {', '.join(self._splits)}. Name one of these, or "
+                "prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without evaluation "
+                'with `--data.eval_split ""`.'
+            )
         return Split(self, name, self._splits[name])
 
     def load_tokenizer(self) -> Tokenizer:

@@ -33,8 +33,8 @@ _SHARD_ORDER, _DOCUMENT_ORDER = 1, 2
 _MASK = (1 << 64) - 1
 
 
-class Run(NamedTuple):
-    """A stretch of consecutive tokens of one document that one lane reads."""
+class Stretch(NamedTuple):
+    """Consecutive tokens of one document that one lane reads."""
 
     epoch: int
     shard: int
@@ -112,13 +112,13 @@ class LanePlan:
         self._num_cached = num_cached
         self._orders: OrderedDict[tuple[int, int], tuple[Int64s, Int64s]] = OrderedDict()
 
-    def locate(self, lane: int, position: int) -> Run:
-        """The run of tokens that begins at this position of the lane."""
+    def locate(self, lane: int, position: int) -> Stretch:
+        """The stretch of tokens that begins at this position of the lane."""
         epoch, in_stripe = divmod(position, self.stripe_len)
         shard, in_shard = self._find(epoch, None, lane * self.stripe_len + in_stripe)
         document, offset = self._find(epoch, shard, in_shard)
         document_len = int(self._document_tokens(shard)[document])
-        return Run(
+        return Stretch(
             epoch=epoch,
             shard=shard,
             document=document,

@@ -28,7 +28,15 @@ from txl_dist.data.shards import (
     SplitWriter,
     token_dtype,
 )
-from txl_dist.data.sources import Document, EncodingErrors, Source, in_valid_split, open_source
+from txl_dist.data.sources import (
+    Document,
+    EncodingErrors,
+    Source,
+    check_given_once,
+    count_left_out,
+    in_valid_split,
+    open_source,
+)
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.text.tokenizer import Tokenizer, TokenizerKind, load_tokenizer
@@ -44,6 +52,8 @@ class PrepareSummary:
     corpus: Corpus
     is_unchanged: bool
     """An identical corpus was already there and was left alone."""
+    files_left_out: int
+    """Files in the given folders whose suffix is none of a text. Not in the index: they change no content."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -56,7 +66,8 @@ class PrepareSummary:
                 f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of "
                 f"text, {len(split.shards):,} shards"
             )
-        lines += [f"  {key.replace('_', ' ')}: {count:,}" for key, count in corpus.statistics.items() if count]
+        counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
+        lines += [f"  {key.replace('_', ' ')}: {count:,}" for key, count in counts.items() if count]
         return lines
 
 
@@ -104,17 +115,30 @@ def prepare_corpus(
 
     The held-out split is `valid_inputs`, or else the documents whose name hashes below `valid_fraction`; 0 makes
     none. `tokenizer_path` takes a given tokenizer.json instead of training one. `shard_len` is in tokens.
-    Raises DataError if there is no text, a file cannot be read, the output cannot be written, or another corpus or
-    folder is in the way.
+    Raises ConfigError for settings that are impossible or have no meaning; DataError if there is no text, a file is
+    given twice or cannot be read, the output cannot be written, or another corpus or folder is in the way.
     """
     if not 0 <= valid_fraction < 1:
-        raise ConfigError(f"valid_fraction={valid_fraction} must lie in [0, 1).")
+        raise ConfigError(
+            f"valid_fraction={valid_fraction} must be at least 0 and below 1. Give the share of documents to hold out, "
+            "for instance 0.05, or 0 for no held-out split."
+        )
+    if shard_len < 1:
+        raise ConfigError(f"shard_len={shard_len} must be 1 or more: it is the number of tokens in a shard.")
+    if tokenizer_path is not None and (vocab_size, min_frequency) != (0, 1):
+        raise ConfigError(
+            f"vocab_size and min_frequency have no meaning with a given tokenizer file ({tokenizer_path}). Leave "
+            "them out, or leave the file out to train a tokenizer."
+        )
     target = Path(output).absolute()
     _check_target(target)
     source = open_source(inputs, jsonl_field=jsonl_field, encoding_errors=encoding_errors)
     valid_source = (
         open_source(valid_inputs, jsonl_field=jsonl_field, encoding_errors=encoding_errors) if valid_inputs else None
     )
+    given = [*inputs, *valid_inputs]
+    check_given_once(given)
+    files_left_out = count_left_out(given)
     splits = _Splits(source, valid_source, valid_fraction)
     with _scratch_folder(target) as scratch:
         if tokenizer_path is None:
@@ -123,7 +147,7 @@ def prepare_corpus(
             tokenizer = load_tokenizer(tokenizer_path)
         _write_corpus(scratch, splits, tokenizer, shard_len=shard_len)
         is_unchanged = _move_into_place(scratch, target, overwrite=overwrite)
-    return PrepareSummary(corpus=open_corpus(output), is_unchanged=is_unchanged)
+    return PrepareSummary(corpus=open_corpus(output), is_unchanged=is_unchanged, files_left_out=files_left_out)
 
 
 def _write_corpus(folder: Path, splits: _Splits, tokenizer: Tokenizer, *, shard_len: int) -> None:

@@ -5,7 +5,8 @@ one document at a time. A document's name decides its split (`in_valid_split`), 
 others. Text is UTF-8, taken as it is: no newline or Unicode normalisation, a byte order mark stays.
 
 What is not UTF-8 is refused, unless the caller asks to `replace` (U+FFFD) or `skip`: then the document says so in
-`damage`, and whoever consumes it counts.
+`damage`, and whoever consumes it counts. A folder gives its files of the known suffixes; `count_left_out` says how
+many others lie there. Links to folders are not followed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import IO, Any, Literal, NamedTuple, NoReturn, cast
 
 from txl_dist.errors import DataError
 
@@ -50,10 +51,12 @@ def open_source(
 ) -> Source:
     """A source over files and folders in the given order; the input `stdlib` is the built-in corpus.
 
-    Raises DataError at once if an input does not exist, and while reading, if it cannot be read.
+    Raises DataError at once if there is no input or one does not exist, and while reading, if it cannot be read.
     """
+    if not inputs:
+        raise DataError(f"there are no inputs. Give files, folders, or {STDLIB} for the built-in text.")
     for given in inputs:
-        if given != STDLIB and not Path(given).exists():
+        if given != STDLIB and not os.path.exists(given):
             raise DataError(f"input {given} does not exist. Give a file, a folder, or {STDLIB} for the built-in text.")
 
     def read() -> Iterator[Document]:
@@ -69,6 +72,25 @@ def open_source(
     return read
 
 
+def check_given_once(inputs: Sequence[str | Path]) -> None:
+    """Raise DataError if two of the inputs, those of the held-out split among them, lead to the same file."""
+    found: dict[str, int] = {}
+    for number, given in enumerate(inputs):
+        for path, _ in _files_of(given):
+            first = found.setdefault(os.path.realpath(path), number)
+            if first != number:
+                raise DataError(
+                    f"{path} is given twice, by the inputs {inputs[first]} and {given}; held-out text must not be "
+                    "trained on, nor any text count twice. Give each file once."
+                )
+
+
+def count_left_out(inputs: Sequence[str | Path]) -> int:
+    """Files below the given folders that are not taken, because of their suffix. The built-in corpus has none."""
+    folders = [Path(given) for given in inputs if given != STDLIB and Path(given).is_dir()]
+    return sum(_text_suffix(name) not in TEXT_SUFFIXES for folder in folders for name in _walk(folder))
+
+
 def in_valid_split(name: str, *, valid_fraction: float) -> bool:
     """Whether a document of this name is held out: a frozen function of the name."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
@@ -79,8 +101,8 @@ def _files_of(given: str | Path) -> Iterator[tuple[Path, str]]:
     """Files of one input with their names, which do not depend on where the input lies."""
     if given == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
-        for relative in _walk(folder):
-            if relative.endswith(".py") and not _STDLIB_LEFT_OUT.intersection(relative.split("/")):
+        for relative in _walk(folder, left_out=_STDLIB_LEFT_OUT):
+            if relative.endswith(".py"):
                 yield folder / relative, f"{STDLIB}/{relative}"
         return
     path = Path(given)
@@ -92,12 +114,23 @@ def _files_of(given: str | Path) -> Iterator[tuple[Path, str]]:
             yield path / relative, relative
 
 
-def _walk(folder: Path) -> list[str]:
-    """Regular files below a folder, relative, with `/`, sorted by code points."""
+def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
+    """Regular files below a folder, relative, with `/`, sorted by code points; not those in folders `left_out`."""
     found = []
-    for root, _, names in os.walk(folder):
-        found += [path.relative_to(folder).as_posix() for path in map(Path(root).joinpath, names) if path.is_file()]
+    try:
+        for root, folders, names in os.walk(folder, onerror=_raise):
+            folders[:] = [name for name in folders if name not in left_out]
+            paths = map(Path(root).joinpath, names)
+            found += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    except OSError as error:
+        raise DataError(
+            f"cannot read {error.filename}: {error.strerror}. Mend its permissions, or give inputs without it."
+        ) from error
     return sorted(found)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _read_errors() -> tuple[type[Exception], ...]:

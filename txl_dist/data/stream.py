@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.corpus import Corpus, Shards
-from txl_dist.data.lanes import LanePlan, Run, lanes_of_rank
+from txl_dist.data.lanes import LanePlan, Stretch, lanes_of_rank
 from txl_dist.errors import CheckpointError, DataError
 
 Item = TypeVar("Item")
@@ -134,8 +134,9 @@ class LaneStream:
         for row, lane in enumerate(self.lanes):
             filled = 0
             while filled <= self.segment_len:
-                run = self.plan.locate(lane, position + filled)
-                filled += _copy_run(run, self._shards, segment.tokens[row, filled:], segment.documents[row, filled:])
+                stretch = self.plan.locate(lane, position + filled)
+                tokens, documents = segment.tokens[row, filled:], segment.documents[row, filled:]
+                filled += _copy_stretch(stretch, self._shards, tokens, documents)
         return segment
 
 
@@ -152,11 +153,12 @@ def _check_same_stream(state: StreamState, wanted: StreamState) -> None:
         )
 
 
-def _copy_run(run: Run, shards: Shards, tokens: Int64s, documents: Int64s) -> int:
-    """Copy as much of the run as fits to the front of the rows; returns how much."""
-    count = min(run.length, len(tokens))
-    tokens[:count] = shards[run.shard].document(run.document)[run.offset : run.offset + count]
-    documents[:count] = run.begin
+def _copy_stretch(stretch: Stretch, shards: Shards, tokens: Int64s, documents: Int64s) -> int:
+    """Copy as much of the stretch as fits to the front of the rows; returns how much."""
+    count = min(stretch.length, len(tokens))
+    document = shards[stretch.shard].document(stretch.document)
+    tokens[:count] = document[stretch.offset : stretch.offset + count]
+    documents[:count] = stretch.begin
     return count
 
 
@@ -218,13 +220,13 @@ class EvalStream:
             filled = 0
             while filled <= num_scored:
                 end = slice(filled, num_scored + 1)
-                run = self._locate(lane, position + filled)
-                filled += _copy_run(run, self._shards, tokens[row, end], documents[row, end])
+                stretch = self._locate(lane, position + filled)
+                filled += _copy_stretch(stretch, self._shards, tokens[row, end], documents[row, end])
             # Padding is a document of its own: with document masks no token sees it, and it sees no empty row.
             documents[row, filled:] = lane_len + 1
         return EvalSegment(tokens=tokens, documents=documents, scored=scored)
 
-    def _locate(self, lane: int, position: int) -> Run:
+    def _locate(self, lane: int, position: int) -> Stretch:
         token = lane * self.stripe_len + position
         index = int(self._shard_starts.searchsorted(token, side="right")) - 1
         shard = self._shards[index]
@@ -232,7 +234,7 @@ class EvalStream:
         document = int(shard.starts.searchsorted(in_shard, side="right")) - 1
         offset = in_shard - int(shard.starts[document])
         length = int(shard.lengths[document]) - offset
-        return Run(0, index, document, offset=offset, length=length, begin=position - min(offset, position))
+        return Stretch(0, index, document, offset=offset, length=length, begin=position - min(offset, position))
 
 
 def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, None]:

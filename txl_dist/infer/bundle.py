@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from txl_dist.config import ModelSection
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
@@ -36,8 +36,9 @@ from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}
-"""Largest absolute difference in nats on the probe, by the coarser of the bundle's and the engine's type."""
+PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005}
+"""Largest difference on the probe, by the coarser of the bundle's and the engine's type: in nats for fp32, else as a
+share of the largest loss on the probe (at least 5 nats), since half precisions round relative to it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,11 @@ class Bundle:
     source: dict[str, Any]
 
     def score(self, text: str) -> Tensor:
-        """log p in nats of each token of `text`, the first one following an end-of-text; [tokens], at least fp32."""
-        ids = [self.tokenizer.end_of_text, *(int(i) for i in self.tokenizer.encode(text))]
-        tokens = torch.tensor([ids], device=self._device)
+        """log p in nats of each token of `text`, the first one following an end-of-text; at least fp32, [tokens].
+
+        A model trained with document masks never sees what precedes a document: its first token has no score.
+        """
+        tokens = torch.tensor([self._ids(text)], device=self._device)
         return log_probabilities(self.model, tokens, segment_len=self.segment_len, memory_len=self.memory_len)[0]
 
     def generate(
@@ -69,13 +72,17 @@ class Bundle:
         seed: int = 0,
     ) -> Iterator[str]:
         """Text that continues `prompt`, in pieces as it is made; ends early where the model ends the document."""
-        ids = [self.tokenizer.end_of_text, *(int(i) for i in self.tokenizer.encode(prompt))]
+        ids = self._ids(prompt)
+        if not ids:
+            raise ConfigError("this model was trained with document masks and cannot begin a document. Give a prompt.")
+        # No less context than a segment gave in training; no more than the memory where its length is the window.
+        past_len = self.memory_len if self.model.section.same_length else max(self.memory_len, self.segment_len - 1)
         tokens = generate(
             self.model,
             ids,
             max_tokens=max_tokens,
             segment_len=self.segment_len,
-            memory_len=self.memory_len,
+            memory_len=past_len,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -83,6 +90,10 @@ class Bundle:
             stop_at=self.tokenizer.end_of_text,
         )
         return self.tokenizer.decode_stream(tokens)
+
+    def _ids(self, text: str) -> list[int]:
+        start = [] if self.document_border == "mask" else [self.tokenizer.end_of_text]
+        return start + [int(i) for i in self.tokenizer.encode(text)]
 
     @property
     def _device(self) -> torch.device:
@@ -180,7 +191,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
             source=content["source"],
         )
         probe = load_file(folder / "probe.safetensors", device=device)
-        tolerance = max(PROBE_TOLERANCE[content[key]] for key in ("dtype", "probe_dtype"))
+        tolerance = _tolerance({content["dtype"], content["probe_dtype"]}, largest_loss=float(probe["losses"].max()))
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
         if isinstance(error, TxlError):
             raise
@@ -194,11 +205,17 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
     return bundle
 
 
+def _tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+    scale = max(5.0, largest_loss)
+    return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
+
+
 def network_of(
     model: ModelSection, *, vocab_size: int, weights: dict[str, Tensor], dtype: str, where: str
 ) -> TransformerXL:
     """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
-    network = TransformerXL(model, vocab_size=vocab_size).to(DTYPES[dtype])
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
+        network = TransformerXL(model, vocab_size=vocab_size).to(DTYPES[dtype])
     parameters = dict(network.named_parameters())
     missing = sorted(parameters.keys() - weights.keys())
     surplus = sorted(weights.keys() - network.state_dict().keys())

@@ -21,6 +21,11 @@ from txl_dist.config import ModelSection
 from txl_dist.model.transformer_xl import TransformerXL
 
 
+def has_projections(model: ModelSection) -> bool:
+    """Whether embeddings are projected to the model width."""
+    return model.div_value > 1 or model.embed_width_or_default() != model.width
+
+
 def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
     """Trainable numbers, each tied tensor once. Allocates nothing."""
     with torch.device("meta"):
@@ -56,7 +61,7 @@ def bytes_per_rank(
 ) -> dict[str, float]:
     """Estimated bytes of a rank by what holds them. Activations are a rough count of the tensors autograd keeps."""
     parameters = count_parameters(model, vocab_size=vocab_size)
-    shard = world_size if world_size else 1
+    shard = world_size
     T, K, B, L = segment_len, memory_len + segment_len, microbatch_lanes, model.num_layers
     inner = model.num_heads * model.head_width
     per_layer = B * T * (10 * model.width + 2 * model.ff_width + 4 * inner) + 2 * B * K * inner

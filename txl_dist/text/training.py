@@ -48,6 +48,8 @@ def train_tokenizer(kind: TokenizerKind, texts: Texts, *, vocab_size: int = 0, m
         raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(get_args(TokenizerKind))}.")
     if kind in ("byte", "char") and vocab_size:
         raise ConfigError(f"vocab_size={vocab_size} has no meaning for a {kind} tokenizer; leave it out.")
+    if min_frequency < 1:
+        raise ConfigError(f"min_frequency={min_frequency} must be 1 or more; 1 keeps everything.")
     smallest = {"byte": 0, "char": 0, "word": 4, "bpe": 257}[kind]
     if vocab_size and vocab_size < smallest:
         raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,16 +31,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import txl_dist
-from txl_dist.config import Config, config_fingerprint, config_to_toml
+from txl_dist.config import Config, config_fingerprint, config_to_toml, load_config
 from txl_dist.data.corpus import Corpus
 from txl_dist.data.stream import StreamState
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
-from txl_dist.log import logger
 from txl_dist.manifest import check_folder, commit_folder, describe_file, files_of, problems_of, write_manifest
 from txl_dist.model.memory import Memory
 from txl_dist.train.engine import Engine, import_deepspeed, trusted_globals
+from txl_dist.train.run_dir import refuse_frozen_changes
 from txl_dist.train.state import TrainState
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{9})")
@@ -98,8 +100,10 @@ def save_checkpoint(
             _write_own_files(temporary, state, config=config, corpus=corpus, probe=probe, world_size=ranks.world_size)
 
     together(lambda: _explained(temporary, write))
-    # Hashing is shared out: every rank reads some of the files, whoever wrote them.
-    digests = {name: describe_file(temporary / name) for name in files_of(temporary)[ranks.rank :: ranks.world_size]}
+    # Hashing is shared out by one list: on a network file system listings of different nodes may differ.
+    names = on_first(lambda: files_of(temporary))
+    mine = names[ranks.rank :: ranks.world_size]
+    digests = together(lambda: _explained(temporary, lambda: {name: describe_file(temporary / name) for name in mine}))
     parts = gather_objects(digests)
 
     def commit() -> None:
@@ -110,19 +114,19 @@ def save_checkpoint(
     return final
 
 
-def _explained(path: Path, action: Callable[[], None]) -> None:
+def _explained(path: Path, action: Callable[[], T]) -> T:
     """Run `action`; the file system's errors become ours."""
     try:
-        action()
+        return action()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}. Free space or mend permissions.") from error
 
 
-def prune_checkpoints(run_dir: Path, *, keep_last: int) -> None:
-    """Remove all but the newest checkpoints, and what crashed saves left behind. Rank 0 only, after a commit."""
-    leftovers = (run_dir / "checkpoints").glob("step_*.tmp-*")
-    for path in [*list_checkpoints(run_dir)[:-keep_last], *leftovers]:
-        shutil.rmtree(path, ignore_errors=True)
+def prune_checkpoints(run_dir: Path, *, keep_last: int, newest: Path) -> None:
+    """Remove all but the last checkpoints, never `newest`, which was just committed. Rank 0 only."""
+    for path in list_checkpoints(run_dir)[:-keep_last]:
+        if path != newest:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
@@ -136,35 +140,35 @@ def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, rejected
 
 
-def choose_checkpoint(run_dir: Path, resume: str) -> Path | None:
-    """Where to start from, by `--resume auto|must|never|PATH`; decided on one rank, and said in the log.
+def choose_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """(where to start from by `--resume auto|must|never|PATH`, why newer checkpoints were passed over).
 
-    Raises CheckpointError if a checkpoint is demanded and none is whole, or if `never` meets an existing run.
+    Raises CheckpointError if a checkpoint is demanded and none is whole, if `never` meets an existing run, or if
+    PATH is an older checkpoint of this very run, whose newer ones would be mixed with what follows.
     """
-    if resume not in ("auto", "must", "never"):
-        check_folder(Path(resume), remedy="Name another checkpoint folder, or use --resume auto.")
-        logger.info("resume: from %s, as asked", resume)
-        return Path(resume)
     existing = list_checkpoints(run_dir)
+    if resume not in ("auto", "must", "never"):
+        folder = Path(resume)
+        check_folder(folder, remedy="Name another checkpoint folder, or use --resume auto, must or never.")
+        if existing and existing[-1].name > folder.name and folder.resolve().parent == existing[-1].resolve().parent:
+            raise CheckpointError(
+                f"{run_dir} goes on to {existing[-1].name}. To branch off at {folder.name}, choose another --run.dir."
+            )
+        return folder, []
     if resume == "never":
         if existing:
             raise CheckpointError(
                 f"{run_dir} already holds {existing[-1].name} and --resume is never. "
                 "Choose another --run.dir, or --resume auto to continue it."
             )
-        return None
+        return None, []
     found, rejected = newest_checkpoint(run_dir)
-    for line in rejected:
-        logger.warning("resume: passed over a damaged checkpoint, %s", line)
     if found is None and (existing or resume == "must"):
         found_what = f"none of its {len(existing)} checkpoints is whole" if existing else "it holds no checkpoint"
         raise CheckpointError(
             f"cannot resume {run_dir}: {found_what}. Restore one, or start anew in another --run.dir."
         )
-    logger.info(
-        "resume: %s", f"from {found}, the newest whole one" if found else "nothing to resume, starting at step 0"
-    )
-    return found
+    return found, rejected
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -181,10 +185,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> None:
-    """Refuse a checkpoint that this job cannot continue, before anything expensive is built.
+def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:
+    """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
-    Raises CheckpointError if corpus, tokenizer, number of ranks, stage or precision differ from those that saved it.
+    Raises CheckpointError if corpus, tokenizer, number of ranks, stage or precision differ from those that saved it,
+    ConfigError if another frozen setting does.
     """
     state = read_state(folder)
     if state["tokenizer_fingerprint"] != corpus.tokenizer_fingerprint:
@@ -206,13 +211,16 @@ def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world
             f"{folder} cannot be continued with {', '.join(different)}: its optimizer state is cut for what saved it. "
             "Start as many ranks with the same stage and precision."
         )
+    return refuse_frozen_changes(load_config(folder / "config.toml"), config, made=str(folder))
 
 
-def load_checkpoint(folder: Path, engine: Engine, *, lanes: range, microbatch_lanes: int) -> TrainState:
+def load_checkpoint(
+    folder: Path, engine: Engine, *, lanes: range, microbatch_lanes: int, device: torch.device
+) -> TrainState:
     """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed."""
     engine.load(folder / "engine")
-    device = engine.empty_memory(num_lanes=1, memory_len=0).hidden_LBMD.device
-    whole = load_memory(folder, lanes=lanes, device=device)
+    state = together(lambda: read_state(folder))
+    whole = together(lambda: load_memory(folder, lanes=lanes, device=device))
     memories = [
         Memory(
             whole.hidden_LBMD[:, start : start + microbatch_lanes].contiguous(),
@@ -220,7 +228,6 @@ def load_checkpoint(folder: Path, engine: Engine, *, lanes: range, microbatch_la
         )
         for start in range(0, len(lanes), microbatch_lanes)
     ]
-    state = read_state(folder)
     return TrainState(
         step=state["step"],
         tokens_seen=state["tokens_seen"],
@@ -235,7 +242,7 @@ def load_memory(folder: Path, *, lanes: range, device: torch.device | str = "cpu
     hidden: list[Tensor] = []
     document: list[Tensor] = []
     wanted = lanes.start
-    for path in sorted((folder / "lanes").glob("*.safetensors")):
+    for path in sorted((folder / "lanes").glob("*.safetensors"), key=_first_lane):
         first, last = (int(part) for part in path.stem.split("-"))
         if wanted >= lanes.stop or not first <= wanted <= last:
             continue
@@ -249,9 +256,14 @@ def load_memory(folder: Path, *, lanes: range, device: torch.device | str = "cpu
     return Memory(torch.cat(hidden, dim=1), torch.cat(document))
 
 
+def _first_lane(path: Path) -> int:
+    return int(path.stem.split("-")[0])
+
+
 def consolidated_weights(folder: Path) -> dict[str, Tensor]:
     """The model's weights in fp32 from the files of all ranks, on one machine without a launcher.
 
+    They are the master copies, but at stage 0 in half precision, where they are the rounded weights of the model.
     Tied parameters appear under each of their names. Raises CheckpointError.
     """
     import_deepspeed()
@@ -268,7 +280,9 @@ def consolidated_weights(folder: Path) -> dict[str, Tensor]:
             else:
                 weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="engine")
     except Exception as error:  # DeepSpeed and torch raise all kinds; the user needs the folder's name
-        raise CheckpointError(f"cannot read the weights in {folder / 'engine'}: {error}.") from error
+        raise CheckpointError(
+            f"cannot read the weights in {folder / 'engine'}: {error}. Use another checkpoint."
+        ) from error
     return {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
 
 

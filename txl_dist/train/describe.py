@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, config_to_toml, plan_batch
-from txl_dist.data.corpus import open_corpus
+import torch
+
+from txl_dist.config import BatchPlan, Config, config_to_toml
 from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
+from txl_dist.train.job import check_job, remarks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int, num_threads: int) -> Iterator[str]:
+def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
     """Lines for the log at the start of a run."""
     train, engine = config.train, config.engine
     yield (
@@ -21,7 +23,7 @@ def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int, num_thre
     parameters = count_parameters(config.model, vocab_size=vocab_size)
     yield (
         f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
-        f"ZeRO-{engine.zero_stage}, {engine.precision}, {num_threads} threads per rank"
+        f"ZeRO-{engine.zero_stage}, {engine.precision}"
     )
 
 
@@ -57,10 +59,9 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterat
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
-    check_config(config)
-    vocab_size = open_corpus(config.data.path).vocab_size
-    check_vocabulary(config.model, vocab_size=vocab_size)
-    plan = plan_batch(config.train, world_size=world_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan, corpus = check_job(config, device=device, world_size=world_size)
     yield config_to_toml(config)
-    yield from describe_batch(config, plan=plan, vocab_size=vocab_size, num_threads=config.engine.num_threads)
-    yield from describe_cost(config, plan=plan, vocab_size=vocab_size)
+    yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
+    yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size)
+    yield from (f"warning: {sentence}" for sentence in remarks(config, plan=plan))

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.dist import Ranks, limit_waiting
+from txl_dist.errors import CheckpointError
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
-from txl_dist.train.optim import build_optimizer
+from txl_dist.train.optim import apply_settings, build_optimizer
 
 
 class Engine(Protocol):
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def skipped_steps(self) -> int:
-        """Updates skipped because a half-precision gradient overflowed."""
+        """Updates skipped because a gradient overflowed."""
 
     def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         """Forward and backward of one micro-batch. Returns (its loss, detached; the memory after it)."""
@@ -55,15 +55,6 @@ class Engine(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote on as many ranks with the same stage. Raises CheckpointError."""
-
-
-def check_engine(config: Config, *, device: torch.device) -> None:
-    """Refuse what this hardware cannot do. Raises ConfigError."""
-    if config.engine.precision == "fp16" and device.type == "cpu":
-        raise ConfigError(
-            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
-            "Use --engine.precision fp32 (fast here) or bf16 (emulated on most CPUs, very slow)."
-        )
 
 
 def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
@@ -89,6 +80,10 @@ def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
     if precision == "bf16":
         # The overflow check is an extra pass and a host sync per step, and bf16 does not overflow where fp32 would not.
         settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        # bf16 would lose the small gradients of many micro-batches. Stage 0 cannot do otherwise; stage 1 would switch
+        # to an optimizer whose checkpoints cannot be consolidated.
+        if engine.zero_stage >= 2:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if precision == "fp16":
         settings["fp16"] = {"enabled": True}
     return settings
@@ -103,7 +98,6 @@ class ZeroEngine:
     """`Engine` by DeepSpeed ZeRO."""
 
     def __init__(self, config: Config, *, vocab_size: int, plan: BatchPlan, ranks: Ranks) -> None:
-        check_engine(config, device=ranks.device)
         deepspeed = import_deepspeed()
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
         torch.manual_seed(derive_seed(config.run.seed, "init"))
@@ -118,8 +112,9 @@ class ZeroEngine:
             optimizer=build_optimizer(module, config.optim),
             config=deepspeed_config(config, plan=plan),
         )
+        limit_waiting(timeout_s=config.engine.timeout_s)
         self._engine.checkpoint_engine = _safe_checkpoint_engine(self._engine.checkpoint_engine)
-        self._model = model
+        self._model, self._optim = model, config.optim
 
     @property
     def model(self) -> TransformerXL:
@@ -168,7 +163,10 @@ class ZeroEngine:
 
     def save(self, folder: Path) -> None:
         """See `Engine`."""
-        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        try:
+            self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        except (OSError, RuntimeError) as error:  # torch.save on a full disk is a RuntimeError
+            raise CheckpointError(f"cannot write {folder}: {error}. Free space or mend permissions.") from error
         if torch.distributed.get_rank() == 0:
             for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # dropped beside the folder by DeepSpeed
                 (folder.parent / script).unlink(missing_ok=True)
@@ -179,6 +177,8 @@ class ZeroEngine:
             found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
         if found is None:
             raise CheckpointError(f"{folder} holds no DeepSpeed state. Resume from another checkpoint.")
+        # DeepSpeed restores the settings that were saved; those of this run are to hold.
+        apply_settings(self._optimizer.param_groups, self._optim)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.metrics import bits_per
 
 Losses = Callable[[Batch, Memory], tuple[Tensor, Memory]]
 
@@ -75,11 +74,6 @@ def evaluate(
         nll_BT, memory = losses(batch, memory)
         total += torch.stack([(nll_BT.double() * batch.scored_BT).sum(), batch.scored_BT.sum().double()])
     nats, count = all_reduce_sum(total).tolist()
-    loss, tokens, split = nats / max(1.0, count), int(count), corpus.split(config.data.eval_split)
-    return Evaluation(
-        loss=loss,
-        tokens=tokens,
-        bits_per_byte=bits_per(loss, tokens=split.tokens, units=split.text_bytes),
-        bits_per_character=bits_per(loss, tokens=split.tokens, units=split.text_characters),
-        seconds=time.perf_counter() - start_s,
-    )
+    loss = nats / max(1.0, count)
+    bits = corpus.split(config.data.eval_split).bits_per_unit(loss)
+    return Evaluation(loss=loss, tokens=int(count), **bits, seconds=time.perf_counter() - start_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from txl_dist.config import Config, config_from_dict
 from txl_dist.data.baselines import order0_and_bigram
 from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.dist import joined_ranks
-from txl_dist.errors import DataError
+from txl_dist.dist import joined_ranks, this_rank
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.infer.bundle import is_bundle, load, network_of
 from txl_dist.log import start_logging
 from txl_dist.model.memory import Memory
@@ -21,7 +20,6 @@ from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import read_trained
-from txl_dist.train.metrics import bits_per
 
 Result = dict[str, float]
 
@@ -44,18 +42,11 @@ def evaluate_trained(
     be read or do not belong together.
     """
     start_logging()
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {json_path}: its folder does not exist. Make it, or name another file.")
     model, tokenizer_fingerprint, config = _open_target(target, data=data)
-    config = config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"eval_split": split or config.data.eval_split}),
-            "eval": config.eval.model_copy(
-                update={
-                    "memory_len": config.train.memory_len if memory_len < 0 else memory_len,
-                    "segment_len": segment_len or config.eval.segment_len,
-                    "num_lanes": num_lanes or config.eval.num_lanes,
-                }
-            ),
-        }
+    config = _with_overrides(
+        config, target=target, split=split, memory_len=memory_len, segment_len=segment_len, num_lanes=num_lanes
     )
     corpus = open_corpus(config.data.path)
     if corpus.tokenizer_sha256 != tokenizer_fingerprint:
@@ -64,13 +55,27 @@ def evaluate_trained(
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
         )
     results = _score_model(model, corpus, config, without_memory=without_memory)
-    if int(os.environ.get("RANK", "0")) > 0:
+    if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
         results |= _score_baselines(corpus, config)
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return list(_table(results))
+
+
+def _with_overrides(
+    config: Config, *, target: Path, split: str, memory_len: int, segment_len: int, num_lanes: int
+) -> Config:
+    values = config.model_dump(mode="json")
+    values["data"]["eval_split"] = split or config.data.eval_split
+    values["eval"] |= {
+        "memory_len": config.train.memory_len if memory_len < 0 else memory_len,
+        "segment_len": segment_len or config.eval.segment_len,
+        "num_lanes": num_lanes or config.eval.num_lanes,
+        "max_tokens": 0,  # the whole split, as the baselines score it
+    }
+    return config_from_dict(values, source=f"evaluation of {target}")
 
 
 def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str, Config]:
@@ -126,8 +131,7 @@ def _score_baselines(corpus: Corpus, config: Config) -> dict[str, Result]:
         name: {
             "loss": loss,
             "tokens": float(scores.num_targets),
-            "bits_per_byte": bits_per(loss, tokens=held_out.tokens, units=held_out.text_bytes),
-            "bits_per_character": bits_per(loss, tokens=held_out.tokens, units=held_out.text_characters),
+            **held_out.bits_per_unit(loss),
         }
         for name, loss in (("order 0", scores.order0), (f"bigram (k = {scores.best_k:g})", scores.bigram))
     }

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.config import BatchPlan, Config
+from txl_dist.data.corpus import Corpus
 from txl_dist.data.lanes import lanes_of_rank
 from txl_dist.data.stream import LaneStream, StreamState, prefetch
-from txl_dist.dist import Ranks, all_reduce_sum, barrier, joined_ranks, on_first, together
-from txl_dist.errors import ConfigError
+from txl_dist.dist import Ranks, all_reduce_sum, barrier, gather_objects, joined_ranks, on_first, together
 from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -37,11 +36,12 @@ from txl_dist.train.checkpoint import (
     save_checkpoint,
 )
 from txl_dist.train.describe import describe_batch
-from txl_dist.train.engine import Engine, ZeroEngine, check_engine
+from txl_dist.train.engine import Engine, ZeroEngine
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import make_probe
-from txl_dist.train.metrics import Interval, Reporter, bits_per, eta_s
-from txl_dist.train.run_dir import open_run_dir
+from txl_dist.train.job import check_job, remarks
+from txl_dist.train.metrics import Interval, Reporter, check_finite, eta_s
+from txl_dist.train.run_dir import check_run_dir, open_run_dir
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.state import TrainState
 
@@ -64,9 +64,9 @@ def train(config: Config, *, resume: str = "auto") -> None:
     """
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         start_logging(rank=ranks.rank)
-        plan, corpus = together(lambda: _check_job(config, ranks))
+        plan, corpus = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
         checkpoint = on_first(lambda: _open_run(config, corpus, plan, resume=resume))
-        for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size, num_threads=ranks.num_threads):
+        for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size):
             logger.info(line)
         engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
         Run(config, plan, ranks, corpus, engine).go(checkpoint)
@@ -109,12 +109,12 @@ class Run:
                 if is_last or _due(state.step, config.metrics.log_every_steps):
                     reporter.write("train", self._train_record(state, interval, lr=lr))
                     interval = Interval()
-                if config.data.eval_split and (is_last or _due(state.step, config.eval.every_steps)):
-                    with interval.paused():
-                        reporter.write("eval", self._evaluate(state))
                 if is_last or _due(state.step, config.checkpoint.every_steps):
                     with interval.paused():
                         reporter.write("event", self._save(state))
+                if config.data.eval_split and (is_last or _due(state.step, config.eval.every_steps)):
+                    with interval.paused():
+                        reporter.write("eval", self._evaluate(state))
         finally:
             inputs.close()
             reporter.close()
@@ -126,7 +126,11 @@ class Run:
     def _start(self, checkpoint: Path | None) -> TrainState:
         if checkpoint is not None:
             return load_checkpoint(
-                checkpoint, self.engine, lanes=self.lanes, microbatch_lanes=self.plan.microbatch_lanes
+                checkpoint,
+                self.engine,
+                lanes=self.lanes,
+                microbatch_lanes=self.plan.microbatch_lanes,
+                device=self.ranks.device,
             )
         train = self.config.train
         memories = [
@@ -189,12 +193,10 @@ class Run:
 
     def _train_record(self, state: TrainState, interval: Interval, *, lr: float) -> dict[str, float]:
         values = interval.report(step=state.step, tokens_per_step=self.plan.tokens_per_step)
-        split = self.corpus.split(self.config.data.train_split)
         return {
             "step": state.step,
             **values,
-            "bits_per_byte": bits_per(values["loss"], tokens=split.tokens, units=split.text_bytes),
-            "bits_per_character": bits_per(values["loss"], tokens=split.tokens, units=split.text_characters),
+            **self.corpus.split(self.config.data.train_split).bits_per_unit(values["loss"]),
             "lr": lr,
             "tokens_seen": state.tokens_seen,
             "skipped_steps": state.skipped_steps,
@@ -214,18 +216,23 @@ class Run:
 
     def _save(self, state: TrainState) -> dict[str, float | str]:
         start_s = time.perf_counter()
+        probe = make_probe(self.engine, self.maker, memory_len=self.config.train.memory_len)
+        # A last update that went wrong shows here, though its own loss was still finite.
+        check_finite(
+            gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
+        )
         path = save_checkpoint(
             self.run_dir,
             state,
             self.engine,
             config=self.config,
             corpus=self.facts,
-            probe=make_probe(self.engine, self.maker, memory_len=self.config.train.memory_len),
+            probe=probe,
             lanes=self.lanes,
             ranks=self.ranks,
         )
         if self.ranks.is_first:
-            prune_checkpoints(self.run_dir, keep_last=self.config.checkpoint.keep_last)
+            prune_checkpoints(self.run_dir, keep_last=self.config.checkpoint.keep_last, newest=path)
         return {
             "event": "saved",
             "step": state.step,
@@ -238,33 +245,20 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _check_job(config: Config, ranks: Ranks) -> tuple[BatchPlan, Corpus]:
-    """Everything that can be refused before something is built or written. Raises TxlError."""
-    check_config(config)
-    check_engine(config, device=ranks.device)
-    plan = plan_batch(config.train, world_size=ranks.world_size)
-    corpus = open_corpus(config.data.path)
-    check_vocabulary(config.model, vocab_size=corpus.vocab_size)
-    split = corpus.split(config.data.train_split)
-    needed = config.train.num_lanes * (config.train.segment_len + 1)
-    if split.tokens < needed:
-        raise ConfigError(
-            f"split {split.name!r} of {config.data.path} has {split.tokens:,} tokens; train.num_lanes="
-            f"{config.train.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a "
-            f"target) need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
-        )
-    return plan, corpus
-
-
 def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -> Path | None:
-    """On rank 0: check the shards, open the run directory and choose the checkpoint. Raises TxlError."""
+    """On rank 0: check shards, run directory and checkpoint; only then write. Raises TxlError."""
     for name in (config.data.train_split, config.data.eval_split):
         if name:
             corpus.split(name).check_files()
     run_dir = Path(config.run.dir)
+    check_run_dir(run_dir, config)
+    checkpoint, rejected = choose_checkpoint(run_dir, resume)
+    warnings = [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
+    if checkpoint is not None:
+        warnings += check_checkpoint(checkpoint, config=config, corpus=corpus_facts(corpus), world_size=plan.world_size)
     open_run_dir(run_dir, config)
     start_logging(rank=0, file=run_dir / "log.txt")
-    checkpoint = choose_checkpoint(run_dir, resume)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, config=config, corpus=corpus_facts(corpus), world_size=plan.world_size)
+    logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
+    for sentence in warnings + remarks(config, plan=plan):
+        logger.warning(sentence)
     return checkpoint

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,17 +50,11 @@ class Interval:
 
         Raises TrainingError on all ranks if the loss of any is not finite.
         """
-        now_s = time.perf_counter()
         mine = (float(self._loss), float(self._grad_norm), self._wait_s)  # the sync point
+        span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
         parts = gather_objects(mine)
-        span_s, steps = now_s - self._start_s, max(1, self._num_steps)
         loss = sum(part[0] for part in parts) / len(parts) / steps
-        if not math.isfinite(loss):
-            bad = [rank for rank, part in enumerate(parts) if not math.isfinite(part[0])]
-            raise TrainingError(
-                f"the loss of the {steps} steps up to step {step} is {loss} on rank(s) {bad}. Lower optim.lr, add "
-                "warm-up, or use bf16 instead of fp16; the last checkpoint is from before."
-            )
+        check_finite([part[0] for part in parts], what=f"the loss of the {steps} steps up to step {step}")
         wait_s = max(part[2] for part in parts)
         return {
             "loss": loss,
@@ -70,6 +64,16 @@ class Interval:
             "step_ms": 1000 * span_s / steps,
             "data_wait_pct": 100 * wait_s / span_s,
         }
+
+
+def check_finite(values: Sequence[float], *, what: str) -> None:
+    """Raise TrainingError if a value of any rank is not finite. All ranks pass the values of all."""
+    bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
+    if bad:
+        raise TrainingError(
+            f"{what} is {values[bad[0]]} on rank(s) {bad}. The run stops before saving it; continue from the last "
+            "checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+        )
 
 
 class Sink(Protocol):
@@ -179,11 +183,6 @@ class Reporter:
                 sink.close()
             except OSError as error:
                 logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
-
-
-def bits_per(loss: float, *, tokens: int, units: int) -> float:
-    """A loss in nats per token as bits per byte or per character of the text that the tokens spell."""
-    return loss / math.log(2) * tokens / units
 
 
 def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:

@@ -5,43 +5,56 @@ runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  DON
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
 from txl_dist.files import replace_file
-from txl_dist.log import logger
+
+
+def check_run_dir(run_dir: Path, config: Config) -> None:
+    """Raise ConfigError if another configuration made it (with the differences), or if it is something else."""
+    path = run_dir / "config.toml"
+    try:
+        if path.is_file():
+            refuse_frozen_changes(load_config(path), config, made=str(run_dir))
+        elif run_dir.is_dir() and any(run_dir.iterdir()):
+            raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
 
 
 def open_run_dir(run_dir: Path, config: Config) -> None:
-    """Make the directory, or continue one, and write the resolved configuration into it. Rank 0 only.
+    """Make the directory, or continue one: write the resolved configuration, clear what crashed saves left behind.
 
-    Raises ConfigError if another configuration made it (with the differences) or if it cannot be written.
+    Rank 0 only, after `check_run_dir`. Raises ConfigError if it cannot be written.
     """
-    path = run_dir / "config.toml"
-    if path.is_file():
-        _check_changes(path, config)
-    elif run_dir.is_dir() and any(run_dir.iterdir()):
-        raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(path, config_to_toml(config).encode())
+        replace_file(run_dir / "config.toml", config_to_toml(config).encode())
         (run_dir / "DONE").unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the run directory {run_dir}: {error.strerror}. "
-            "Mend its permissions or choose another --run.dir."
-        ) from error
+        raise _unusable(run_dir, error) from error
+    for leftover in (run_dir / "checkpoints").glob("step_*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _check_changes(path: Path, config: Config) -> None:
-    changes = config_changes(load_config(path), config)
+def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
+    """Compare settings by their resume policy: ConfigError for frozen differences, a sentence for each warned one."""
+    changes = config_changes(old, new)
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]
     if frozen:
         raise ConfigError(
-            f"{path.parent} was made by another configuration:\n" + "\n".join(frozen) + "\n"
+            f"{made} was made by another configuration:\n" + "\n".join(frozen) + "\n"
             "Restore these settings to continue it, or choose another --run.dir."
         )
-    for change in changes:
-        if change.policy == "warned":
-            logger.warning("resume: %s changed from %s to %s", change.key, change.old, change.new)
+    return [
+        f"{change.key} changed from {change.old} to {change.new}" for change in changes if change.policy == "warned"
+    ]
+
+
+def _unusable(run_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot use the run directory {run_dir}: {error.strerror}. Mend its permissions or choose another --run.dir."
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from txl_dist.data.corpus import Corpus, open_corpus, verify_corpus
 from txl_dist.data.prepare import prepare_corpus
 from txl_dist.data.shards import RECORD, SplitWriter, token_dtype
 from txl_dist.data.sources import in_valid_split
-from txl_dist.errors import DataError
+from txl_dist.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -220,6 +222,7 @@ def test_empty_and_damaged_documents_are_counted(tmp_path: Path) -> None:
     assert summary.corpus.split_names == ("train",)
     assert summary.corpus.split("train").documents == 15
     assert "empty documents dropped: 5" in "\n".join(summary.lines())
+    assert "left out" not in "\n".join(summary.lines())
 
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
@@ -242,5 +245,69 @@ def test_held_out_text_and_the_tokenizer_can_be_given(tmp_path: Path) -> None:
 
 
 def test_an_unknown_split_is_named_with_those_there_are(corpus: Corpus) -> None:
-    with pytest.raises(DataError, match=r"'test'; it has train, valid"):
+    with pytest.raises(DataError, match=r"'test'; it has train, valid.*--valid PATH.*--data.eval_split"):
         corpus.split("test")
+
+
+def test_files_of_other_suffixes_are_counted_but_change_no_fingerprint(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("text")
+    settings: dict[str, Any] = {"kind": "byte", "valid_fraction": 0.0}
+    first = prepare_corpus(tmp_path / "one", inputs=[texts], **settings)
+    (texts / "a.html").write_text("text")
+    (texts / "b.csv.gz").write_text("text")
+    second = prepare_corpus(tmp_path / "two", inputs=[texts], **settings)
+    assert (first.files_left_out, second.files_left_out) == (0, 2)
+    assert "  files left out (suffix): 2" in second.lines()
+    assert first.corpus.fingerprint == second.corpus.fingerprint
+
+
+def test_a_text_given_twice_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    text, other = folder / "below" / "a.txt", tmp_path / "other.txt"
+    text.write_text("text")
+    other.write_text("other")
+    link = tmp_path / "link.txt"
+    link.symlink_to(text)
+    relative = os.path.relpath(text)
+    for inputs, valid_inputs in (
+        ([text], [text]),
+        ([text], [relative]),
+        ([folder], [text]),
+        ([folder], [folder / "below"]),
+        ([text], [other, folder]),
+        ([folder], [link]),
+        (["stdlib"], ["stdlib"]),
+        ([folder, text], []),
+    ):
+        with pytest.raises(DataError, match=r"given twice.*Give each file once"):
+            prepare_corpus(tmp_path / "out", inputs=inputs, valid_inputs=valid_inputs, kind="byte")
+    split = prepare_corpus(tmp_path / "out", inputs=[folder], valid_inputs=[other], kind="byte").corpus.split
+    assert (split("train").documents, split("valid").documents) == (1, 1)
+
+
+def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(count=40))
+    given = prepare_corpus(tmp_path / "corpus", inputs=[source], kind="byte").corpus.path / "tokenizer.json"
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"shard_len": 0}, "shard_len=0 must be 1 or more"),
+        ({"valid_fraction": 1.0}, "valid_fraction=1.0 .* for instance 0.05"),
+        ({"min_frequency": 0}, "min_frequency=0 must be 1 or more"),
+        ({"tokenizer_path": given, "vocab_size": 300}, "no meaning .* Leave them out"),
+        ({"tokenizer_path": given, "min_frequency": 2}, "no meaning .* Leave them out"),
+    ]
+    for settings, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            prepare_corpus(tmp_path / "out", inputs=[source], **settings)
+    with pytest.raises(DataError, match="no inputs"):
+        prepare_corpus(tmp_path / "out", inputs=[])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_in_bits_per_byte_and_per_character(tmp_path: Path) -> None:
+    split = tiny_corpus(tmp_path, texts=["\u00e9" * 30, "a" * 40], valid_fraction=0.0).split("train")
+    assert (split.tokens, split.text_bytes, split.text_characters) == (102, 100, 70)
+    bits = split.bits_per_unit(3 * math.log(2))
+    assert bits == pytest.approx({"bits_per_byte": 3.06, "bits_per_character": 306 / 70})

@@ -39,14 +39,14 @@ def test_every_token_is_where_the_definition_puts_it(num_lanes: int) -> None:
             begins = set()
             for in_stripe in range(stripe_len):
                 position = epoch * stripe_len + in_stripe
-                run = plan.locate(lane, position)
-                assert (run.epoch, run.shard, run.document, run.offset) == (
+                stretch = plan.locate(lane, position)
+                assert (stretch.epoch, stretch.shard, stretch.document, stretch.offset) == (
                     epoch,
                     *order[lane * stripe_len + in_stripe],
                 )
-                assert 1 <= run.length <= stripe_len - in_stripe
-                assert run.begin == position - min(run.offset, in_stripe)
-                begins.add(run.begin)
+                assert 1 <= stretch.length <= stripe_len - in_stripe
+                assert stretch.begin == position - min(stretch.offset, in_stripe)
+                begins.add(stretch.begin)
             pieces = {token[:2] for token in order[lane * stripe_len : (lane + 1) * stripe_len]}
             assert len(begins) == len(pieces), "one beginning per piece of a document"
 

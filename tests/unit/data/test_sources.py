@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,26 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"text" * 100)[:-9])
     with pytest.raises(DataError, match=r"x\.txt\.gz"):
         list(open_source([tmp_path])())
+
+
+def test_a_folder_that_cannot_be_read_is_named_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match=r"cannot read .*/locked: Permission denied\. Mend its permissions"):
+        list(open_source([tmp_path])())
+
+
+def test_no_input_is_refused() -> None:
+    with pytest.raises(DataError, match=r"no inputs.*files, folders, or stdlib"):
+        open_source([])
 
 
 def test_zst_is_read_like_the_file_inside(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
-from txl_dist.train.engine import check_engine, deepspeed_config
+from txl_dist.train.engine import deepspeed_config
+from txl_dist.train.job import check_hardware
 
 
 def settings_of(*, world_size: int = 2, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def test_deepspeed_reads_every_key_and_understands_every_value(monkeypatch: pyte
 
 def test_fp16_is_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match=r"engine\.precision=fp16 needs a GPU"):
-        check_engine(config_from_dict({"engine": {"precision": "fp16"}}, source="test"), device=torch.device("cpu"))
+        check_hardware(config_from_dict({"engine": {"precision": "fp16"}}, source="test"), device=torch.device("cpu"))
     for precision, device in (("fp32", "cpu"), ("bf16", "cpu"), ("fp16", "cuda")):
         config = config_from_dict({"engine": {"precision": precision}}, source="test")
-        check_engine(config, device=torch.device(device))
+        check_hardware(config, device=torch.device(device))

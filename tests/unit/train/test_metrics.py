@@ -15,7 +15,7 @@ from tests.helpers.logs import recorded_log
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.train import metrics
-from txl_dist.train.metrics import Interval, JsonLines, Reporter, bits_per, eta_s, format_record
+from txl_dist.train.metrics import Interval, JsonLines, Reporter, eta_s, format_record
 
 FULL_DISK = Path("/dev/full")
 
@@ -106,12 +106,6 @@ def test_a_huge_loss_still_has_a_perplexity(monkeypatch: pytest.MonkeyPatch) -> 
     interval = Interval()
     interval.add(loss=torch.tensor(1e30), grad_norm=0.0, wait_s=0.0)
     assert math.isfinite(interval.report(step=1, tokens_per_step=1)["ppl"])
-
-
-def test_bits_are_those_of_the_text_that_the_tokens_spell() -> None:
-    # 100 tokens of 2 ln 2 nats are 200 bits, spread over 400 bytes.
-    assert bits_per(2 * math.log(2), tokens=100, units=400) == pytest.approx(0.5, rel=1e-12)
-    assert bits_per(math.log(256), tokens=1, units=1) == pytest.approx(8.0, rel=1e-12)
 
 
 def test_the_time_left_is_that_of_the_steps_left() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.logs import recorded_log
 from txl_dist.config import Config, config_from_dict, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.train.run_dir import open_run_dir
+from txl_dist.train.run_dir import check_run_dir, open_run_dir, refuse_frozen_changes
 
 
 def with_values(**sections: dict[str, Any]) -> Config:
@@ -32,7 +31,7 @@ def test_another_configuration_is_refused_with_the_differences_and_changes_nothi
     (run_dir / "DONE").write_text("7\n")
     before = (run_dir / "config.toml").read_bytes()
     with pytest.raises(ConfigError) as caught:
-        open_run_dir(run_dir, with_values(model={"width": 32, "cutoffs": [6]}, checkpoint={"keep_last": 9}))
+        check_run_dir(run_dir, with_values(model={"width": 32, "cutoffs": [6]}, checkpoint={"keep_last": 9}))
     message = str(caught.value)
     assert f"{run_dir} was made by another configuration" in message
     assert "  model.width: 64 -> 32\n" in message
@@ -46,17 +45,25 @@ def test_another_configuration_is_refused_with_the_differences_and_changes_nothi
 def test_free_changes_pass_silently_and_are_written_down(tmp_path: Path) -> None:
     open_run_dir(tmp_path / "run", Config())
     changed = with_values(checkpoint={"every_steps": 7}, metrics={"log_every_steps": 3}, data={"path": "moved"})
-    with recorded_log() as lines:
-        open_run_dir(tmp_path / "run", changed)
+    check_run_dir(tmp_path / "run", changed)
+    open_run_dir(tmp_path / "run", changed)
     assert load_config(tmp_path / "run" / "config.toml") == changed
-    assert lines == []
+    assert refuse_frozen_changes(Config(), changed, made="it") == []
 
 
-def test_changes_of_the_optimizer_pass_with_a_warning_that_names_both_values(tmp_path: Path) -> None:
-    open_run_dir(tmp_path / "run", with_values(optim={"lr": 0.5}))
-    with recorded_log() as lines:
-        open_run_dir(tmp_path / "run", with_values(optim={"lr": 0.25}))
-    assert lines == [("WARNING", "resume: optim.lr changed from 0.5 to 0.25")]
+def test_changes_of_the_optimizer_pass_with_a_sentence_that_names_both_values(tmp_path: Path) -> None:
+    old, new = with_values(optim={"lr": 0.5}), with_values(optim={"lr": 0.25})
+    open_run_dir(tmp_path / "run", old)
+    check_run_dir(tmp_path / "run", new)
+    assert refuse_frozen_changes(old, new, made="it") == ["optim.lr changed from 0.5 to 0.25"]
+
+
+def test_what_a_crashed_save_left_behind_is_cleared_and_nothing_else(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step_000000005", "step_000000010.tmp-1a2b3c4d", "step_000000003.damaged-1"):
+        (checkpoints / name / "engine").mkdir(parents=True)
+    open_run_dir(tmp_path / "run", Config())
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_000000003.damaged-1", "step_000000005"]
 
 
 def test_continuing_a_run_takes_its_done_mark_away(tmp_path: Path) -> None:
@@ -70,7 +77,7 @@ def test_a_foreign_folder_with_content_is_refused_and_untouched(tmp_path: Path) 
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")
     with pytest.raises(ConfigError, match="is not empty and is no run directory"):
-        open_run_dir(tmp_path / "photos", Config())
+        check_run_dir(tmp_path / "photos", Config())
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
 
 
@@ -78,11 +85,11 @@ def test_a_run_directory_whose_configuration_is_damaged_is_refused_by_its_name(t
     open_run_dir(tmp_path / "run", Config())
     (tmp_path / "run" / "config.toml").write_text("[model\nwidth")
     with pytest.raises(ConfigError, match=r"config\.toml is not valid TOML"):
-        open_run_dir(tmp_path / "run", Config())
+        check_run_dir(tmp_path / "run", Config())
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match=r"cannot write the run directory .* choose another --run\.dir"):
+        with pytest.raises(ConfigError, match=r"cannot use the run directory .* choose another --run\.dir"):
             open_run_dir(path, Config())

@@ -1,0 +1,41 @@
+"""Ranks decide together: no rank waits for one that gave up."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from txl_dist.dist import Ranks, from_first, on_first, together
+from txl_dist.errors import DataError, TxlError
+
+pytestmark = pytest.mark.dist
+
+
+def failing_worker(ranks: Ranks) -> list[str]:
+    def fail(error: Exception) -> int:
+        if ranks.rank == 1:
+            raise error
+        return ranks.rank
+
+    seen = []
+    for error in (DataError("shard 7 is gone"), ZeroDivisionError("a defect")):
+        try:
+            together(lambda error=error: fail(error))
+        except Exception as caught:
+            rank = caught.rank if isinstance(caught, TxlError) else None
+            seen.append(f"{type(caught).__name__} {caught} {rank}")
+    try:
+        on_first(lambda: 1 // 0)
+    except Exception as caught:
+        seen.append(type(caught).__name__)
+    seen.append(f"{together(lambda: ranks.rank * 10)} {on_first(lambda: 'first')} {from_first(ranks.rank)}")
+    return seen
+
+
+def test_an_error_on_one_rank_is_an_error_on_all_and_names_it(tmp_path: Path) -> None:
+    first, second = run_ranks(failing_worker, world_size=2, folder=tmp_path)
+    assert first[0] == second[0] == "DataError shard 7 is gone 1"
+    assert first[1] == "TxlError rank 1 failed: ZeroDivisionError('a defect'). 1"
+    assert second[1] == "ZeroDivisionError a defect None", "where it happened it stays what it is"
+    assert (first[2], second[2]) == ("ZeroDivisionError", "TxlError")
+    assert (first[3], second[3]) == ("0 first 0", "10 first 0")
