@@ -147,7 +147,8 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
         os.environ.setdefault(name, str(value))
     threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
-    if torch.cuda.is_available():
+    # The deepspeed launcher may show hidden GPUs to its ranks again; whoever asks for the CPU gets it.
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
