@@ -88,8 +88,8 @@ num_steps=$(steps_of_this_start)
 
 say "4/6 evaluate on held-out files, with memory, without it, and beside counting baselines"
 txl evaluate "$run" --without-memory --baselines --json "$run/evaluation.json"
-check_scores || fail "the scores in $run/evaluation.json are not what this model reaches with $config" \
-    "as it is${*:+; settings given: $*}. Remove $run to train from the beginning."
+check_scores || [ $# -gt 0 ] || fail "the scores in $run/evaluation.json are not what this model reaches with" \
+    "$config. Remove $run to train from the beginning."
 
 say "5/6 export an inference bundle: $bundle"
 txl export "$run" "$bundle"

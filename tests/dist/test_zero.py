@@ -77,8 +77,31 @@ def recompute_worker(ranks: Ranks) -> list[Any]:
 
 def test_activation_checkpointing_is_bit_identical_with_dropout(tmp_path: Path) -> None:
     for plain_1, recomputed_1, plain_3, recomputed_3 in run_ranks(recompute_worker, world_size=2, folder=tmp_path):
-        for plain, recomputed in ((plain_1, recomputed_1), (plain_3, recomputed_3)):
-            assert plain[0] == recomputed[0]
-            np.testing.assert_array_equal(plain[2], recomputed[2])
-            for lane, memory in plain[1].items():
-                np.testing.assert_array_equal(memory, recomputed[1][lane])
+        assert_same_training(plain_1, recomputed_1)
+        assert_same_training(plain_3, recomputed_3)
+
+
+def evaluating_worker(ranks: Ranks) -> list[Any]:
+    return [
+        train_engine(
+            ranks,
+            tiny_config(model={"dropout": 0.2}, engine={"zero_stage": stage}),
+            num_steps=4,
+            evaluates=evaluates,
+        )
+        for stage in (1, 3)
+        for evaluates in (False, True)
+    ]
+
+
+def test_evaluation_between_steps_cannot_be_seen_in_training(tmp_path: Path) -> None:
+    for quiet_1, watched_1, quiet_3, watched_3 in run_ranks(evaluating_worker, world_size=2, folder=tmp_path):
+        assert_same_training(quiet_1, watched_1)
+        assert_same_training(quiet_3, watched_3)
+
+
+def assert_same_training(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    np.testing.assert_array_equal(one[2], other[2])
+    for lane, memory in one[1].items():
+        np.testing.assert_array_equal(memory, other[1][lane])

@@ -38,10 +38,18 @@ def tiny_config(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(values)
 
 
-def train_engine(ranks: Ranks, config: Config, *, num_steps: int, rare_free: tuple[int, int] | None = None) -> Any:
+def train_engine(
+    ranks: Ranks,
+    config: Config,
+    *,
+    num_steps: int,
+    rare_free: tuple[int, int] | None = None,
+    evaluates: bool = False,
+) -> Any:
     """Steps of an engine on a fixed stream of ids.
 
     `rare_free` = (step, rank): that rank's lanes have only frequent words there, so two of its clusters are empty.
+    `evaluates` scores a batch after every step.
     Returns (global loss of each step, {lane: memory}, loss on fixed tokens at the end).
     """
     plan = plan_batch(config.train, world_size=ranks.world_size)
@@ -72,6 +80,8 @@ def train_engine(ranks: Ranks, config: Config, *, num_steps: int, rare_free: tup
             )
             total += loss.float().cpu() / plan.num_microbatches / ranks.world_size
         engine.step(lr=config.optim.lr)
+        if evaluates:
+            engine.losses(to_device(batch, ranks.device), memories[-1])
         losses.append(all_reduce_sum(total).item())
     held_out, _ = engine.losses(to_device(batch, ranks.device), memories[-1])
     return losses, _by_lane(memories, lanes), held_out.float().cpu().numpy()
