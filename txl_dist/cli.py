@@ -58,7 +58,7 @@ def prepare(
 
     summary = prepare_corpus(
         out,
-        inputs=inputs or ("stdlib",),
+        inputs=inputs,
         valid_inputs=valid,
         valid_fraction=valid_fraction,
         kind=tokenizer,
@@ -96,6 +96,8 @@ def train(argv: Sequence[str]) -> None:
     arguments = tyro.cli(TrainArguments, prog="txl train", args=argv, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
+    if file is None and _is_speaker():
+        print("txl train: no config file; starting from the defaults", file=sys.stderr)
     if arguments.dry_run:
         from txl_dist.train.describe import dry_run
 
@@ -128,7 +130,7 @@ def evaluate(
         segment_len: Tokens per forward pass; 0 means as trained.
         num_lanes: Stripes that the split is cut into; 0 means as configured.
         without_memory: Also score with memory off, to see what memory brings.
-        baselines: Also score an order-0 model and a smoothed bigram table on the same tokens.
+        baselines: Also score an order-0 model and a smoothed bigram table on the same split.
         json: Write the results to this file too.
     """
     from txl_dist.train.evaluation_report import evaluate_trained
@@ -158,8 +160,8 @@ def export(run: Positional[Path], out: Positional[Path], /, dtype: Literal["fp32
     """
     from txl_dist.train.export import export_run
 
-    error = export_run(run, out, dtype=dtype)
-    print(f"{out}: written; largest difference to the training engine on the probe {error:.2e} nats")
+    checkpoint, error = export_run(run, out, dtype=dtype)
+    print(f"{out}: written from {checkpoint}; largest difference to the training engine on the probe {error:.2e} nats")
 
 
 def generate(
@@ -185,6 +187,10 @@ def generate(
     """
     from txl_dist.infer import load
 
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
     pieces = load(bundle).generate(
         prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
@@ -206,11 +212,14 @@ def verify(path: Positional[Path], /) -> None:
 
     if not path.is_dir():
         raise DataError(f"{path} is no folder. Name a corpus, a run, a checkpoint or a bundle.")
-    checkpoints = sorted((path / "checkpoints").glob("step_?????????"))
-    if checkpoints:
-        problems = [problem for checkpoint in checkpoints for problem in problems_of(checkpoint)]
+    if (path / "config.toml").is_file() and not (path / MANIFEST).is_file():  # a run
+        folders = sorted((path / "checkpoints").glob("step_?????????"))
+        problems = [f"{folder}: {problem}" for folder in folders for problem in problems_of(folder)]
+        problems = problems if folders else [f"{path} is a run without checkpoints"]
+    elif (path / MANIFEST).is_file() or (path / "model.safetensors").is_file():
+        problems = problems_of(path)
     else:
-        problems = problems_of(path) if (path / MANIFEST).is_file() else verify_corpus(path)
+        problems = verify_corpus(path)
     print("\n".join(problems) if problems else f"{path}: whole")
     if problems:
         raise SystemExit(1)
@@ -255,6 +264,11 @@ def run() -> None:
     """Entry point of the `txl` script."""
     try:
         code = main()
+    except KeyboardInterrupt:
+        print("txl: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
+        os._exit(141)
     except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
         traceback.print_exc()
         code = 1
@@ -272,8 +286,13 @@ def run() -> None:
 def _should_print(error: TxlError) -> bool:
     """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node."""
     if error.rank is None:
-        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+        return _is_speaker()
     return os.environ.get("RANK", "0") == str(error.rank)
+
+
+def _is_speaker() -> bool:
+    """Before ranks have joined, the first process of each node speaks."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _without_launcher_flags(arguments: Sequence[str]) -> list[str]:

@@ -97,7 +97,7 @@ def save_and_continue(ranks: Ranks, folder: str) -> Results:
         assert (loaded.step, loaded.tokens_seen, loaded.stream) == (3, 96, stream)
         resumed.memories = loaded.memories
         again = [resumed.step(step) for step in (3, 4, 5)]
-        error = export_run(run, run / "bundle") if ranks.is_first else 0.0
+        error = export_run(run, run / "bundle")[1] if ranks.is_first else 0.0
         barrier()
         results.append((f"{stage} {precision}", going_on, again, error))
     return results

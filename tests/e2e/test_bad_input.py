@@ -155,6 +155,14 @@ def test_no_whole_checkpoint_is_an_error_and_a_damaged_one_is_passed_over(
     assert "step_000000002" in result.stderr
     assert Path("run/checkpoints/step_000000004.damaged-1").is_dir()
     assert main(["verify", str(newest)]) == 0
+    flip_bit(next((newest / "engine").iterdir()))
+    exported = txl("export", "run", "older", cwd=tmp_path)
+    assert exported.returncode == 0
+    assert "passed over a damaged checkpoint, step_000000004" in exported.stderr
+    assert "step_000000002" in exported.stdout, "which checkpoint it came from"
+    verified = txl("verify", "run", cwd=tmp_path)
+    assert verified.returncode == 1
+    assert "step_000000004: " in verified.stdout
     for checkpoint in Path("run/checkpoints").glob("step_?????????"):
         (checkpoint / "state.json").write_text("{}")
     message = refused(capsys, "train", *words(corpus))

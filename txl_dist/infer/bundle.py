@@ -11,6 +11,7 @@ Loading needs neither DeepSpeed nor a launcher.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import shutil
@@ -89,11 +90,11 @@ class Bundle:
             seed=seed,
             stop_at=self.tokenizer.end_of_text,
         )
-        return self.tokenizer.decode_stream(tokens)
+        return itertools.chain([self.tokenizer.joint(prompt)], self.tokenizer.decode_stream(tokens))
 
     def _ids(self, text: str) -> list[int]:
         start = [] if self.document_border == "mask" else [self.tokenizer.end_of_text]
-        return start + [int(i) for i in self.tokenizer.encode(text)]
+        return start + [int(i) for i in self.tokenizer.encode_prompt(text)]
 
     @property
     def _device(self) -> torch.device:

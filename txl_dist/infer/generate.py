@@ -36,10 +36,10 @@ def generate(
     temperature 0 takes the likeliest token; top_k keeps the k likeliest (0: all); top_p the fewest whose
     probabilities sum to at least top_p. Raises ConfigError for values out of range.
     """
-    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and max_tokens >= 0):
+    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and max_tokens >= 0 and 0 <= seed < 2**63):
         raise ConfigError(
-            f"temperature={temperature}, top_k={top_k} and max_tokens={max_tokens} must be >= 0 and top_p={top_p} in "
-            "(0, 1]. Correct them."
+            f"temperature={temperature}, top_k={top_k}, max_tokens={max_tokens} and seed={seed} must be >= 0 (the seed "
+            f"below 2**63) and top_p={top_p} in (0, 1]. Correct them."
         )
     assert len(prompt) > 0
     draw = functools.partial(

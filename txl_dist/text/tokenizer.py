@@ -68,6 +68,14 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> Ids:
         """Ids of a text, without end-of-text."""
 
+    def encode_prompt(self, text: str) -> Ids:
+        """Ids of a text that is to be continued: its last line has not ended."""
+        return self.encode(text)
+
+    def joint(self, text: str) -> str:
+        """What stands between a prompt and its continuation, for people."""
+        return ""
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text; the same as `encode` one by one, where possible faster."""
         return [self.encode(text) for text in texts]
@@ -153,6 +161,15 @@ class WordTokenizer(Tokenizer):
         unknown = self._ids[UNKNOWN]
         return np.array([self._ids.get(word, unknown) for word in split_words(text)], dtype=np.int32)
 
+    def encode_prompt(self, text: str) -> Ids:
+        """Without the `<eos>` that `encode` puts behind a last line that has no newline."""
+        ids = self.encode(text)
+        return ids[:-1] if text and not text.endswith("\n") else ids
+
+    def joint(self, text: str) -> str:
+        """A blank, unless the prompt ends in one."""
+        return " " if text and not text[-1].isspace() else ""
+
     def _spell(self, symbol: str) -> bytes:
         return b"\n" if symbol == END_OF_LINE else f"{symbol} ".encode()
 
@@ -170,6 +187,14 @@ class BpeTokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         """Ids of the pieces that `cut_pieces` makes, joined."""
         return self.encode_batch([text])[0]
+
+    def encode_prompt(self, text: str) -> Ids:
+        """Ids of a text that is to be continued: its last line has not ended."""
+        return self.encode(text)
+
+    def joint(self, text: str) -> str:
+        """What stands between a prompt and its continuation, for people."""
+        return ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """All pieces of all texts in few calls of the library."""

@@ -149,6 +149,8 @@ def choose_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str
     existing = list_checkpoints(run_dir)
     if resume not in ("auto", "must", "never"):
         folder = Path(resume)
+        if not folder.is_dir():
+            raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
         check_folder(folder, remedy="Name another checkpoint folder, or use --resume auto, must or never.")
         if existing and existing[-1].name > folder.name and folder.resolve().parent == existing[-1].resolve().parent:
             raise CheckpointError(

@@ -42,9 +42,9 @@ def evaluate_trained(
     be read or do not belong together.
     """
     start_logging()
-    if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {json_path}: its folder does not exist. Make it, or name another file.")
-    model, tokenizer_fingerprint, config = _open_target(target, data=data)
+    if json_path is not None:
+        _check_writable(json_path)
+    model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
     config = _with_overrides(
         config, target=target, split=split, memory_len=memory_len, segment_len=segment_len, num_lanes=num_lanes
     )
@@ -61,7 +61,16 @@ def evaluate_trained(
         results |= _score_baselines(corpus, config)
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return list(_table(results))
+    return [f"scored: {where}", *_table(results)]
+
+
+def _check_writable(path: Path) -> None:
+    """Before an hour of scoring, not after it."""
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --json.") from error
 
 
 def _with_overrides(
@@ -78,8 +87,8 @@ def _with_overrides(
     return config_from_dict(values, source=f"evaluation of {target}")
 
 
-def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str, Config]:
-    """(model, fingerprint of its tokenizer, settings) of a bundle, a run or a checkpoint."""
+def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str, Config, str]:
+    """(model, fingerprint of its tokenizer, settings, what it is) of a bundle, a run or a checkpoint."""
     if is_bundle(target):
         if data is None:
             raise DataError(f"{target} is a bundle and knows no corpus. Name one with --data.")
@@ -89,7 +98,8 @@ def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str
             "model": bundle.model.section.model_dump(),
             "train": {"segment_len": bundle.segment_len, "memory_len": bundle.memory_len},
         }
-        return bundle.model, bundle.tokenizer.fingerprint, config_from_dict(values, source=str(target))
+        config = config_from_dict(values, source=str(target))
+        return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}, step {bundle.source.get('step')}"
     trained = read_trained(target)
     model = network_of(
         trained.config.model,
@@ -101,7 +111,7 @@ def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str
     config = trained.config
     if data is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
-    return model, trained.tokenizer.fingerprint, config
+    return model, trained.tokenizer.fingerprint, config, str(trained.folder)
 
 
 def _score_model(model: TransformerXL, corpus: Corpus, config: Config, *, without_memory: bool) -> dict[str, Result]:

@@ -14,6 +14,7 @@ from txl_dist.data.stream import Segment
 from txl_dist.errors import CheckpointError
 from txl_dist.infer.bundle import write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.log import logger
 from txl_dist.manifest import check_folder
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.train.batch import BatchMaker, to_device
@@ -51,6 +52,8 @@ def read_trained(run: Path) -> Trained:
         check_folder(folder, remedy="Use another checkpoint of the run.")
     else:
         newest, rejected = newest_checkpoint(run)
+        for reason in rejected if newest is not None else []:
+            logger.warning("passed over a damaged checkpoint, %s", reason)
         if newest is None:
             why = f" ({'; '.join(rejected)})" if rejected else ""
             raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
@@ -64,13 +67,15 @@ def read_trained(run: Path) -> Trained:
     )
 
 
-def export_run(run: Path, out: Path, *, dtype: str = "fp32") -> float:
-    """Write a bundle from a run or checkpoint. Returns the largest difference in nats to the engine on the probe.
+def export_run(run: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path, float]:
+    """Write a bundle from a run or checkpoint.
+
+    Returns (the checkpoint it came from, the largest difference in nats to the engine on the probe).
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """
     trained = read_trained(run)
-    return write_bundle(
+    error = write_bundle(
         out,
         weights=trained.weights,
         model=trained.config.model,
@@ -83,3 +88,4 @@ def export_run(run: Path, out: Path, *, dtype: str = "fp32") -> float:
         document_border=trained.config.data.document_border,
         source={"run": run.name, "step": trained.step, "precision": trained.config.engine.precision},
     )
+    return trained.folder, error

@@ -95,6 +95,8 @@ class Run:
         )
         start = {"event": "start", "step": state.step, "ranks": self.ranks.world_size}
         reporter.write("event", {**start, "threads_per_rank": self.ranks.num_threads})
+        if state.step > max_steps:
+            logger.warning("the run is at step %d already, past train.max_steps=%d", state.step, max_steps)
         interval = Interval()
         inputs = prefetch(self._inputs(state), depth=config.data.prefetch_depth)
         try:
@@ -252,10 +254,11 @@ def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -
             corpus.split(name).check_files()
     run_dir = Path(config.run.dir)
     check_run_dir(run_dir, config)
+    facts = corpus_facts(corpus)
     checkpoint, rejected = choose_checkpoint(run_dir, resume)
     warnings = [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
     if checkpoint is not None:
-        warnings += check_checkpoint(checkpoint, config=config, corpus=corpus_facts(corpus), world_size=plan.world_size)
+        warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
     open_run_dir(run_dir, config)
     start_logging(rank=0, file=run_dir / "log.txt")
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")

@@ -179,3 +179,19 @@ def test_impossible_requests_are_refused() -> None:
         train_tokenizer("bpe", lambda: TEXTS, vocab_size=100)
     with pytest.raises(ConfigError, match="no meaning"):
         train_tokenizer("char", lambda: TEXTS, vocab_size=100)
+
+
+def test_a_prompt_of_words_does_not_end_its_line_and_its_continuation_stands_apart() -> None:
+    tokenizer = train_tokenizer("word", lambda: ["one two\nthree"])
+    whole = tokenizer.encode("one two").tolist()
+    assert tokenizer.encode_prompt("one two").tolist() == whole[:-1]
+    assert tokenizer.encode_prompt("one two\n").tolist() == whole
+    assert tokenizer.encode_prompt("").tolist() == []
+    assert [tokenizer.joint(text) for text in ("one", "one ", "one\n", "")] == [" ", "", "", ""]
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_a_prompt_of_any_other_kind_is_its_text(kind: TokenizerKind) -> None:
+    tokenizer = train_tokenizer(kind, lambda: ["one two\nthree"])
+    assert tokenizer.encode_prompt("one two").tolist() == tokenizer.encode("one two").tolist()
+    assert tokenizer.joint("one") == ""
