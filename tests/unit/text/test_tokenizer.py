@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.corpora import ALPHABET, random_text, random_texts
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.tokenizer import END_OF_TEXT, Tokenizer, cut_pieces, load_tokenizer
+from txl_dist.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerKind, cut_pieces, load_tokenizer
 from txl_dist.text.training import train_tokenizer
 
 KINDS = ("byte", "char", "word", "bpe")
