@@ -123,6 +123,12 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def uses_gpu() -> bool:
+    """Whether this process works on a GPU. Whoever asks DeepSpeed for the CPU gets it, although its launcher may show
+    hidden GPUs to the ranks again."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+
+
 def _join(*, timeout_s: int, num_threads: int) -> Ranks:
     try:
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -147,8 +153,7 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
         os.environ.setdefault(name, str(value))
     threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
-    # The deepspeed launcher may show hidden GPUs to its ranks again; whoever asks for the CPU gets it.
-    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+    if uses_gpu():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

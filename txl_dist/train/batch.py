@@ -1,6 +1,6 @@
 """From a segment (numpy, host) to the micro-batches of a rank (tensors, device).
 
-The cluster partitions are made here, where the token ids are known without asking the device. `make_batches` runs in
+The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` runs in
 the prefetch thread; `to_device` is the only part on the training thread.
 """
 
@@ -55,7 +55,7 @@ def batch_maker(model: TransformerXL, *, mask_documents: bool) -> BatchMaker:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy without waiting where memory is pinned; a no-op on the CPU."""
+    """Pin and copy, without waiting for the device; a no-op on the CPU."""
     if device.type == "cpu":
         return batch
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
+from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
 from txl_dist.train.job import check_job, remarks
 
@@ -59,7 +60,7 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterat
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if uses_gpu() else "cpu")
     plan, corpus = check_job(config, device=device, world_size=world_size)
     yield config_to_toml(config)
     yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, limit_waiting
+from txl_dist.dist import Ranks, limit_waiting, uses_gpu
 from txl_dist.errors import CheckpointError
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -204,7 +204,7 @@ def _safe_checkpoint_engine(engine: Any) -> Any:
 
 def import_deepspeed() -> Any:
     """Import on first use (it takes seconds), on the right accelerator and without its chatter."""
-    if not torch.cuda.is_available():
+    if not uses_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger

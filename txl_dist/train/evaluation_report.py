@@ -65,10 +65,13 @@ def evaluate_trained(
 
 
 def _check_writable(path: Path) -> None:
-    """Before an hour of scoring, not after it."""
+    """Before an hour of scoring, not after it; a file that is not there yet is not left behind."""
+    is_new = not path.exists()
     try:
         with path.open("a", encoding="utf-8"):
             pass
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --json.") from error
 

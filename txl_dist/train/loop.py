@@ -28,6 +28,7 @@ from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, to_device
 from txl_dist.train.checkpoint import (
+    CorpusFacts,
     check_checkpoint,
     choose_checkpoint,
     corpus_facts,
@@ -65,22 +66,23 @@ def train(config: Config, *, resume: str = "auto") -> None:
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         start_logging(rank=ranks.rank)
         plan, corpus = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
-        checkpoint = on_first(lambda: _open_run(config, corpus, plan, resume=resume))
+        checkpoint, facts = on_first(lambda: _open_run(config, corpus, plan, resume=resume))
         for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size):
             logger.info(line)
         engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
-        Run(config, plan, ranks, corpus, engine).go(checkpoint)
+        Run(config, plan, ranks, corpus, facts, engine).go(checkpoint)
 
 
 class Run:
     """One training run on one rank: the parts that stay the same while the state moves on."""
 
-    def __init__(self, config: Config, plan: BatchPlan, ranks: Ranks, corpus: Corpus, engine: Engine) -> None:
+    def __init__(
+        self, config: Config, plan: BatchPlan, ranks: Ranks, corpus: Corpus, facts: CorpusFacts, engine: Engine
+    ) -> None:
         self.config, self.plan, self.ranks = config, plan, ranks
-        self.corpus, self.engine, self.run_dir = corpus, engine, Path(config.run.dir)
+        self.corpus, self.facts, self.engine, self.run_dir = corpus, facts, engine, Path(config.run.dir)
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
-        self.facts = corpus_facts(corpus)
 
     def go(self, checkpoint: Path | None) -> None:
         """Train from a checkpoint, or from the beginning, to the end."""
@@ -247,8 +249,11 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -> Path | None:
-    """On rank 0: check shards, run directory and checkpoint; only then write. Raises TxlError."""
+def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -> tuple[Path | None, CorpusFacts]:
+    """On rank 0: check shards, tokenizer, run directory and checkpoint; only then write. Raises TxlError.
+
+    Returns (the checkpoint to continue, what checkpoints must remember of the corpus).
+    """
     for name in (config.data.train_split, config.data.eval_split):
         if name:
             corpus.split(name).check_files()
@@ -264,4 +269,4 @@ def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
     for sentence in warnings + remarks(config, plan=plan):
         logger.warning(sentence)
-    return checkpoint
+    return checkpoint, facts
