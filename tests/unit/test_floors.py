@@ -9,6 +9,8 @@ Imports point down. Floors 3 holds two rooms that do not know each other; conver
 from __future__ import annotations
 
 import ast
+import fnmatch
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,3 +148,14 @@ def test_the_rules_see_what_they_forbid() -> None:
     )
     assert is_within("torch.nn", "torch")
     assert not is_within("torchvision", "torch")
+
+
+def test_pytest_looks_into_every_folder_of_tests() -> None:
+    """Its default leaves out a folder named `dist`, without a word."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+    skipped = settings["ini_options"]["norecursedirs"]
+    folders = {
+        path.relative_to(PACKAGE.parent / "tests").parts[0] for path in (PACKAGE.parent / "tests").rglob("test_*.py")
+    }
+    assert {"unit", "dist", "e2e", "gpu"} <= folders
+    assert not [folder for folder in folders if any(fnmatch.fnmatch(folder, pattern) for pattern in skipped)]
