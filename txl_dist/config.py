@@ -3,9 +3,7 @@
 Sizes are global and know nothing of the number of ranks: `train.num_lanes` rows of `train.segment_len` tokens
 make one step, on 1 GPU or on 64. `train.microbatch_lanes` is the only knob that fits a run into memory; the
 accumulation is derived (`BatchPlan`). A config never changes after `load_config`; state lives in `TrainState`.
-
-Each field may carry a `Resume` class beside its type: what happens when it differs from the settings that made
-the run directory. Unmarked fields are frozen: a change is refused with a diff. This module imports no torch.
+The sections themselves, and what each setting means, are in `sections`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,193 +15,25 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from txl_dist.errors import ConfigError
-
-
-class Resume(NamedTuple):
-    """How a setting may change when a run directory is continued: "free" silently, "warned" with a line in the log."""
-
-    policy: Literal["warned", "free"]
-
-
-FREE = Resume("free")
-WARNED = Resume("warned")
-
-PositiveInt = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no NaN; the docstring under a field is its help text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class RunSection(Section):
-    """Where the run lives and its one seed."""
-
-    dir: Annotated[str, FREE] = "runs/default"
-    """Folder of the run: checkpoints, logs, resolved config."""
-    seed: int = 1
-    """Seed of everything random: initial weights, document order, dropout."""
-
-
-class DataSection(Section):
-    """The corpus, as `txl prepare` wrote it."""
-
-    path: Annotated[str, FREE] = "data/stdlib"
-    """Folder with index.json. Its content, not its name, is checked on resume (data fingerprint)."""
-    train_split: str = "train"
-    """Split to train on."""
-    eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate on; empty switches evaluation off."""
-    document_border: Literal["carry", "mask"] = "carry"
-    """carry: memory runs over document borders (the paper). mask: a query sees its own document only."""
-    prefetch_depth: Annotated[PositiveInt, FREE] = 4
-    """Steps that the reader thread may run ahead."""
-
-
-class ModelSection(Section):
-    """The network (Dai et al. 2019). The vocabulary size comes from the corpus."""
-
-    num_layers: PositiveInt = 4
-    """Transformer blocks."""
-    width: PositiveInt = 128
-    """Width D of the residual stream."""
-    num_heads: PositiveInt = 4
-    """Attention heads."""
-    head_width: PositiveInt = 32
-    """Width H of one head; num_heads * head_width need not equal width."""
-    ff_width: PositiveInt = 512
-    """Inner width of the feed-forward layer."""
-    embed_width: Count = 0
-    """Width E of the embeddings of the most frequent words; 0 means width."""
-    cutoffs: tuple[PositiveInt, ...] = ()
-    """Ids (in frequency order) at which the clusters of adaptive softmax begin; none means a plain softmax."""
-    div_value: PositiveInt = 1
-    """Cluster i has embeddings of width embed_width // div_value**i; 1 means one table for all."""
-    tie_weights: bool = True
-    """Output rows are the input embeddings."""
-    tie_projections: tuple[bool, ...] = ()
-    """Per cluster: its output projection is its input projection. Empty means none is tied."""
-    pre_norm: bool = False
-    """Layer norm before each sublayer instead of after its residual sum."""
-    final_norm: bool = False
-    """Layer norm on the last hidden state; only with pre_norm."""
-    share_biases: bool = True
-    """One pair of attention biases u, v for all layers (original PyTorch code); False: a pair per layer."""
-    same_length: bool = False
-    """Every query sees the same number of keys: memory_len of them, itself included."""
-    clamp_len: Count = 0
-    """Distances above this many tokens share one encoding; 0 means no clamping."""
-    dropout: Annotated[Probability, WARNED] = 0.1
-    """Dropout on embeddings, position encodings, sublayer outputs, inner feed-forward and last hidden state."""
-    attention_dropout: Annotated[Probability, WARNED] = 0.0
-    """Dropout on attention probabilities."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of initial weights; 0.005 in the large recipes."""
-    projection_init_std: Annotated[float, Field(gt=0)] = 0.01
-    """Standard deviation of initial embedding and output projections."""
-
-    def embed_width_or_default(self) -> int:
-        """Width of the widest embeddings."""
-        return self.embed_width or self.width
-
-
-class OptimSection(Section):
-    """Optimizer and learning-rate schedule."""
-
-    name: Literal["adam", "adamw"] = "adamw"
-    """torch's fused form in both cases."""
-    lr: Annotated[float, Field(gt=0), WARNED] = 2.5e-4
-    """Peak learning rate."""
-    betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
-    """Decay of the two moments."""
-    eps: Annotated[float, Field(gt=0), WARNED] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Decay of matrices; biases, norms and the attention biases u, v are never decayed."""
-    clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
-    """Largest global gradient norm; 0 switches clipping off."""
-    schedule: Annotated[Literal["cosine", "inverse_sqrt", "linear", "constant"], WARNED] = "cosine"
-    """Shape of the learning rate after the warm-up."""
-    warmup_steps: Annotated[Count, WARNED] = 0
-    """Steps of linear warm-up from 0."""
-    min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Learning rate at train.max_steps for cosine and linear, and a floor for inverse_sqrt."""
-
-
-class TrainSection(Section):
-    """Batch arithmetic and length of the run. All sizes are global."""
-
-    num_lanes: PositiveInt = 32
-    """Rows of the global batch; each is one contiguous token stream."""
-    segment_len: PositiveInt = 64
-    """Tokens per lane and step (T)."""
-    memory_len: Count = 128
-    """Tokens of memory per lane and layer (M); 0 switches recurrence off."""
-    microbatch_lanes: Annotated[PositiveInt, WARNED] = 16
-    """Lanes that a rank runs at once; divides num_lanes / ranks."""
-    max_steps: Annotated[PositiveInt, WARNED] = 1000
-    """Optimizer steps in the whole run; the schedule ends here."""
-
-
-class EngineSection(Section):
-    """DeepSpeed and the hardware."""
-
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of weights and activations in the step; fp16 needs a GPU."""
-    offload_optimizer: bool = False
-    """Keep optimizer state in host memory (stages 1 to 3)."""
-    offload_parameters: bool = False
-    """Keep parameters in host memory (stage 3)."""
-    activation_checkpointing: Annotated[bool, FREE] = False
-    """Recompute each block in the backward pass; bit-identical, slower, smaller."""
-    num_threads: Annotated[Count, FREE] = 0
-    """CPU threads per rank; 0 means cores // local ranks. OMP_NUM_THREADS, where set, wins over 0."""
-    timeout_s: Annotated[PositiveInt, FREE] = 1800
-    """Seconds until a collective that does not finish is an error."""
-
-
-class EvalSection(Section):
-    """Evaluation of the held-out split during and after training."""
-
-    every_steps: Annotated[Count, FREE] = 0
-    """Steps between evaluations; 0 means at the end only."""
-    num_lanes: Annotated[PositiveInt, FREE] = 8
-    """Stripes that the split is cut into; each starts with an empty memory, so fewer is more exact, more is faster."""
-    segment_len: Annotated[Count, FREE] = 0
-    """Tokens per lane and forward pass; 0 means train.segment_len."""
-    memory_len: Annotated[int, Field(ge=-1), FREE] = -1
-    """Tokens of memory; -1 means train.memory_len, 0 evaluates without memory."""
-    max_tokens: Annotated[Count, FREE] = 0
-    """Score only the first so many tokens of the split; 0 means all."""
-
-
-class CheckpointSection(Section):
-    """Saving."""
-
-    every_steps: Annotated[Count, FREE] = 500
-    """Steps between checkpoints; 0 means at the end only. The end is always saved."""
-    keep_last: Annotated[PositiveInt, FREE] = 3
-    """Committed checkpoints to keep; older ones are removed after a new one is committed."""
-
-
-class MetricsSection(Section):
-    """What is reported, and how often."""
-
-    log_every_steps: Annotated[PositiveInt, FREE] = 10
-    """Steps between log lines; a metric is the mean over these steps. The device is synchronised only then."""
-    tensorboard: Annotated[bool, FREE] = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+from txl_dist.sections import (
+    CheckpointSection,
+    DataSection,
+    EngineSection,
+    EvalSection,
+    MetricsSection,
+    ModelSection,
+    OptimSection,
+    Resume,
+    RunSection,
+    Section,
+    TrainSection,
+)
 
 
 class Config(Section):
@@ -275,9 +105,10 @@ def check_config(config: Config) -> None:
         ),
         (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
         (
-            not model.same_length or train.memory_len > 0,
-            "model.same_length=True needs train.memory_len > 0: its window is memory_len keys",
+            model.same_length == "off" or train.memory_len > 0,
+            f"model.same_length={model.same_length!r} needs train.memory_len > 0: its window is counted in memory",
         ),
+        *_position_rules(config),
         (
             not engine.offload_optimizer or engine.zero_stage >= 1,
             "engine.offload_optimizer=True needs engine.zero_stage 1, 2 or 3",
@@ -286,11 +117,41 @@ def check_config(config: Config) -> None:
             not engine.offload_parameters or engine.zero_stage == 3,
             "engine.offload_parameters=True needs engine.zero_stage=3",
         ),
+        (
+            optim.name != "lamb" or (engine.zero_stage == 0 and engine.precision == "fp32"),
+            f"optim.name='lamb' compares whole tensors, which ZeRO and half precision cut up or flatten: it needs "
+            f"engine.zero_stage=0 (is {engine.zero_stage}) and engine.precision='fp32' (is {engine.precision!r})",
+        ),
         (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
     ]
     broken = [message for holds, message in rules if not holds]
     if broken:
         raise ConfigError(". ".join(broken) + ".")
+
+
+def _position_rules(config: Config) -> list[tuple[bool, str]]:
+    model, train, evaluation = config.model, config.train, config.eval
+    is_learned = model.positions == "learned_relative"
+    longest = train.segment_len + train.memory_len
+    eval_memory_len = train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len
+    return [
+        (
+            is_learned == (model.num_distances > 0),
+            f"model.num_distances={model.num_distances} belongs to model.positions='learned_relative' "
+            f"(is {model.positions!r}), and is needed there: train.segment_len + train.memory_len = {longest} gives "
+            "every distance a row of its own",
+        ),
+        (
+            model.positions != "absolute" or (train.memory_len == 0 and eval_memory_len == 0),
+            f"model.positions='absolute' knows no memory: it needs train.memory_len=0 (is {train.memory_len}) and "
+            f"eval.memory_len=0 or -1 (is {evaluation.memory_len})",
+        ),
+        (
+            evaluation.overlap_len == 0 or eval_memory_len == 0,
+            f"eval.overlap_len={evaluation.overlap_len} runs context again that a model without memory lacks: it needs "
+            f"eval.memory_len=0 (is {eval_memory_len})",
+        ),
+    ]
 
 
 def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:

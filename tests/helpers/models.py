@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.config import ModelSection
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
 
 VOCAB_SIZE = 50
 

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from txl_dist.config import ModelSection
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -12,8 +12,6 @@ from pydantic import ValidationError
 
 from txl_dist.config import (
     Config,
-    ModelSection,
-    TrainSection,
     check_config,
     check_vocabulary,
     config_changes,
@@ -25,6 +23,7 @@ from txl_dist.config import (
     setting_names,
 )
 from txl_dist.errors import ConfigError
+from txl_dist.sections import ModelSection, TrainSection
 
 
 def with_values(**sections: dict[str, Any]) -> Config:

@@ -1,6 +1,6 @@
 """The house rules that hold the package up, read from its source: floors, who may import what, size, language.
 
-    0 errors config      1 dist files log manifest rng     2 text      3 data | model      4 infer, convert
+    0 errors sections config      1 dist files log manifest rng     2 text      3 data | model      4 infer, convert
     5 train, ops         6 cli, __main__
 
 Imports point down. Floors 3 holds two rooms that do not know each other; convert may use infer, and ops train.
@@ -22,6 +22,7 @@ PACKAGE = Path(txl_dist.__file__).parent
 FLOOR = {
     "__init__": 0,
     "errors": 0,
+    "sections": 0,
     "config": 0,
     "dist": 1,
     "files": 1,
@@ -39,7 +40,7 @@ FLOOR = {
     "__main__": 6,
 }
 NEIGHBOURS = {("convert", "infer"), ("ops", "train")}
-LIGHT = {"__init__", "__main__", "errors", "config", "text", "data", "cli"}
+LIGHT = {"__init__", "__main__", "errors", "sections", "config", "text", "data", "cli"}
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 MAX_LINES = 400

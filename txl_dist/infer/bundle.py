@@ -26,13 +26,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from txl_dist.config import ModelSection
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
 from txl_dist.manifest import MANIFEST, check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1

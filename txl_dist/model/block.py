@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.config import ModelSection
 from txl_dist.model.relative_attention import RelativeAttention
+from txl_dist.sections import ModelSection
 
 
 class Block(nn.Module):

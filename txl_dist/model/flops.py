@@ -17,8 +17,8 @@ import math
 
 import torch
 
-from txl_dist.config import ModelSection
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
 
 
 def has_projections(model: ModelSection) -> bool:

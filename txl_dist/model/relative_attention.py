@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.config import ModelSection
+from txl_dist.sections import ModelSection
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from txl_dist.config import ModelSection, check_vocabulary
+from txl_dist.config import check_vocabulary
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.block import Block
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
 from txl_dist.model.relative_attention import distance_encoding
+from txl_dist.sections import ModelSection
 
 
 class TransformerXL(nn.Module):

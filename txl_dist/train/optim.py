@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl_dist.config import OptimSection
+from txl_dist.sections import OptimSection
 
 
 def build_optimizer(module: nn.Module, optim: OptimSection) -> torch.optim.Optimizer:

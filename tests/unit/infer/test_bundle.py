@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import tiny_section
-from txl_dist.config import ModelSection
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer import load
 from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, is_bundle, write_bundle
@@ -20,6 +19,7 @@ from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.infer.score import log_probabilities
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer
 from txl_dist.text.training import train_tokenizer
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import VOCAB_SIZE, random_tokens, tiny_model, tiny_section
-from txl_dist.config import ModelSection
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.helpers.models import random_tokens, segment_losses, tiny_model
-from txl_dist.config import ModelSection
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
+from txl_dist.sections import ModelSection
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "post_norm": {},

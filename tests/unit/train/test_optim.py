@@ -2,8 +2,8 @@
 
 import torch
 
-from txl_dist.config import ModelSection, OptimSection
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.sections import ModelSection, OptimSection
 from txl_dist.train.optim import apply_settings, build_optimizer
 
 

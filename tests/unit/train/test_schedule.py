@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from txl_dist.config import OptimSection
+from txl_dist.sections import OptimSection
 from txl_dist.train.schedule import learning_rate
 
 MAX_STEPS = 100

@@ -1,0 +1,237 @@
+"""The sections of a run's settings: frozen, typed, each field documented under itself with its unit.
+
+Sizes are global and know nothing of the number of ranks. Each field may carry a `Resume` class beside its type: what
+happens when it differs from the settings that made the run directory. Unmarked fields are frozen: a change is refused
+with a diff. `config` loads, checks and compares them. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Resume(NamedTuple):
+    """How a setting may change when a run directory is continued: "free" silently, "warned" with a line in the log."""
+
+    policy: Literal["warned", "free"]
+
+
+FREE = Resume("free")
+WARNED = Resume("warned")
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+OwnProbability = Annotated[float, Field(ge=-1.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no NaN; the docstring under a field is its help text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Where the run lives and its one seed."""
+
+    dir: Annotated[str, FREE] = "runs/default"
+    """Folder of the run: checkpoints, logs, resolved config."""
+    seed: int = 1
+    """Seed of everything random: initial weights, document order, dropout."""
+    init: Annotated[str, WARNED] = ""
+    """Bundle whose weights a new run begins with; empty draws them. `txl train --init BUNDLE` sets it."""
+
+
+class DataSection(Section):
+    """The corpus, as `txl prepare` wrote it."""
+
+    path: Annotated[str, FREE] = "data/stdlib"
+    """Folder with index.json. Its content, not its name, is checked on resume (data fingerprint)."""
+    train_split: str = "train"
+    """Split to train on."""
+    eval_split: Annotated[str, FREE] = "valid"
+    """Split to evaluate on; empty switches evaluation off."""
+    document_border: Literal["carry", "mask"] = "carry"
+    """carry: memory runs over document borders (the paper). mask: a query sees its own document only."""
+    prefetch_depth: Annotated[PositiveInt, FREE] = 4
+    """Steps that the reader thread may run ahead."""
+
+
+class ModelSection(Section):
+    """The network (Dai et al. 2019). The vocabulary size comes from the corpus."""
+
+    num_layers: PositiveInt = 4
+    """Transformer blocks."""
+    width: PositiveInt = 128
+    """Width D of the residual stream."""
+    num_heads: PositiveInt = 4
+    """Attention heads."""
+    head_width: PositiveInt = 32
+    """Width H of one head; num_heads * head_width need not equal width."""
+    ff_width: PositiveInt = 512
+    """Inner width of the feed-forward layer."""
+    embed_width: Count = 0
+    """Width E of the embeddings of the most frequent words; 0 means width."""
+    cutoffs: tuple[PositiveInt, ...] = ()
+    """Ids (in frequency order) at which the clusters of adaptive softmax begin; none means a plain softmax."""
+    div_value: PositiveInt = 1
+    """Cluster i has embeddings of width embed_width // div_value**i; 1 means one table for all."""
+    tie_weights: bool = True
+    """Output rows are the input embeddings."""
+    tie_projections: tuple[bool, ...] = ()
+    """Per cluster: its output projection is its input projection. Empty means none is tied."""
+    pre_norm: bool = False
+    """Layer norm before each sublayer instead of after its residual sum."""
+    final_norm: bool = False
+    """Layer norm on the last hidden state; only with pre_norm."""
+    share_biases: bool = True
+    """One pair of attention biases u, v for all layers (original PyTorch code); False: a pair per layer."""
+    same_length: Literal["off", "memory", "memory_and_self"] = "off"
+    """Let every query see equally many keys, itself included: memory_len of them (memory: original PyTorch code and
+    Hugging Face) or memory_len + 1 (memory_and_self: NVIDIA, TensorFlow). off: memory and segment up to itself."""
+    clamp_len: Count = 0
+    """Distances above this many tokens share one encoding; 0 means no clamping."""
+    positions: Literal["relative", "learned_relative", "absolute"] = "relative"
+    """relative: sinusoids of the distance, projected (the paper; attn_type 0 of the original code). learned_relative: a
+    learned vector and bias per distance, layer and head (Shaw; attn_type 1; labml). absolute: sinusoids of the position
+    added to the embedding, no memory (Vaswani; attn_type 2: the vanilla baseline)."""
+    num_distances: Count = 0
+    """Rows of the table of learned_relative; larger distances share the last one."""
+    activation: Literal["relu", "gelu"] = "relu"
+    """Nonlinearity of the feed-forward layer."""
+    value_bias: bool = False
+    """A bias on the values of attention (labml)."""
+    output_bias: bool = False
+    """A bias on the output projection of attention (labml)."""
+    scale_embedding: bool = True
+    """Multiply embeddings by sqrt(width); labml does not."""
+    project_same_width: bool = True
+    """With div_value > 1 also embeddings as wide as the model have a projection; False: they do not (the TensorFlow
+    code on lm1b)."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in layer norm."""
+    dropout: Annotated[Probability, WARNED] = 0.1
+    """Dropout everywhere but on attention probabilities; the rates below set single places apart."""
+    attention_dropout: Annotated[Probability, WARNED] = 0.0
+    """Dropout on attention probabilities."""
+    embed_dropout: Annotated[OwnProbability, WARNED] = -1.0
+    """Dropout on the embeddings; -1 means dropout."""
+    distance_dropout: Annotated[OwnProbability, WARNED] = -1.0
+    """Dropout on the encodings R of the distances (relative positions only); -1 means dropout."""
+    projection_dropout: Annotated[OwnProbability, WARNED] = -1.0
+    """Dropout on what attention's output projection gives; -1 means dropout."""
+    ff_dropout: Annotated[OwnProbability, WARNED] = -1.0
+    """Dropout inside the feed-forward layer and on what it gives; -1 means dropout."""
+    output_dropout: Annotated[OwnProbability, WARNED] = -1.0
+    """Dropout on the last hidden state; -1 means dropout."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of initial weights; 0.005 in the large recipes."""
+    projection_init_std: Annotated[float, Field(gt=0)] = 0.01
+    """Standard deviation of initial embedding and output projections."""
+
+    def embed_width_or_default(self) -> int:
+        """Width of the widest embeddings."""
+        return self.embed_width or self.width
+
+    def rate(self, own: float) -> float:
+        """The dropout of a place that may have a rate of its own."""
+        return self.dropout if own < 0 else own
+
+
+class OptimSection(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
+    """adam, adamw and sgd in torch's fused form; lamb as NVIDIA has it (no bias correction, norms of weights counted up
+    to 10), only in fp32 without ZeRO partitioning."""
+    lr: Annotated[float, Field(gt=0), WARNED] = 2.5e-4
+    """Peak learning rate."""
+    betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
+    """Decay of the two moments (adam, adamw, lamb)."""
+    momentum: Annotated[Probability, WARNED] = 0.0
+    """Momentum (sgd)."""
+    eps: Annotated[float, Field(gt=0), WARNED] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0), WARNED] = 0.0
+    """Decay of matrices; biases, norms and the attention biases u, v are never decayed."""
+    clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
+    """Largest global gradient norm; 0 switches clipping off."""
+    schedule: Annotated[Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "constant"], WARNED] = "cosine"
+    """Shape of the learning rate after the warm-up. cosine begins where the warm-up ends (NVIDIA, TensorFlow),
+    cosine_from_start at step 0 (original PyTorch code); inverse_sqrt is Noam's."""
+    warmup_steps: Annotated[Count, WARNED] = 0
+    """Steps of linear warm-up from 0."""
+    min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
+    """Learning rate at train.max_steps for cosine and linear, and a floor for inverse_sqrt."""
+
+
+class TrainSection(Section):
+    """Batch arithmetic and length of the run. All sizes are global."""
+
+    num_lanes: PositiveInt = 32
+    """Rows of the global batch; each is one contiguous token stream."""
+    segment_len: PositiveInt = 64
+    """Tokens per lane and step (T)."""
+    memory_len: Count = 128
+    """Tokens of memory per lane and layer (M); 0 switches recurrence off."""
+    microbatch_lanes: Annotated[PositiveInt, WARNED] = 16
+    """Lanes that a rank runs at once; divides num_lanes / ranks."""
+    max_steps: Annotated[PositiveInt, WARNED] = 1000
+    """Optimizer steps in the whole run; the schedule ends here."""
+
+
+class EngineSection(Section):
+    """DeepSpeed and the hardware."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of weights and activations in the step; fp16 needs a GPU."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory (stages 1 to 3)."""
+    offload_parameters: bool = False
+    """Keep parameters in host memory (stage 3)."""
+    activation_checkpointing: Annotated[bool, FREE] = False
+    """Recompute each block in the backward pass; bit-identical, slower, smaller."""
+    num_threads: Annotated[Count, FREE] = 0
+    """CPU threads per rank; 0 means cores // local ranks. OMP_NUM_THREADS, where set, wins over 0."""
+    timeout_s: Annotated[PositiveInt, FREE] = 1800
+    """Seconds until a collective that does not finish is an error."""
+
+
+class EvalSection(Section):
+    """Evaluation of the held-out split during and after training."""
+
+    every_steps: Annotated[Count, FREE] = 0
+    """Steps between evaluations; 0 means at the end only."""
+    num_lanes: Annotated[PositiveInt, FREE] = 8
+    """Stripes that the split is cut into; each starts with an empty memory, so fewer is more exact, more is faster."""
+    segment_len: Annotated[Count, FREE] = 0
+    """Tokens per lane and forward pass; 0 means train.segment_len."""
+    memory_len: Annotated[int, Field(ge=-1), FREE] = -1
+    """Tokens of memory; -1 means train.memory_len, 0 evaluates without memory."""
+    overlap_len: Annotated[Count, FREE] = 0
+    """Tokens before each segment that are run again, not scored, as context for models without memory (the original's
+    ext_len); only with a memory of 0."""
+    max_tokens: Annotated[Count, FREE] = 0
+    """Score only the first so many tokens of the split; 0 means all."""
+
+
+class CheckpointSection(Section):
+    """Saving."""
+
+    every_steps: Annotated[Count, FREE] = 500
+    """Steps between checkpoints; 0 means at the end only. The end is always saved."""
+    keep_last: Annotated[PositiveInt, FREE] = 3
+    """Committed checkpoints to keep; older ones are removed after a new one is committed."""
+
+
+class MetricsSection(Section):
+    """What is reported, and how often."""
+
+    log_every_steps: Annotated[PositiveInt, FREE] = 10
+    """Steps between log lines; a metric is the mean over these steps. The device is synchronised only then."""
+    tensorboard: Annotated[bool, FREE] = True
+    """Write TensorBoard event files beside metrics.jsonl."""
