@@ -34,7 +34,7 @@ def model_section(original: dict) -> ModelSection:
         tie_weights=original["tie_weight"],
         tie_projections=tuple((original["tie_projs"] * num_projections)[:num_projections]),
         pre_norm=original["pre_lnorm"],
-        same_length=original["same_length"],
+        same_length="memory" if original["same_length"] else "off",
         clamp_len=max(0, original["clamp_len"]),
         dropout=0.0,
     )

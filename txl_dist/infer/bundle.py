@@ -77,7 +77,8 @@ class Bundle:
         if not ids:
             raise ConfigError("this model was trained with document masks and cannot begin a document. Give a prompt.")
         # No less context than a segment gave in training; no more than the memory where its length is the window.
-        past_len = self.memory_len if self.model.section.same_length else max(self.memory_len, self.segment_len - 1)
+        has_window = self.model.section.same_length != "off"
+        past_len = self.memory_len if has_window else max(self.memory_len, self.segment_len - 1)
         tokens = generate(
             self.model,
             ids,

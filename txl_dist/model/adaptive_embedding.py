@@ -2,7 +2,7 @@
 
 The vocabulary is in frequency order and is cut into clusters. With `div_value` 1 all share one table; with a larger
 one, cluster i has its own table of width E // div_value**i and a projection to the model width. The result is
-multiplied by sqrt(D).
+multiplied by sqrt(D), unless the model does not scale its embeddings.
 
 Every cluster runs in every step with at least one padded row, whatever the tokens: a cluster that only some ranks
 use would break the collectives of ZeRO. The partition comes from the host (`text.clusters`); nothing here waits
@@ -33,20 +33,26 @@ def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...
     return tuple(ClusterRows(*(torch.from_numpy(field).to(ids.device) for field in cluster)) for cluster in rows)
 
 
+def is_projected(model: ModelSection, *, table_width: int) -> bool:
+    """Whether embeddings of a width pass through a projection to the model width."""
+    return table_width != model.width or (model.div_value > 1 and model.project_same_width)
+
+
 class AdaptiveEmbedding(nn.Module):
     """Token ids to hidden states. `weights` and `projections` may be shared with the softmax."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int) -> None:
         super().__init__()
         self.width, self.embed_width = model.width, model.embed_width_or_default()
+        self.scale = math.sqrt(model.width) if model.scale_embedding else 1.0
         self.edges = cluster_edges(model.cutoffs if model.div_value > 1 else (), vocab_size=vocab_size)
         self.num_tables = len(self.edges) - 1
         for i in range(self.num_tables):
             table_width = self.embed_width // model.div_value**i
             size = self.edges[i + 1] - self.edges[i]
             self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(size, table_width)))
-            has_projection = model.div_value > 1 or table_width != model.width
-            projection = nn.Parameter(torch.empty(model.width, table_width)) if has_projection else None
+            projects = is_projected(model, table_width=table_width)
+            projection = nn.Parameter(torch.empty(model.width, table_width)) if projects else None
             self.register_parameter(f"projection_{i}", projection)
 
     def weight(self, i: int) -> nn.Parameter:
@@ -61,13 +67,13 @@ class AdaptiveEmbedding(nn.Module):
         """hidden_BTD. `partition` is of the tokens by `edges`; needed for more than one table, else ignored."""
         if self.num_tables == 1:
             hidden = self._embed(0, tokens_BT)
-            return hidden * math.sqrt(self.width)
+            return hidden * self.scale
         partition = partition_of(tokens_BT, edges=self.edges) if partition is None else partition
         # One row more than tokens: padded rows are written there and cut off, so they get no gradient.
         flat_SD = self.weight(0).new_zeros(tokens_BT.numel() + 1, self.width)
         for i, cluster in enumerate(partition):
             flat_SD = flat_SD.index_add(0, cluster.rows, self._embed(i, cluster.ids))
-        return flat_SD[:-1].view(*tokens_BT.shape, self.width) * math.sqrt(self.width)
+        return flat_SD[:-1].view(*tokens_BT.shape, self.width) * self.scale
 
     def _embed(self, i: int, ids: Tensor) -> Tensor:
         embedded, projection = F.embedding(ids, self.weight(i)), self.projection(i)

@@ -5,9 +5,9 @@ feed-forward width, T segment, M memory, K = M + T, b lanes per rank and micro-b
 
     linear      L (4 D NH + 2 D F) 2*3      query, key, value, output and feed-forward of the segment
     memory      L (M / T) 2 D NH 2*2        keys and values of the memory: no gradient flows into it
-    distances   L K D NH / (b T) 2*2        projected once per micro-batch
+    distances   L K D NH / (b T) 2*2        projected once per micro-batch; only for sinusoids of the distance
     scores      L 2 NH (M + (T+1)/2) 2*3    terms (a)+(c) and the weighted sum, visible pairs only
-    shift       L   NH (M + (T+1)/2) 2*3    terms (b)+(d)
+    shift       L   NH (M + (T+1)/2) 2*3    terms (b)+(d); not for absolute positions
     softmax     (head + share of each tail) 2*3, the shares being those of the tokens given (default: Zipf's law)
 """
 
@@ -17,13 +17,15 @@ import math
 
 import torch
 
+from txl_dist.model.adaptive_embedding import is_projected
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 
 
 def has_projections(model: ModelSection) -> bool:
-    """Whether embeddings are projected to the model width."""
-    return model.div_value > 1 or model.embed_width_or_default() != model.width
+    """Whether any embeddings are projected to the model width."""
+    widths = [model.embed_width_or_default() // model.div_value**i for i in range(len(model.cutoffs) + 1)]
+    return any(is_projected(model, table_width=width) for width in widths)
 
 
 def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
@@ -42,8 +44,8 @@ def flops_per_token(
     pairs = M + (T + 1) / 2
     linear = L * (4 * D * inner + 2 * D * model.ff_width) * 6
     memory = L * M / T * 2 * D * inner * 4
-    distances = L * K * D * inner / (microbatch_lanes * T) * 4
-    scores = L * 3 * inner * pairs * 6
+    distances = L * K * D * inner / (microbatch_lanes * T) * 4 if model.positions == "relative" else 0.0
+    scores = L * (2 if model.positions == "absolute" else 3) * inner * pairs * 6
     return linear + memory + distances + scores + _softmax_flops(model, vocab_size=vocab_size)
 
 
@@ -86,6 +88,6 @@ def _softmax_flops(model: ModelSection, *, vocab_size: int) -> float:
         share = 1.0 if i == 0 else math.log(edges[i + 1] / edges[i]) / harmonic
         columns = edges[i + 1] - edges[i] + (len(model.cutoffs) if i == 0 else 0)
         table_width = width // model.div_value**i
-        projection = table_width * model.width if model.div_value > 1 or table_width != model.width else 0
+        projection = table_width * model.width if is_projected(model, table_width=table_width) else 0
         total += share * (columns * table_width + 2 * projection)
     return total * 6

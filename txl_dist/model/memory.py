@@ -10,7 +10,7 @@ Shapes: L layers, B lanes, M memory length, T segment length, K = M + T, D model
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,20 +54,22 @@ def empty_memory(
     )
 
 
-def visible_keys(memory: Memory, document_BT: Tensor, *, same_length: bool = False) -> Tensor:
+def visible_keys(
+    memory: Memory, document_BT: Tensor, *, same_length: Literal["off", "memory", "memory_and_self"] = "off"
+) -> Tensor:
     """mask_BTK: True where query i may see key j. Keys are the memory, then the segment itself.
 
     One comparison of documents expresses empty memory and document borders: EMPTY equals no document. Without
-    borders all documents are 0. `same_length` gives every query exactly M keys, itself included (the original's
-    `same_length`), instead of M + 1 + i.
+    borders all documents are 0. `same_length` gives every query exactly M keys, itself included (memory), or M + 1
+    (memory_and_self), instead of M + 1 + i.
     """
     key_BK = torch.cat([memory.document_BM, document_BT], dim=1)
     segment_len, memory_len = document_BT.shape[1], memory.memory_len
     query_T1 = torch.arange(segment_len, device=document_BT.device)[:, None]
     key_1K = torch.arange(memory_len + segment_len, device=document_BT.device)[None, :]
     causal_TK = key_1K <= query_T1 + memory_len
-    if same_length:
-        causal_TK = causal_TK & (key_1K > query_T1)
+    if same_length != "off":
+        causal_TK = causal_TK & (key_1K >= query_T1 + (1 if same_length == "memory" else 0))
     return (key_BK[:, None, :] == document_BT[:, :, None]) & causal_TK
 
 

@@ -1,8 +1,11 @@
-"""Relative multi-head attention (Dai et al. 2019, section 3.3), in plain torch.
+"""Relative attention (Dai et al. 2019, section 3.3) as a function, in plain torch; `attention` has the layers.
 
 The score of query i for key j, a distance i - j apart (positions counted over memory and segment):
 
     (a) q_i . k_j   +   (b) q_i . r_{i-j}   +   (c) u . k_j   +   (d) v . r_{i-j}
+
+Where the encodings r are learned per distance, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as
+the original code has it).
 
 (a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances,
 in descending order; row i of it is needed shifted left by T-1-i. If one zero column is put in front, that relative
@@ -16,9 +19,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from txl_dist.sections import ModelSection
+from torch import Tensor
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -48,23 +49,27 @@ def relative_attention(
     *,
     distance_KNH: Tensor,
     content_bias_NH: Tensor,
-    position_bias_NH: Tensor,
+    position_bias_NH: Tensor | None = None,
+    distance_bias_KN: Tensor | None = None,
     visible_BTK: Tensor,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend. `distance_KNH` are the projected encodings of the distances K-1 ... 0. Returns context_BTNH.
+    """Attend. `distance_KNH` are the encodings r of the distances K-1 ... 0. Returns context_BTNH.
 
+    Term (d) comes from `position_bias_NH` (v) or from `distance_bias_KN` (s, the distances K-1 ... 0).
     Every query must see at least one key; in a Transformer-XL it sees itself.
     """
     (B, T, N, H), K = query_BTNH.shape, key_BKNH.shape[1]
     query_NBTH = query_BTNH.permute(2, 0, 1, 3)
     content_query = (query_NBTH + content_bias_NH[:, None, None]).reshape(N * B, T, H)
-    position_query = (query_NBTH + position_bias_NH[:, None, None]).reshape(N, B * T, H)
+    position_query = query_NBTH if position_bias_NH is None else query_NBTH + position_bias_NH[:, None, None]
     key = key_BKNH.permute(2, 0, 3, 1).reshape(N * B, H, K)
     value = value_BKNH.permute(2, 0, 1, 3).reshape(N * B, K, H)
 
     padded_distance = F.pad(distance_KNH.permute(1, 2, 0), (1, 0))  # [N, H, K+1], the zero column in front
-    terms_bd = torch.bmm(position_query, padded_distance)  # [N, B*T, K+1]
+    terms_bd = torch.bmm(position_query.reshape(N, B * T, H), padded_distance)  # [N, B*T, K+1]
+    if distance_bias_KN is not None:
+        terms_bd = terms_bd + F.pad(distance_bias_KN.t(), (1, 0))[:, None]
     shifted_bd = terms_bd.view(N * B, T * (K + 1))[:, T:].view(N * B, T, K)  # the relative shift
     scale = H**-0.5
     scores = torch.baddbmm(shifted_bd, content_query, key, beta=scale, alpha=scale)  # + terms (a), (c)
@@ -73,47 +78,3 @@ def relative_attention(
     probabilities = torch.softmax(scores_NBTK, dim=-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
     probabilities = F.dropout(probabilities, dropout, training=dropout > 0).view(N * B, T, K)
     return torch.bmm(probabilities, value).view(N, B, T, H).permute(1, 2, 0, 3)
-
-
-class RelativeAttention(nn.Module):
-    """The projections around `relative_attention`. The biases u, v are given: layers may share them."""
-
-    def __init__(self, model: ModelSection, *, content_bias_NH: nn.Parameter, position_bias_NH: nn.Parameter) -> None:
-        super().__init__()
-        self.num_heads, self.head_width = model.num_heads, model.head_width
-        inner = model.num_heads * model.head_width
-        self.query = nn.Linear(model.width, inner, bias=False)
-        self.key_value = nn.Linear(model.width, 2 * inner, bias=False)
-        self.distance = nn.Linear(model.width, inner, bias=False)
-        self.output = nn.Linear(inner, model.width, bias=False)
-        # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
-        self.content_bias = content_bias_NH
-        self.position_bias = position_bias_NH
-        self.dropout = model.attention_dropout
-
-    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """key_value_BS2NH of any positions."""
-        key_value: Tensor = self.key_value(hidden_BSD)
-        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
-
-    def project_distance(self, distance_KD: Tensor) -> Tensor:
-        """distance_KNH: the encodings as this layer sees them (W_R R)."""
-        distance: Tensor = self.distance(distance_KD)
-        return distance.view(*distance.shape[:-1], self.num_heads, self.head_width)
-
-    def forward(
-        self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distance_KNH: Tensor, visible_BTK: Tensor
-    ) -> Tensor:
-        """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
-        context_BTNH = relative_attention(
-            self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width)),
-            key_value_BK2NH[:, :, 0],
-            key_value_BK2NH[:, :, 1],
-            distance_KNH=distance_KNH,
-            content_bias_NH=self.content_bias,
-            position_bias_NH=self.position_bias,
-            visible_BTK=visible_BTK,
-            dropout=self.dropout if self.training else 0.0,
-        )
-        output: Tensor = self.output(context_BTNH.flatten(2))
-        return output

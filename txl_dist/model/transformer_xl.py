@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from txl_dist.config import check_vocabulary
+from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
+from txl_dist.model.attention import Distances, attention_biases
 from txl_dist.model.block import Block
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
@@ -38,12 +40,9 @@ class TransformerXL(nn.Module):
         check_vocabulary(model, vocab_size=vocab_size)
         self.section, self.vocab_size, self.recompute_blocks = model, vocab_size, recompute_blocks
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
-        biases = [_attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
-        self.blocks = nn.ModuleList(
-            Block(model, content_bias_NH=content, position_bias_NH=position)
-            for content, position in (biases * model.num_layers)[: model.num_layers]
-        )
-        self.final_norm = nn.LayerNorm(model.width) if model.final_norm else nn.Identity()
+        biases = [attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
+        self.blocks = nn.ModuleList(Block(model, biases=own) for own in (biases * model.num_layers)[: model.num_layers])
+        self.final_norm = nn.LayerNorm(model.width, eps=model.norm_eps) if model.final_norm else nn.Identity()
         self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
         initialize(self, model)
 
@@ -71,20 +70,33 @@ class TransformerXL(nn.Module):
 
         `document_BT` (int64, >= 0) confines each query to its own document; None lets it see everything.
         `partition` is of `tokens_BT` by `embedding.edges`; None makes it here, which waits for the device.
+        Raises ConfigError if a model with absolute positions is given a memory.
         """
+        section = self.section
+        if section.positions == "absolute" and memory.memory_len:
+            raise ConfigError(
+                f"a model with absolute positions knows no memory, and was given one of {memory.memory_len} tokens. "
+                "Run it with a memory of 0; more context costs longer segments."
+            )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)
-        visible_BTK = visible_keys(memory, document_BT, same_length=self.section.same_length)
-        hidden = self._drop(self.embedding(tokens_BT, partition=partition))
-        distance_KD = self._drop(self._distances(visible_BTK.shape[2], like=hidden))
+        visible_BTK = visible_keys(memory, document_BT, same_length=section.same_length)
+        hidden = self.embedding(tokens_BT, partition=partition)
+        encoding_KD = None
+        if section.positions == "relative":
+            encoding = self._encoding(visible_BTK.shape[2], like=hidden)
+            encoding_KD = self._drop(encoding, section.rate(section.distance_dropout))
+        elif section.positions == "absolute":
+            hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
+        hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs = []
         for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
             inputs.append(hidden.detach())
             if self.recompute_blocks and self.training:
-                hidden = checkpoint(block, hidden, memory_BMD, distance_KD, visible_BTK, use_reentrant=False)
+                hidden = checkpoint(block, hidden, memory_BMD, encoding_KD, visible_BTK, use_reentrant=False)
             else:
-                hidden = block(hidden, memory_BMD, distance_KD, visible_BTK)
-        hidden_BTD = self._drop(self.final_norm(hidden))
+                hidden = block(hidden, memory_BMD, encoding_KD, visible_BTK)
+        hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(torch.stack(inputs), document_BT=document_BT)
 
     def empty_cache(self, *, num_lanes: int, memory_len: int) -> KeyValueCache:
@@ -94,13 +106,15 @@ class TransformerXL(nn.Module):
         document = torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=anchor.device)
         return KeyValueCache(torch.zeros(shape, dtype=anchor.dtype, device=anchor.device), document)
 
-    def project_distances(self, num_distances: int) -> list[Tensor]:
-        """Per layer the projected encodings of that many distances, for `forward_cached`; weights being frozen."""
-        distance_KD = self._distances(num_distances, like=self.embedding.weight(0))
-        return [block.attention.project_distance(distance_KD) for block in self._layers()]
+    def project_distances(self, num_distances: int) -> list[Distances]:
+        """Per layer what it knows of that many distances, for `forward_cached`; weights being frozen."""
+        assert self.section.positions != "absolute", "without relative positions a past cannot be kept"
+        encoding_KD = self._encoding(num_distances, like=self.embedding.weight(0))
+        known = [block.attention.distances(num_distances, encoding_KD=encoding_KD) for block in self._layers()]
+        return [distances for distances in known if distances is not None]
 
     def forward_cached(
-        self, tokens_BT: Tensor, cache: KeyValueCache, *, distances: list[Tensor]
+        self, tokens_BT: Tensor, cache: KeyValueCache, *, distances: list[Distances]
     ) -> tuple[Tensor, KeyValueCache]:
         """As `forward` in evaluation, with the past as keys and values. `distances` are for K = M + T or more."""
         document_BT = torch.zeros_like(tokens_BT)
@@ -109,9 +123,9 @@ class TransformerXL(nn.Module):
         )
         hidden, num_keys, memory_len = self.embedding(tokens_BT), visible_BTK.shape[2], cache.document_BM.shape[1]
         key_values = []
-        for block, past, distance_KNH in zip(self._layers(), cache.key_value_LBM2NH, distances, strict=True):
+        for block, past, known in zip(self._layers(), cache.key_value_LBM2NH, distances, strict=True):
             hidden, key_value = block.forward_cached(
-                hidden, past_BM2NH=past, distance_KNH=distance_KNH[-num_keys:], visible_BTK=visible_BTK
+                hidden, past_BM2NH=past, distances=known.last(num_keys), visible_BTK=visible_BTK
             )
             key_values.append(key_value[:, num_keys - memory_len :])
         documents = torch.cat([cache.document_BM, document_BT], dim=1)[:, num_keys - memory_len :]
@@ -120,11 +134,11 @@ class TransformerXL(nn.Module):
     def _layers(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
 
-    def _distances(self, num_distances: int, *, like: Tensor) -> Tensor:
+    def _encoding(self, num_distances: int, *, like: Tensor) -> Tensor:
         return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.section.dropout, self.training)
+    def _drop(self, x: Tensor, rate: float) -> Tensor:
+        return F.dropout(x, rate, self.training)
 
 
 class KeyValueCache(NamedTuple):
@@ -164,8 +178,3 @@ class SegmentLoss(nn.Module):
         )
         nll_BT = self.model.softmax(hidden_BTD, batch.targets_BT, partition=batch.target_partition)
         return nll_BT if normalizer is None else (nll_BT * batch.scored_BT).sum() / normalizer, memory
-
-
-def _attention_biases(model: ModelSection) -> tuple[nn.Parameter, nn.Parameter]:
-    shape = (model.num_heads, model.head_width)
-    return nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))

@@ -1,0 +1,218 @@
+"""The attention layers: projections of queries, keys and values around one of three ways to know positions.
+
+    RelativeAttention          sinusoids of the distance, projected by W_R, with biases u, v (the paper)
+    LearnedRelativeAttention   a learned vector and number per distance, with bias u (Shaw; labml)
+    AbsoluteAttention          none: positions were added to the embedding (Vaswani; the vanilla baseline)
+
+Keys and values are made apart from queries, so that the past may be kept as keys and values. Parameters stand in the
+module whose `forward` uses them, because ZeRO-3 gathers them there.
+
+Shapes: B lanes, T queries, K keys, S any positions, P rows of a table, D model width, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl_dist.model.relative_attention import relative_attention
+from txl_dist.sections import ModelSection
+
+
+class Distances(NamedTuple):
+    """What a layer knows of the distances K-1 ... 0, in that order."""
+
+    key_KNH: Tensor
+    """The encodings r as the layer sees them."""
+    bias_KN: Tensor | None
+    """Learned term (d); None where it is made with the bias v."""
+
+    def last(self, num_distances: int) -> Distances:
+        """The shortest so many."""
+        bias_KN = None if self.bias_KN is None else self.bias_KN[-num_distances:]
+        return Distances(self.key_KNH[-num_distances:], bias_KN)
+
+
+class KeyValue(nn.Linear):
+    """The projection to keys and values, with a bias on the values only, where the model has one."""
+
+    def __init__(self, model: ModelSection) -> None:
+        inner = model.num_heads * model.head_width
+        super().__init__(model.width, 2 * inner, bias=False)
+        self.value_bias = nn.Parameter(torch.empty(inner)) if model.value_bias else None
+
+    def forward(self, hidden_BSD: Tensor) -> Tensor:
+        """Keys, then values, of any positions: [B, S, 2 N H]."""
+        bias = None if self.value_bias is None else F.pad(self.value_bias, (self.value_bias.numel(), 0))
+        return F.linear(hidden_BSD, self.weight, bias)
+
+
+class LearnedDistances(nn.Module):
+    """A table with a row per distance, shortest first; larger distances share the last row that may be read."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        self.num_rows = min(model.num_distances, model.clamp_len + 1) if model.clamp_len else model.num_distances
+        self.weight = nn.Parameter(torch.empty(model.num_distances, model.num_heads, model.head_width))
+        self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
+
+    def forward(self, num_distances: int) -> Distances:
+        """The rows of the distances K-1 ... 0."""
+        return Distances(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
+
+    def _rows(self, table: Tensor, num_distances: int) -> Tensor:
+        known = min(num_distances, self.num_rows)
+        rows = table[:known].flip(0)
+        # Not by index: the gradient of repeated rows would be a scatter, whose order of sums is not fixed on a GPU.
+        far = rows[:1].expand(num_distances - known, *rows.shape[1:])
+        return torch.cat([far, rows])
+
+
+class Attention(nn.Module):
+    """What the three have in common: projections in and out, and the order of things."""
+
+    def __init__(self, model: ModelSection, *, distance: nn.Module | None) -> None:
+        super().__init__()
+        self.num_heads, self.head_width, self.dropout = model.num_heads, model.head_width, model.attention_dropout
+        inner = model.num_heads * model.head_width
+        self.query = nn.Linear(model.width, inner, bias=False)
+        self.key_value = KeyValue(model)
+        self.distance = distance
+        self.output = nn.Linear(inner, model.width, bias=model.output_bias)
+
+    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
+        """key_value_BS2NH of any positions."""
+        key_value: Tensor = self.key_value(hidden_BSD)
+        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
+
+    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances | None:
+        """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
+        raise NotImplementedError
+
+    def attend(
+        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
+    ) -> Tensor:
+        """context_BTNH."""
+        raise NotImplementedError
+
+    def forward(
+        self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distances: Distances | None, visible_BTK: Tensor
+    ) -> Tensor:
+        """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
+        query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
+        context_BTNH = self.attend(query_BTNH, key_value_BK2NH, distances=distances, visible_BTK=visible_BTK)
+        output: Tensor = self.output(context_BTNH.flatten(2))
+        return output
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+class RelativeAttention(Attention):
+    """Sinusoids of the distance, projected; the biases u, v are given, since layers may share them."""
+
+    def __init__(self, model: ModelSection, *, content_bias_NH: nn.Parameter, position_bias_NH: nn.Parameter) -> None:
+        super().__init__(model, distance=nn.Linear(model.width, model.num_heads * model.head_width, bias=False))
+        # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
+        self.content_bias, self.position_bias = content_bias_NH, position_bias_NH
+
+    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances:
+        """See `Attention`: W_R R."""
+        assert self.distance is not None
+        assert encoding_KD is not None
+        key_KNH: Tensor = self.distance(encoding_KD).unflatten(-1, (self.num_heads, self.head_width))
+        return Distances(key_KNH, None)
+
+    def attend(
+        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
+    ) -> Tensor:
+        """See `Attention`."""
+        assert distances is not None
+        return relative_attention(
+            query_BTNH,
+            key_value_BK2NH[:, :, 0],
+            key_value_BK2NH[:, :, 1],
+            distance_KNH=distances.key_KNH,
+            content_bias_NH=self.content_bias,
+            position_bias_NH=self.position_bias,
+            visible_BTK=visible_BTK,
+            dropout=self._dropout(),
+        )
+
+
+class LearnedRelativeAttention(Attention):
+    """A table of distances of its own; the bias u is given, since layers may share it."""
+
+    def __init__(self, model: ModelSection, *, content_bias_NH: nn.Parameter) -> None:
+        super().__init__(model, distance=LearnedDistances(model))
+        self.content_bias = content_bias_NH
+
+    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances:
+        """See `Attention`: rows of the table."""
+        assert self.distance is not None
+        distances: Distances = self.distance(num_distances)
+        return distances
+
+    def attend(
+        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
+    ) -> Tensor:
+        """See `Attention`."""
+        assert distances is not None
+        return relative_attention(
+            query_BTNH,
+            key_value_BK2NH[:, :, 0],
+            key_value_BK2NH[:, :, 1],
+            distance_KNH=distances.key_KNH,
+            content_bias_NH=self.content_bias,
+            distance_bias_KN=distances.bias_KN,
+            visible_BTK=visible_BTK,
+            dropout=self._dropout(),
+        )
+
+
+class AbsoluteAttention(Attention):
+    """Plain scaled dot products."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__(model, distance=None)
+
+    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> None:
+        """See `Attention`: nothing."""
+        return None
+
+    def attend(
+        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
+    ) -> Tensor:
+        """See `Attention`."""
+        query_BNTH, key_BNKH, value_BNKH = (
+            x.transpose(1, 2) for x in (query_BTNH, key_value_BK2NH[:, :, 0], key_value_BK2NH[:, :, 1])
+        )
+        context_BNTH = F.scaled_dot_product_attention(
+            query_BNTH, key_BNKH, value_BNKH, attn_mask=visible_BTK[:, None], dropout_p=self._dropout()
+        )
+        return context_BNTH.transpose(1, 2)
+
+
+class AttentionBiases(NamedTuple):
+    """The biases that layers may share: u (content), and v (position) where the distances are sinusoids."""
+
+    content_NH: nn.Parameter
+    position_NH: nn.Parameter
+
+
+def attention_biases(model: ModelSection) -> AttentionBiases:
+    """Not yet initialised."""
+    shape = (model.num_heads, model.head_width)
+    return AttentionBiases(nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape)))
+
+
+def build_attention(model: ModelSection, *, biases: AttentionBiases) -> Attention:
+    """The attention layer that `model.positions` names."""
+    if model.positions == "relative":
+        return RelativeAttention(model, content_bias_NH=biases.content_NH, position_bias_NH=biases.position_NH)
+    if model.positions == "learned_relative":
+        return LearnedRelativeAttention(model, content_bias_NH=biases.content_NH)
+    return AbsoluteAttention(model)
