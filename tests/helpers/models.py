@@ -14,6 +14,13 @@ from txl_dist.sections import ModelSection
 
 VOCAB_SIZE = 50
 
+RECURRENT: dict[str, dict[str, Any]] = {
+    "relative": {},
+    "learned_relative": {"positions": "learned_relative", "num_distances": 9},
+}
+"""Settings of the kinds of positions that know a memory; nine distances are fewer than most tests have keys."""
+POSITIONS: dict[str, dict[str, Any]] = {**RECURRENT, "absolute": {"positions": "absolute"}}
+
 
 def tiny_section(**changes: Any) -> ModelSection:
     """Three layers, wide initial weights, no dropout, unless told otherwise."""

@@ -1,79 +1,128 @@
-"""Relative attention written down from the paper's equations (Dai et al. 2019, section 3.3), number by number.
+"""Attention written down from the paper's equations (Dai et al. 2019, section 3.3), number by number.
 
-Nothing here is fast, and nothing is shared with the package: visibility, distances, encodings and scores are derived
-again from the text, so that an error in one of them cannot hide in both.
+Nothing here is fast, and nothing is shared with the package, not even torch: vectors are lists of floats, and
+visibility, distances, encodings and scores are derived again from the text, so that an error in one of them cannot
+hide in both. `naive_model` has the rest of the network.
+
+Shapes, one lane at a time: T queries, K keys, P rows of a table, D model width, N heads, H head width.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
+Vector = list[float]
+Matrix = list[Vector]
+Score = Callable[[Vector, Vector, int], float]
+"""What one head makes of a query, a key and the distance between them, before the division by sqrt(H)."""
 
 
-def naive_encoding(distance: int, *, width: int) -> Tensor:
+def dot(a: Vector, b: Vector) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def times(matrix: Matrix, vector: Vector) -> Vector:
+    return [dot(row, vector) for row in matrix]
+
+
+def plus(a: Vector, b: Vector) -> Vector:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def naive_encoding(distance: int, *, width: int) -> Vector:
     """R of one distance: sines of all frequencies, then cosines."""
     angles = [distance / 10000.0 ** (2 * f / width) for f in range((width + 1) // 2)]
-    values = [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
-    return torch.tensor(values[:width], dtype=torch.float64)
+    return ([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])[:width]
+
+
+def relative_score(weight_HD: Matrix, content_bias: Vector, position_bias: Vector, *, clamp_len: int = 0) -> Score:
+    """Terms (a) to (d) of one head; `weight_HD` is its W_{k,R}, the biases its u and v."""
+
+    @functools.cache
+    def encoding(distance: int) -> Vector:
+        return times(weight_HD, naive_encoding(distance, width=len(weight_HD[0])))
+
+    def score(query: Vector, key: Vector, distance: int) -> float:
+        r = encoding(min(distance, clamp_len) if clamp_len else distance)
+        return dot(query, key) + dot(query, r) + dot(content_bias, key) + dot(position_bias, r)
+
+    return score
+
+
+def learned_score(table_PH: Matrix, bias_P: Vector, content_bias: Vector, *, clamp_len: int = 0) -> Score:
+    """As `relative_score`, with a learned vector and number per distance; all larger distances have the last."""
+    last = min(len(table_PH) - 1, clamp_len) if clamp_len else len(table_PH) - 1
+
+    def score(query: Vector, key: Vector, distance: int) -> float:
+        row = min(distance, last)
+        return dot(query, key) + dot(query, table_PH[row]) + dot(content_bias, key) + bias_P[row]
+
+    return score
+
+
+def plain_score(query: Vector, key: Vector, _: int) -> float:
+    """A head that knows no distances."""
+    return dot(query, key)
 
 
 def naive_visible(
-    query: int, key: int, *, memory_documents: Sequence[int], documents: Sequence[int], same_length: bool
+    query: int,
+    key: int,
+    *,
+    memory_documents: Sequence[int],
+    documents: Sequence[int],
+    same_length: str = "off",
+    memory_len: int | None = None,
 ) -> bool:
-    """Whether a query of the segment may see a key, counted over memory (negative document: empty) and segment."""
-    memory_len = len(memory_documents)
-    position = memory_len + query
-    if key > position:
-        return False
-    if same_length and position - key >= memory_len:
+    """Whether a query of the segment may see a key, counted over memory (negative document: empty) and segment.
+
+    `memory_len` is what a full memory holds; None means that the memory given is as long.
+    """
+    distance = len(memory_documents) + query - key
+    memory_len = len(memory_documents) if memory_len is None else memory_len
+    farthest = {"off": distance, "memory": memory_len - 1, "memory_and_self": memory_len}[same_length]
+    if not 0 <= distance <= farthest:
         return False
     key_document = [*memory_documents, *documents][key]
     return key_document >= 0 and key_document == documents[query]
 
 
 def naive_attention(
-    query_BTNH: Tensor,
-    key_BKNH: Tensor,
-    value_BKNH: Tensor,
+    query_TNH: Sequence[Matrix],
+    key_KNH: Sequence[Matrix],
+    value_KNH: Sequence[Matrix],
     *,
-    distance_weight_NHD: Tensor,
-    content_bias_NH: Tensor,
-    position_bias_NH: Tensor,
-    memory_documents_BM: Sequence[Sequence[int]],
-    documents_BT: Sequence[Sequence[int]],
-    same_length: bool = False,
-    clamp_len: int = 0,
-) -> Tensor:
-    """context_BTNH; `distance_weight_NHD` is W_{k,R}, one matrix per head."""
-    B, T, N, H = query_BTNH.shape
-    K, width = key_BKNH.shape[1], distance_weight_NHD.shape[2]
-    context = torch.zeros(B, T, N, H, dtype=torch.float64)
-    for b in range(B):
-        for i in range(T):
-            for n in range(N):
-                q, u, v = query_BTNH[b, i, n], content_bias_NH[n], position_bias_NH[n]
-                scores, values = [], []
-                for j in range(K):
-                    if not naive_visible(
-                        i,
-                        j,
-                        memory_documents=memory_documents_BM[b],
-                        documents=documents_BT[b],
-                        same_length=same_length,
-                    ):
-                        continue
-                    distance = K - T + i - j
-                    if clamp_len:
-                        distance = min(distance, clamp_len)
-                    k, r = key_BKNH[b, j, n], distance_weight_NHD[n] @ naive_encoding(distance, width=width)
-                    term_a, term_b, term_c, term_d = q @ k, q @ r, u @ k, v @ r
-                    scores.append(float(term_a + term_b + term_c + term_d) / math.sqrt(H))
-                    values.append(value_BKNH[b, j, n])
-                largest = max(scores)
-                weights = [math.exp(score - largest) for score in scores]
-                for weight, value in zip(weights, values, strict=True):
-                    context[b, i, n] += weight / sum(weights) * value
-    return context
+    score_N: Sequence[Score],
+    memory_documents: Sequence[int],
+    documents: Sequence[int],
+    same_length: str = "off",
+    memory_len: int | None = None,
+) -> list[Matrix]:
+    """context_TNH of one lane; keys are those of the memory given, then those of the segment."""
+    context_TNH = []
+    for i, query_NH in enumerate(query_TNH):
+        seen = [
+            j
+            for j in range(len(key_KNH))
+            if naive_visible(
+                i,
+                j,
+                memory_documents=memory_documents,
+                documents=documents,
+                same_length=same_length,
+                memory_len=memory_len,
+            )
+        ]
+        context_NH = []
+        for n, (query, score) in enumerate(zip(query_NH, score_N, strict=True)):
+            distance = [len(memory_documents) + i - j for j in seen]
+            scores = [
+                score(query, key_KNH[j][n], d) / math.sqrt(len(query)) for j, d in zip(seen, distance, strict=True)
+            ]
+            weights = [math.exp(s - max(scores)) for s in scores]
+            values = [value_KNH[j][n] for j in seen]
+            context_NH.append([dot(weights, list(column)) / sum(weights) for column in zip(*values, strict=True)])
+        context_TNH.append(context_NH)
+    return context_TNH

@@ -126,7 +126,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         ("optim", "lr", float("inf")),
         ("optim", "betas", [0.9]),
         ("optim", "betas", [0.9, 1.0]),
-        ("optim", "name", "sgd"),
+        ("optim", "name", "adagrad"),
         ("optim", "schedule", "step"),
         ("engine", "zero_stage", 4),
         ("engine", "precision", "fp8"),
@@ -223,7 +223,14 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("model.tie_projections", {"model": {"tie_projections": [True, True]}}),
     ("model.div_value=8", {"model": {"cutoffs": [5, 9], "div_value": 8, "embed_width": 32}}),
     ("model.final_norm=True", {"model": {"final_norm": True}}),
-    ("model.same_length=True", {"model": {"same_length": True}, "train": {"memory_len": 0}}),
+    ("model.same_length='memory'", {"model": {"same_length": "memory"}, "train": {"memory_len": 0}}),
+    ("model.num_distances=0", {"model": {"positions": "learned_relative"}}),
+    ("model.num_distances=9", {"model": {"num_distances": 9}}),
+    ("train.memory_len=0 (is 128)", {"model": {"positions": "absolute"}}),
+    ("eval.memory_len=0", {"model": {"positions": "absolute"}, "train": {"memory_len": 0}, "eval": {"memory_len": 5}}),
+    ("eval.overlap_len=5", {"eval": {"overlap_len": 5}}),
+    ("optim.name='lamb'", {"optim": {"name": "lamb"}}),
+    ("optim.name='lamb'", {"optim": {"name": "lamb"}, "engine": {"zero_stage": 0, "precision": "bf16"}}),
     ("engine.offload_optimizer=True", {"engine": {"offload_optimizer": True, "zero_stage": 0}}),
     ("engine.offload_parameters=True", {"engine": {"offload_parameters": True, "zero_stage": 2}}),
     ("optim.min_lr=0.5", {"optim": {"min_lr": 0.5, "lr": 0.1}}),
@@ -255,13 +262,21 @@ def test_the_defaults_and_the_uses_of_each_option_are_accepted() -> None:
                 "tie_projections": [False, True, True],
                 "pre_norm": True,
                 "final_norm": True,
-                "same_length": True,
+                "same_length": "memory_and_self",
             },
             engine={"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
             optim={"warmup_steps": 9, "min_lr": 1e-3, "lr": 1e-3},
             train={"max_steps": 10},
         )
     )
+
+
+def test_the_other_kinds_of_positions_and_optimizers_are_accepted_where_they_belong() -> None:
+    check_config(with_values(model={"positions": "learned_relative", "num_distances": 9, "clamp_len": 4}))
+    vanilla = {"model": {"positions": "absolute"}, "train": {"memory_len": 0}, "eval": {"overlap_len": 64}}
+    check_config(with_values(**vanilla))
+    check_config(with_values(optim={"name": "lamb"}, engine={"zero_stage": 0}))
+    check_config(with_values(optim={"name": "sgd", "momentum": 0.9}, engine={"zero_stage": 2}))
 
 
 def test_cutoffs_must_lie_below_the_vocabulary() -> None:
@@ -280,7 +295,8 @@ def changed(value: Any, *, key: str) -> Any:
         return value + 1 if isinstance(value, int) else value / 2 + 0.25
     if isinstance(value, list):
         return [0.5, 0.5] if len(value) == 2 else [*value, True]
-    return {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask"}.get(value, f"{value}x")
+    others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask", "off": "memory", "relu": "gelu"}
+    return (others | {"relative": "absolute"}).get(value, f"{value}x")
 
 
 @pytest.mark.parametrize("name", setting_names())

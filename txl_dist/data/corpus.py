@@ -172,7 +172,7 @@ class Corpus:
     def __init__(self, path: Path, index: dict[str, Any]) -> None:
         self.path = path
         self.vocab_size: int = index["vocab_size"]
-        self.end_of_text: int = index["end_of_text"]
+        self.end_of_text: int | None = index["end_of_text"]
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
         self.tokenizer_sha256: str = index["tokenizer_sha256"]
         self.fingerprint: str = index["self_sha256"]

@@ -2,7 +2,8 @@
 
 The source is read two or three times (once per pass of tokenizer training, once to write), so nothing but one
 batch of documents is in memory. Documents keep the order of the input; training shuffles them by hash, shards and
-documents inside shards. Empty documents are dropped and counted.
+documents inside shards. Empty documents are dropped and counted; each other one ends in end-of-text, where the
+tokenizer has it.
 """
 
 from __future__ import annotations
@@ -153,12 +154,16 @@ def prepare_corpus(
 def _write_corpus(folder: Path, splits: _Splits, tokenizer: Tokenizer, *, shard_len: int) -> None:
     counts: Counter[str] = Counter()
     dtype = token_dtype(tokenizer.vocab_size)
+    end_of_text = tokenizer.end_of_text
     infos: dict[str, SplitInfo] = {}
     for name in splits.names:
         writer = SplitWriter(folder, name, dtype=dtype, shard_len=shard_len)
         for batch in batches_of_text(_kept(splits.read(name), counts)):
             for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                document = np.append(ids, tokenizer.end_of_text)
+                document = ids if end_of_text is None else np.append(ids, end_of_text)
+                if not len(document):  # a text of nothing but blanks, in words
+                    counts["empty"] += 1
+                    continue
                 writer.add(document, text_bytes=len(text.encode("utf-8")), text_characters=len(text))
         infos[name] = writer.close()
     _check_splits(infos)

@@ -51,7 +51,7 @@ class EvalSegment(NamedTuple):
     tokens: Int64s
     documents: Int64s
     scored: npt.NDArray[np.bool_]
-    """[lanes, T]: the target counts."""
+    """[lanes, T]: the target counts. T is the segment's length and what it overlaps the one before."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ class EvalStream:
         *,
         num_lanes: int,
         segment_len: int,
+        overlap_len: int = 0,
         rank: int = 0,
         world_size: int = 1,
         max_tokens: int = 0,
@@ -190,7 +191,7 @@ class EvalStream:
                 f"split {split!r} of {corpus.path} gives {num_tokens} tokens to evaluate; two are the fewest. "
                 "Prepare more held-out text or raise eval.max_tokens."
             )
-        self.segment_len = segment_len
+        self.segment_len, self.overlap_len = segment_len, overlap_len
         self.num_targets = num_tokens - 1
         self.stripe_len = -(-self.num_targets // num_lanes)
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
@@ -206,7 +207,8 @@ class EvalStream:
             yield self._segment_at(step * self.segment_len)
 
     def _segment_at(self, position: int) -> EvalSegment:
-        shape = len(self.lanes), self.segment_len
+        overlap = min(position, self.overlap_len)
+        shape = len(self.lanes), overlap + self.segment_len
         scored = np.zeros(shape, dtype=bool)
         tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
         documents = np.zeros_like(tokens)
@@ -216,11 +218,11 @@ class EvalStream:
             if num_scored <= 0:
                 documents[row] = max(lane_len, 0) + 1
                 continue
-            scored[row, :num_scored] = True
+            scored[row, overlap : overlap + num_scored] = True
             filled = 0
-            while filled <= num_scored:
-                end = slice(filled, num_scored + 1)
-                stretch = self._locate(lane, position + filled)
+            while filled <= overlap + num_scored:
+                end = slice(filled, overlap + num_scored + 1)
+                stretch = self._locate(lane, position - overlap + filled)
                 filled += _copy_stretch(stretch, self._shards, tokens[row, end], documents[row, end])
             # Padding is a document of its own: with document masks no token sees it, and it sees no empty row.
             documents[row, filled:] = lane_len + 1

@@ -3,6 +3,7 @@
     model.safetensors    weights, each tied tensor once
     config.json          model settings, vocabulary size, type, memory and segment length, where it came from
     tokenizer.json       text <-> ids
+    train.toml           settings to go on training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
     probe.safetensors    tokens and the losses of the engine that trained the weights; checked at every load
     MANIFEST.json        bytes and sha256 of each file
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
@@ -53,14 +55,21 @@ class Bundle:
     document_border: str
     dtype: str
     source: dict[str, Any]
+    """Where it came from."""
+    probe: dict[str, Tensor]
+    probe_dtype: str
+    """Type in which the probe was computed."""
 
-    def score(self, text: str) -> Tensor:
+    def score(self, text: str, *, zero_memory: bool = False) -> Tensor:
         """log p in nats of each token of `text`, the first one following an end-of-text; at least fp32, [tokens].
 
-        A model trained with document masks never sees what precedes a document: its first token has no score.
+        `zero_memory` begins with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
+        A model trained with document masks never sees what precedes a document: its first token has no score. Nor
+        has that of a model whose vocabulary has no end-of-text.
         """
         tokens = torch.tensor([self._ids(text)], device=self._device)
-        return log_probabilities(self.model, tokens, segment_len=self.segment_len, memory_len=self.memory_len)[0]
+        lengths = {"segment_len": self.segment_len, "memory_len": self.memory_len}
+        return log_probabilities(self.model, tokens, **lengths, zero_memory=zero_memory)[0]
 
     def generate(
         self,
@@ -75,7 +84,9 @@ class Bundle:
         """Text that continues `prompt`, in pieces as it is made; ends early where the model ends the document."""
         ids = self._ids(prompt)
         if not ids:
-            raise ConfigError("this model was trained with document masks and cannot begin a document. Give a prompt.")
+            has_mark = self.tokenizer.end_of_text is not None
+            why = "was trained with document masks" if has_mark else "has no end-of-text in its vocabulary"
+            raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
         # No less context than a segment gave in training; no more than the memory where its length is the window.
         has_window = self.model.section.same_length != "off"
         past_len = self.memory_len if has_window else max(self.memory_len, self.segment_len - 1)
@@ -94,7 +105,9 @@ class Bundle:
         return itertools.chain([self.tokenizer.joint(prompt)], self.tokenizer.decode_stream(tokens))
 
     def _ids(self, text: str) -> list[int]:
-        start = [] if self.document_border == "mask" else [self.tokenizer.end_of_text]
+        """Behind an end-of-text, unless there is none or the model never saw what precedes a document."""
+        end_of_text = self.tokenizer.end_of_text
+        start = [] if end_of_text is None or self.document_border == "mask" else [end_of_text]
         return start + [int(i) for i in self.tokenizer.encode_prompt(text)]
 
     @property
@@ -144,6 +157,7 @@ def write_bundle(
         save_file(probe, temporary / "probe.safetensors")
         (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         tokenizer.save(temporary / "tokenizer.json")
+        (temporary / "train.toml").write_text(_training_settings(content), encoding="utf-8")
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         error = probe_error(load(temporary).model, probe, memory_len=memory_len)
         replace_folder(temporary, folder)
@@ -191,20 +205,29 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
             document_border=content["document_border"],
             dtype=content["dtype"],
             source=content["source"],
+            probe=load_file(folder / "probe.safetensors", device=device),
+            probe_dtype=content["probe_dtype"],
         )
-        probe = load_file(folder / "probe.safetensors", device=device)
-        tolerance = _tolerance({content["dtype"], content["probe_dtype"]}, largest_loss=float(probe["losses"].max()))
+        tolerance = _tolerance(
+            {content["dtype"], content["probe_dtype"]}, largest_loss=float(bundle.probe["losses"].max())
+        )
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
         if isinstance(error, TxlError):
             raise
         raise CheckpointError(f"{folder} cannot be read: {error!r}. Export it again.") from error
-    worst = probe_error(bundle.model, probe, memory_len=bundle.memory_len)
+    worst = probe_error(bundle.model, bundle.probe, memory_len=bundle.memory_len)
     if not worst <= tolerance:
         raise CheckpointError(
             f"{folder} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
             f"{tolerance}. Export it again; if this stays, report it."
         )
     return bundle
+
+
+def _training_settings(content: dict[str, Any]) -> str:
+    lengths = {"segment_len": content["segment_len"], "memory_len": content["memory_len"]}
+    border = {"document_border": content["document_border"]}
+    return tomli_w.dumps({"data": border, "model": content["model"], "train": lengths})
 
 
 def _tolerance(dtypes: set[str], *, largest_loss: float) -> float:
@@ -231,7 +254,12 @@ def network_of(
             f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
             "They were made with another configuration."
         )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    copy_weights(network, weights)
     return network.eval()
+
+
+@torch.no_grad()
+def copy_weights(network: TransformerXL, weights: dict[str, Tensor]) -> None:
+    """Overwrite every parameter, casting to its type; each tied tensor stands in `weights` under one name at least."""
+    for name, parameter in network.named_parameters():
+        parameter.copy_(weights[name])

@@ -1,7 +1,8 @@
 """Sampling, token by token, over a cache of projected keys and values.
 
 A token costs the same however long the past is: each layer keeps the keys and values of the last `memory_len`
-positions and the projected encodings of all distances, since the weights do not change.
+positions and the projected encodings of all distances, since the weights do not change. A model with absolute
+positions cannot: it runs a whole segment for each token (what the paper's table 9 measures).
 """
 
 from __future__ import annotations
@@ -45,8 +46,26 @@ def generate(
     draw = functools.partial(
         sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=torch.Generator().manual_seed(seed)
     )
-    ids = _continue(model, prompt, draw=draw, segment_len=segment_len, memory_len=memory_len)
+    if model.section.positions == "absolute":
+        ids = _continue_anew(model, prompt, draw=draw, segment_len=segment_len)
+    else:
+        ids = _continue(model, prompt, draw=draw, segment_len=segment_len, memory_len=memory_len)
     return itertools.takewhile(lambda token: token != stop_at, itertools.islice(ids, max_tokens))
+
+
+@torch.no_grad()
+def _continue_anew(
+    model: TransformerXL, prompt: Sequence[int], *, draw: Callable[[Tensor], int], segment_len: int
+) -> Iterator[int]:
+    """Endless; without relative positions nothing of the past can be kept: each token runs a whole segment again."""
+    device = next(model.parameters()).device
+    memory = model.empty_memory(num_lanes=1, memory_len=0)
+    past = list(prompt)
+    while True:
+        past = past[-segment_len:]
+        hidden_1TD, _ = model(torch.tensor([past], dtype=torch.int64, device=device), memory)
+        past.append(draw(model.softmax.log_probabilities(hidden_1TD[:, -1])[0].cpu()))
+        yield past[-1]
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ from txl_dist.sections import ModelSection
 def initialize(module: nn.Module, model: ModelSection) -> None:
     """Draw all parameters from torch's default generator, in the order of their names' first appearance."""
     for name, parameter in module.named_parameters():
+        if parameter.is_meta:  # no storage: only shapes are asked for
+            continue
         owner, leaf = name.rpartition(".")[::2]
         with torch.no_grad():
             if leaf.startswith("projection_"):

@@ -54,6 +54,12 @@ def empty_memory(
     )
 
 
+def attended(memory: Memory) -> Memory:
+    """The same memory with every position visible: an empty one becomes zeros that are attended, as Hugging Face and
+    the TensorFlow code begin. Only without document masks, where every token's document is 0."""
+    return memory._replace(document_BM=torch.zeros_like(memory.document_BM))
+
+
 def visible_keys(
     memory: Memory, document_BT: Tensor, *, same_length: Literal["off", "memory", "memory_and_self"] = "off"
 ) -> Tensor:

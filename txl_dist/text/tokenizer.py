@@ -3,9 +3,11 @@
 Key properties:
 - Ids are in order of frequency in the training split, end-of-text included (see vocab.py).
 - End-of-text is added by whoever joins documents. `encode` never makes it, not even from its literal spelling.
+  A vocabulary that comes from elsewhere may have none: `end_of_text` is None, and documents join without a mark.
 - Every id stands for a fixed run of bytes, so decoding is one join, for all kinds, and can be streamed.
-- byte and bpe encode any text and give it back exactly; char and word know `<unk>`.
-- The file is canonical JSON: its sha256 is the fingerprint, and the order of symbols is the order of ids.
+- byte and bpe encode any text and give it back exactly; char and word know `<unk>`, or refuse what they do not know.
+- The file is canonical JSON: its sha256 is the fingerprint, and the order of symbols is the order of ids. Settings
+  are in it where they differ from their defaults.
 
 What it gives up: normalisation, added tokens, and the speed of one encode over a huge text. BPE texts are cut into
 pieces of about 64 KiB first, by a rule that is part of the tokenizer (`cut_pieces`), so memory stays bounded.
@@ -39,14 +41,18 @@ END_OF_LINE = "<eos>"
 PIECE_LEN = 1 << 16
 """Characters of text that BPE sees at once."""
 PIECES_PER_BATCH = 32
+_REFUSED = -1
+"""In place of an id: unknown, and without a symbol."""
 
 
 class Tokenizer(ABC):
     """Maps text to ids. `symbols` names every id in order, end-of-text included."""
 
     kind: ClassVar[TokenizerKind]
+    defaults: ClassVar[dict[str, Any]] = {}
+    """Settings of this kind that may be left out of its file."""
 
-    def __init__(self, symbols: Sequence[str], *, end_of_text: int) -> None:
+    def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         self.symbols = tuple(symbols)
         self.end_of_text = end_of_text
         self._ids = {symbol: i for i, symbol in enumerate(symbols) if i != end_of_text}
@@ -56,7 +62,7 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, end-of-text included."""
+        """Number of ids, end-of-text included where there is one."""
         return len(self.symbols)
 
     @property
@@ -106,15 +112,16 @@ class Tokenizer(ABC):
         return symbol.encode("utf-8")
 
     def _extras(self) -> dict[str, Any]:
-        return {}
+        values = {name: getattr(self, name) for name in self.defaults}
+        return {name: value for name, value in values.items() if value != self.defaults[name]}
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte of UTF-8; always 257 ids."""
+    """One id per byte of UTF-8; always 257 ids, end-of-text included."""
 
     kind = "byte"
 
-    def __init__(self, symbols: Sequence[str], *, end_of_text: int) -> None:
+    def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         super().__init__(symbols, end_of_text=end_of_text)
         self._table = np.array([self._ids[symbol] for symbol in byte_symbols()], dtype=np.int32)
 
@@ -127,51 +134,98 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per code point seen in training; others become `<unk>`, shown as U+FFFD."""
+    """One id per code point; others become the symbol `unknown`, shown as U+FFFD. None: they are refused."""
 
     kind = "char"
+    defaults: ClassVar[dict[str, Any]] = {"unknown": UNKNOWN, "lower_case": False}
 
-    def __init__(self, symbols: Sequence[str], *, end_of_text: int) -> None:
+    def __init__(
+        self,
+        symbols: Sequence[str],
+        *,
+        end_of_text: int | None,
+        unknown: str | None = UNKNOWN,
+        lower_case: bool = False,
+    ) -> None:
+        self.unknown = unknown
+        self.lower_case = lower_case
         super().__init__(symbols, end_of_text=end_of_text)
-        points = {ord(symbol): i for symbol, i in self._ids.items() if symbol != UNKNOWN}
+        points = {ord(symbol): i for symbol, i in self._ids.items() if symbol != unknown}
         # One entry past the highest known code point stands for all above it.
-        self._table = np.full(max(points, default=0) + 2, self._ids[UNKNOWN], dtype=np.int32)
+        missing = _REFUSED if unknown is None else self._ids[unknown]
+        self._table = np.full(max(points, default=0) + 2, missing, dtype=np.int32)
         self._table[list(points)] = list(points.values())
 
     def encode(self, text: str) -> Ids:
-        """One lookup per code point."""
+        """One lookup per code point. Raises DataError for one that is unknown and has no symbol."""
+        text = text.lower() if self.lower_case else text
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
         ids: Ids = self._table[np.minimum(points, len(self._table) - 1)]
+        if self.unknown is None and (ids == _REFUSED).any():
+            raise _unknown_error("character", text[int((ids == _REFUSED).argmax())])
         return ids
 
     def _spell(self, symbol: str) -> bytes:
-        return ("\ufffd" if symbol == UNKNOWN else symbol).encode("utf-8")
+        return ("\ufffd" if symbol == self.unknown else symbol).encode("utf-8")
 
 
 class WordTokenizer(Tokenizer):
     """One id per word between blanks; each line ends in `<eos>`, the way WikiText and PTB are counted.
 
     Decoding puts a blank behind every word and a newline for `<eos>`, so runs of blanks are lost.
+    Vocabularies from elsewhere may differ: another symbol or none before and behind each line, and for unknown
+    words (None: they are refused); text that is made lower case. The mark behind a line is its newline.
     """
 
     kind = "word"
+    defaults: ClassVar[dict[str, Any]] = {
+        "line_start": None,
+        "line_end": END_OF_LINE,
+        "unknown": UNKNOWN,
+        "lower_case": False,
+    }
+
+    def __init__(
+        self,
+        symbols: Sequence[str],
+        *,
+        end_of_text: int | None,
+        line_start: str | None = None,
+        line_end: str | None = END_OF_LINE,
+        unknown: str | None = UNKNOWN,
+        lower_case: bool = False,
+    ) -> None:
+        self.line_start = line_start
+        self.line_end = line_end
+        self.unknown = unknown
+        self.lower_case = lower_case
+        super().__init__(symbols, end_of_text=end_of_text)
+        self._unknown_id = _REFUSED if unknown is None else self._ids[unknown]
+        if missing := {line_start, line_end} - {None} - self._ids.keys():
+            raise ValueError(f"the marks of lines {sorted(map(str, missing))} are not among the symbols")
 
     def encode(self, text: str) -> Ids:
-        """One lookup per word and line end."""
-        unknown = self._ids[UNKNOWN]
-        return np.array([self._ids.get(word, unknown) for word in split_words(text)], dtype=np.int32)
+        """One lookup per word and mark of a line. Raises DataError for a word that is unknown and has no symbol."""
+        text = text.lower() if self.lower_case else text
+        words = list(split_words(text, line_start=self.line_start, line_end=self.line_end))
+        ids = np.array([self._ids.get(word, self._unknown_id) for word in words], dtype=np.int32)
+        if self.unknown is None and (ids == _REFUSED).any():
+            raise _unknown_error("word", words[int((ids == _REFUSED).argmax())])
+        return ids
 
     def encode_prompt(self, text: str) -> Ids:
-        """Without the `<eos>` that `encode` puts behind a last line that has no newline."""
+        """Without the mark that `encode` puts behind a last line that has no newline."""
         ids = self.encode(text)
-        return ids[:-1] if text and not text.endswith("\n") else ids
+        return ids[:-1] if self.line_end is not None and text and not text.endswith("\n") else ids
 
     def joint(self, text: str) -> str:
         """A blank, unless the prompt ends in one."""
         return " " if text and not text[-1].isspace() else ""
 
     def _spell(self, symbol: str) -> bytes:
-        return b"\n" if symbol == END_OF_LINE else f"{symbol} ".encode()
+        if symbol in (self.line_start, self.line_end):
+            return b"\n" if symbol == self.line_end else b""
+        return f"{symbol} ".encode()
 
 
 class BpeTokenizer(Tokenizer):
@@ -187,14 +241,6 @@ class BpeTokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         """Ids of the pieces that `cut_pieces` makes, joined."""
         return self.encode_batch([text])[0]
-
-    def encode_prompt(self, text: str) -> Ids:
-        """Ids of a text that is to be continued: its last line has not ended."""
-        return self.encode(text)
-
-    def joint(self, text: str) -> str:
-        """What stands between a prompt and its continuation, for people."""
-        return ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """All pieces of all texts in few calls of the library."""
@@ -250,23 +296,32 @@ def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
     kind, symbols, end_of_text = values["kind"], values["symbols"], values["end_of_text"]
     if kind not in _KINDS:
         raise ValueError(f"unknown kind {kind!r}, known are {', '.join(get_args(TokenizerKind))}")
-    if symbols[end_of_text] != END_OF_TEXT or end_of_text < 0:
+    if end_of_text is not None and (symbols[end_of_text] != END_OF_TEXT or end_of_text < 0):
         raise ValueError(f"id {end_of_text} is not {END_OF_TEXT}")
     if len(set(symbols)) != len(symbols):
         raise ValueError("a symbol occurs twice")
     if kind == "bpe":
         return BpeTokenizer(symbols, end_of_text=end_of_text, merges=values["merges"])
-    return _KINDS[kind](symbols, end_of_text=end_of_text)
+    settings = {name: values[name] for name in _KINDS[kind].defaults if name in values}
+    return _KINDS[kind](symbols, end_of_text=end_of_text, **settings)
 
 
-def split_words(text: str) -> Iterator[str]:
-    """Words of a text with `<eos>` at the end of each line; the last line needs no newline."""
+def split_words(text: str, *, line_start: str | None = None, line_end: str | None = END_OF_LINE) -> Iterator[str]:
+    """Words of a text with the marks before and behind each line; the last line needs no newline."""
     lines = text.split("\n")
     if not lines[-1]:
         lines.pop()
+    start = [] if line_start is None else [line_start]
+    end = [] if line_end is None else [line_end]
     for line in lines:
-        yield from line.split()
-        yield END_OF_LINE
+        yield from (*start, *line.split(), *end)
+
+
+def _unknown_error(what: str, found: str) -> DataError:
+    return DataError(
+        f"the {what} {found!r} is not in the vocabulary, which has no symbol for what is unknown. Take it out of the "
+        "text, or use another tokenizer."
+    )
 
 
 def cut_pieces(text: str, *, piece_len: int = PIECE_LEN) -> list[str]:

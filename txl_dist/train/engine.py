@@ -21,6 +21,7 @@ from torch import Tensor
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, limit_waiting, uses_gpu
 from txl_dist.errors import CheckpointError
+from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
@@ -97,13 +98,24 @@ def clips_itself(config: Config) -> bool:
 class ZeroEngine:
     """`Engine` by DeepSpeed ZeRO."""
 
-    def __init__(self, config: Config, *, vocab_size: int, plan: BatchPlan, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        vocab_size: int,
+        plan: BatchPlan,
+        ranks: Ranks,
+        weights: dict[str, Tensor] | None = None,
+    ) -> None:
+        """`weights` to begin with, the same on every rank; None draws them."""
         deepspeed = import_deepspeed()
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
         torch.manual_seed(derive_seed(config.run.seed, "init"))
         model = TransformerXL(
             config.model, vocab_size=vocab_size, recompute_blocks=config.engine.activation_checkpointing
         )
+        if weights is not None:
+            copy_weights(model, weights)
         module = SegmentLoss(model).to(ranks.device)
         self._clips_itself = clips_itself(config)
         self._clip_norm = config.optim.clip_norm

@@ -63,6 +63,7 @@ def evaluate(
         config.data.eval_split,
         num_lanes=config.eval.num_lanes,
         segment_len=config.eval.segment_len or config.train.segment_len,
+        overlap_len=config.eval.overlap_len,
         rank=ranks.rank,
         world_size=ranks.world_size,
         max_tokens=config.eval.max_tokens,

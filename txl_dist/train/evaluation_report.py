@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from txl_dist.config import Config, config_from_dict
+from txl_dist.config import Config, check_config, config_from_dict
 from txl_dist.data.baselines import order0_and_bigram
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.dist import joined_ranks, this_rank
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.infer.bundle import is_bundle, load, network_of
+from txl_dist.infer.bundle import DTYPES, is_bundle, load, network_of
 from txl_dist.log import start_logging
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import read_trained
@@ -24,37 +26,45 @@ from txl_dist.train.export import read_trained
 Result = dict[str, float]
 
 
+class Overrides(NamedTuple):
+    """How an evaluation differs from training; the defaults change nothing. Weights are never touched."""
+
+    split: str = ""
+    memory_len: int = -1
+    """-1: as trained."""
+    segment_len: int = 0
+    num_lanes: int = 0
+    overlap_len: int = 0
+    clamp_len: int = -1
+    """-1: as trained; 0: none."""
+    same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
+    zero_memory: bool = False
+    """Begin with a memory of zeros that is attended, as Hugging Face and TensorFlow do, instead of an empty one."""
+    without_memory: bool = False
+    """Score a second time, with memory off."""
+
+
 def evaluate_trained(
-    target: Path,
-    *,
-    data: Path | None,
-    split: str,
-    memory_len: int,
-    segment_len: int,
-    num_lanes: int,
-    without_memory: bool,
-    baselines: bool,
-    json_path: Path | None,
+    target: Path, *, data: Path | None, overrides: Overrides, baselines: bool, json_path: Path | None
 ) -> list[str]:
     """Score a run, a checkpoint or a bundle; several ranks share the lanes. Returns lines for people.
 
-    Zero, -1 and "" take the run's settings. Raises CheckpointError or DataError if the target or the corpus cannot
-    be read or do not belong together.
+    Raises ConfigError if the overrides contradict each other or the model, CheckpointError or DataError if the target
+    or the corpus cannot be read or do not belong together.
     """
     start_logging()
     if json_path is not None:
         _check_writable(json_path)
     model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
-    config = _with_overrides(
-        config, target=target, split=split, memory_len=memory_len, segment_len=segment_len, num_lanes=num_lanes
-    )
+    config = _with_overrides(config, overrides, target=target)
+    model = _as_evaluated(model, config.model, where=where)
     corpus = open_corpus(config.data.path)
     if corpus.tokenizer_sha256 != tokenizer_fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
         )
-    results = _score_model(model, corpus, config, without_memory=without_memory)
+    results = _score_model(model, corpus, config, overrides)
     if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
@@ -76,18 +86,48 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --json.") from error
 
 
-def _with_overrides(
-    config: Config, *, target: Path, split: str, memory_len: int, segment_len: int, num_lanes: int
-) -> Config:
+def _with_overrides(config: Config, overrides: Overrides, *, target: Path) -> Config:
+    """The settings of the evaluation. Raises ConfigError if they contradict each other."""
     values = config.model_dump(mode="json")
-    values["data"]["eval_split"] = split or config.data.eval_split
+    memory_len = config.train.memory_len if overrides.memory_len < 0 else overrides.memory_len
+    values["data"]["eval_split"] = overrides.split or config.data.eval_split
     values["eval"] |= {
-        "memory_len": config.train.memory_len if memory_len < 0 else memory_len,
-        "segment_len": segment_len or config.eval.segment_len,
-        "num_lanes": num_lanes or config.eval.num_lanes,
+        "memory_len": memory_len,
+        "segment_len": overrides.segment_len or config.eval.segment_len,
+        "num_lanes": overrides.num_lanes or config.eval.num_lanes,
+        "overlap_len": overrides.overlap_len or (0 if memory_len else config.eval.overlap_len),
         "max_tokens": 0,  # the whole split, as the baselines score it
     }
-    return config_from_dict(values, source=f"evaluation of {target}")
+    values["train"]["memory_len"] = memory_len  # so that the rules are held against this evaluation
+    if overrides.clamp_len >= 0:
+        values["model"]["clamp_len"] = overrides.clamp_len
+    if overrides.same_length != "trained":
+        values["model"]["same_length"] = overrides.same_length
+    changed = config_from_dict(values, source=f"evaluation of {target}")
+    is_off = memory_len == 0
+    if changed.model.same_length != "off" and (is_off or overrides.without_memory):
+        raise ConfigError(
+            f"same_length={changed.model.same_length!r} counts its window in memory, which is off here. "
+            "Give --same-length off, or leave out --memory-len 0 and --without-memory."
+        )
+    if overrides.zero_memory and is_off:
+        raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
+    if overrides.zero_memory and changed.data.document_border == "mask":
+        raise ConfigError(
+            "--zero-memory is no document, and this model's queries see their own document only "
+            "(data.document_border='mask'). Leave it out."
+        )
+    check_config(changed)
+    return changed
+
+
+def _as_evaluated(model: TransformerXL, section: ModelSection, *, where: str) -> TransformerXL:
+    """The same weights under the evaluation's settings: built anew, as layers may have taken the old ones in."""
+    if section == model.section:
+        return model
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == next(model.parameters()).dtype)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return network_of(section, vocab_size=model.vocab_size, weights=weights, dtype=dtype, where=where)
 
 
 def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str, Config, str]:
@@ -117,7 +157,7 @@ def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str
     return model, trained.tokenizer.fingerprint, config, str(trained.folder)
 
 
-def _score_model(model: TransformerXL, corpus: Corpus, config: Config, *, without_memory: bool) -> dict[str, Result]:
+def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides: Overrides) -> dict[str, Result]:
     results = {}
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         module = SegmentLoss(model).to(ranks.device).eval()
@@ -127,11 +167,15 @@ def _score_model(model: TransformerXL, corpus: Corpus, config: Config, *, withou
             nll_BT, memory = module(batch, memory)
             return nll_BT, memory
 
+        def first_memory(*, num_lanes: int, memory_len: int) -> Memory:
+            empty = model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
+            return attended(empty) if overrides.zero_memory else empty
+
         maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
         for name, memory_len in {"model": config.eval.memory_len, "memory off": 0}.items():
-            if name == "model" or without_memory:
+            if name == "model" or overrides.without_memory:
                 result = evaluate(
-                    losses, model.empty_memory, corpus, maker=maker, config=config, ranks=ranks, memory_len=memory_len
+                    losses, first_memory, corpus, maker=maker, config=config, ranks=ranks, memory_len=memory_len
                 )
                 results[name] = {key: float(value) for key, value in result._asdict().items()}
     return results

@@ -1,21 +1,24 @@
-"""From a committed checkpoint to an inference bundle, offline and proven by the engine's own probe."""
+"""From a committed checkpoint to an inference bundle, offline and proven by the engine's own probe; and from either, or
+from a bundle, to a Hugging Face folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from txl_dist.config import Config, load_config
+from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.data.stream import Segment
 from txl_dist.errors import CheckpointError
-from txl_dist.infer.bundle import write_bundle
+from txl_dist.infer.bundle import is_bundle, load, network_of, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.log import logger
 from txl_dist.manifest import check_folder
+from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.checkpoint import consolidated_weights, newest_checkpoint, read_state
@@ -67,25 +70,97 @@ def read_trained(run: Path) -> Trained:
     )
 
 
-def export_run(run: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path, float]:
-    """Write a bundle from a run or checkpoint.
+class Exportable(NamedTuple):
+    """A model with all that a bundle needs, wherever it comes from."""
 
-    Returns (the checkpoint it came from, the largest difference in nats to the engine on the probe).
+    folder: Path
+    model: ModelSection
+    weights: dict[str, Tensor]
+    tokenizer: Tokenizer
+    probe: dict[str, Tensor]
+    probe_dtype: str
+    segment_len: int
+    memory_len: int
+    document_border: str
+    source: dict[str, Any]
+
+
+def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path, float]:
+    """Write a bundle from a run, a checkpoint or another bundle.
+
+    Returns (the folder it came from, the largest difference in nats to the engine on the probe).
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """
-    trained = read_trained(run)
+    found = _read(source)
     error = write_bundle(
         out,
-        weights=trained.weights,
+        weights=found.weights,
+        model=found.model,
+        tokenizer=found.tokenizer,
+        probe=found.probe,
+        probe_dtype=found.probe_dtype,
+        dtype=dtype,
+        segment_len=found.segment_len,
+        memory_len=found.memory_len,
+        document_border=found.document_border,
+        source=found.source,
+    )
+    return found.folder, error
+
+
+def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Path:
+    """Write a Hugging Face folder from a run, a checkpoint or a bundle; returns the folder it came from.
+
+    Raises CheckpointError if nothing whole is found, `out` cannot be written, or the format cannot express the model.
+    """
+    found = _read(source)
+    network = network_of(
+        found.model,
+        vocab_size=found.tokenizer.vocab_size,
+        weights=found.weights,
+        dtype="fp32",
+        where=str(found.folder),
+    )
+    export_huggingface(
+        out,
+        weights=dict(network.state_dict()),
+        model=found.model,
+        tokenizer=found.tokenizer,
+        dtype=dtype,
+        segment_len=found.segment_len,
+        memory_len=found.memory_len,
+    )
+    return found.folder
+
+
+def _read(source: Path) -> Exportable:
+    if is_bundle(source):
+        bundle = load(source)
+        return Exportable(
+            folder=source,
+            model=bundle.model.section,
+            weights=dict(bundle.model.named_parameters()),
+            tokenizer=bundle.tokenizer,
+            probe=bundle.probe,
+            # Weights that were rounded once stay so.
+            probe_dtype=bundle.probe_dtype if bundle.dtype == "fp32" else bundle.dtype,
+            segment_len=bundle.segment_len,
+            memory_len=bundle.memory_len,
+            document_border=bundle.document_border,
+            source=bundle.source,
+        )
+    trained = read_trained(source)
+    precision, train = trained.config.engine.precision, trained.config.train
+    return Exportable(
+        folder=trained.folder,
         model=trained.config.model,
+        weights=trained.weights,
         tokenizer=trained.tokenizer,
         probe=load_file(trained.folder / "probe.safetensors"),
-        dtype=dtype,
-        probe_dtype=trained.config.engine.precision,
-        segment_len=trained.config.train.segment_len,
-        memory_len=trained.config.train.memory_len,
+        probe_dtype=precision,
+        segment_len=train.segment_len,
+        memory_len=train.memory_len,
         document_border=trained.config.data.document_border,
-        source={"run": run.name, "step": trained.step, "precision": trained.config.engine.precision},
+        source={"run": source.name, "step": trained.step, "precision": precision},
     )
-    return trained.folder, error

@@ -40,6 +40,7 @@ from txl_dist.train.describe import describe_batch
 from txl_dist.train.engine import Engine, ZeroEngine
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import make_probe
+from txl_dist.train.initial import initial_weights
 from txl_dist.train.job import check_job, remarks
 from txl_dist.train.metrics import Interval, Reporter, check_finite, eta_s
 from txl_dist.train.run_dir import check_run_dir, open_run_dir
@@ -69,7 +70,9 @@ def train(config: Config, *, resume: str = "auto") -> None:
         checkpoint, facts = on_first(lambda: _open_run(config, corpus, plan, resume=resume))
         for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size):
             logger.info(line)
-        engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
+        begins_with = config.run.init and checkpoint is None
+        weights = together(lambda: initial_weights(config, corpus)) if begins_with else None
+        engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks, weights=weights)
         Run(config, plan, ranks, corpus, facts, engine).go(checkpoint)
 
 

@@ -1,7 +1,14 @@
-"""Parameter groups and the optimizer, always in torch's fused form.
+"""Parameter groups and the optimizer.
 
-DeepSpeed's own CPU Adam would be compiled at the first start and brings nothing here: the fused torch kernels are
-as fast, exist on every device, and ZeRO accepts them.
+adam, adamw and sgd are torch's in fused form: DeepSpeed's own CPU Adam would be compiled at the first start and brings
+nothing here, the fused torch kernels are as fast, exist on every device, and ZeRO accepts them. lamb is
+pytorch_optimizer's, set so that a step is NVIDIA's (DeepLearningExamples, lamb.py), with g the clipped gradient:
+
+    m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    s = m / (sqrt(v) + eps) + decay w    no bias correction
+    w = w - lr s min(|w|, 10) / (|s| + eps)             the ratio is 1 where |w| or |s| is 0
+
+The norms are those of whole tensors, so lamb depends on which weights share a tensor: our queries have one of their
+own, NVIDIA's share it with keys and values.
 """
 
 from __future__ import annotations
@@ -15,21 +22,35 @@ from txl_dist.sections import OptimSection
 
 
 def build_optimizer(module: nn.Module, optim: OptimSection) -> torch.optim.Optimizer:
-    """Adam or AdamW over two groups: decayed (matrices) and not decayed (biases, norms, attention biases)."""
+    """The optimizer over two groups: decayed (matrices) and not decayed (biases, norms, attention biases)."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         leaf = name.rpartition(".")[2]
         (kept if "bias" in leaf or "norm." in name else decayed).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
-    kind = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
-    optimizer = kind(groups, lr=optim.lr, fused=True)
+    # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
+    # 0; at a rate of 0 that decays nothing.
+    optimizer = _optimizer_over(groups, optim, lr=0.0)
     apply_settings(optimizer.param_groups, optim)
     return optimizer
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
     """Put the settings into parameter groups: also after a checkpoint has restored the ones it was saved with."""
+    moments = {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas, "eps": optim.eps}
     for group in groups:
-        decay = optim.weight_decay if group["decays"] else 0.0
-        group |= {"betas": optim.betas, "eps": optim.eps, "weight_decay": decay}
+        group |= moments | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}
+
+
+def _optimizer_over(groups: list[dict[str, Any]], optim: OptimSection, *, lr: float) -> torch.optim.Optimizer:
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)
+    if optim.name == "lamb":
+        # It brings a hundred optimizers and takes half a second to import: only who asks for it waits.
+        from pytorch_optimizer import Lamb
+
+        # adam_debias is the library's name for a step that is not divided by 1 - b1^t.
+        return Lamb(groups, lr=lr, weight_decouple=False, grad_averaging=True, pre_norm=False, adam_debias=True)
+    kind = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
+    return kind(groups, lr=lr, fused=True)

@@ -11,13 +11,21 @@ def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
     """Rate of the update that follows `step` finished ones.
 
     Linear warm-up reaches `lr` at update number `warmup_steps`. Then, with x the share of the remaining steps done:
-    cosine  min + (lr - min) (1 + cos(pi x)) / 2        linear  lr + (min - lr) x
-    inverse_sqrt  lr sqrt(max(1, warmup) / update)      constant  lr
+
+        cosine             min + (lr - min) (1 + cos(pi x)) / 2                  NVIDIA, original TensorFlow
+        cosine_from_start  the same with x = step / max_steps, so that the       original PyTorch
+                           rate jumps down where the warm-up ends
+        inverse_sqrt       lr sqrt(max(1, warmup) / update)                      Noam (labml) if lr is
+                                                                                 1 / sqrt(width * warmup)
+        linear             lr + (min - lr) x
+        constant           lr
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     done = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
-    if optim.schedule == "cosine":
+    if optim.schedule == "cosine_from_start":
+        done = min(1.0, step / max_steps)
+    if optim.schedule in ("cosine", "cosine_from_start"):
         return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * done)) / 2
     if optim.schedule == "linear":
         return optim.lr + (optim.min_lr - optim.lr) * done

@@ -20,6 +20,7 @@ from txl_dist.data.prepare import prepare_corpus
 from txl_dist.data.shards import RECORD, SplitWriter, token_dtype
 from txl_dist.data.sources import in_valid_split
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.text.tokenizer import WordTokenizer
 
 
 @pytest.fixture
@@ -311,3 +312,23 @@ def test_a_loss_in_bits_per_byte_and_per_character(tmp_path: Path) -> None:
     assert (split.tokens, split.text_bytes, split.text_characters) == (102, 100, 70)
     bits = split.bits_per_unit(3 * math.log(2))
     assert bits == pytest.approx({"bits_per_byte": 3.06, "bits_per_character": 306 / 70})
+
+
+def test_without_end_of_text_documents_join_without_a_mark_and_those_of_no_words_are_left_out(tmp_path: Path) -> None:
+    words = WordTokenizer([*"abc"], end_of_text=None, line_end=None, unknown=None)
+    words.save(tmp_path / "tokenizer.json")
+    settings: dict[str, Any] = {"valid_fraction": 0.0, "tokenizer_path": tmp_path / "tokenizer.json"}
+    source = write_jsonl(tmp_path / "texts.jsonl", ["a b\n", " \n\t\n", "", "c\na"])
+    corpus = prepare_corpus(tmp_path / "corpus", inputs=[source], **settings).corpus
+    assert documents_of(corpus, "train") == [[0, 1], [2, 0]]
+    assert corpus.end_of_text is None
+    assert json.loads((tmp_path / "corpus" / "index.json").read_text())["end_of_text"] is None
+    assert corpus.statistics["empty_documents_dropped"] == 2
+    assert corpus.load_tokenizer().fingerprint == words.fingerprint
+    assert verify_corpus(tmp_path / "corpus") == []
+    foreign = write_jsonl(tmp_path / "foreign.jsonl", ["a b d"])
+    with pytest.raises(DataError, match="'d'"):
+        prepare_corpus(tmp_path / "other", inputs=[foreign], **settings)
+    blank = write_jsonl(tmp_path / "blank.jsonl", [" "])
+    with pytest.raises(DataError, match="no text"):
+        prepare_corpus(tmp_path / "other", inputs=[blank], **settings)

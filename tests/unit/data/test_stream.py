@@ -177,6 +177,32 @@ def test_evaluation_scores_each_target_exactly_once(
     assert np.array_equal(np.concatenate(scored_by_lane), np.stack([tokens[:-1], tokens[1:]], axis=1))
 
 
+@pytest.mark.parametrize("overlap_len", [1, 6, 7, 40, 5000])
+@pytest.mark.parametrize("segment_len", [1, 7, 64, 5000])
+@pytest.mark.parametrize("num_lanes", [1, 5])
+def test_an_overlap_gives_context_and_scores_the_same_targets(
+    corpus: Corpus, num_lanes: int, segment_len: int, overlap_len: int
+) -> None:
+    values: dict[str, Any] = {"num_lanes": num_lanes, "segment_len": segment_len, "rank": 0, "world_size": 2}
+    plain = list(EvalStream(corpus, "valid", **values))
+    source = EvalStream(corpus, "valid", overlap_len=overlap_len, **values)
+    assert len(source) == len(plain)
+    for step, (segment, without) in enumerate(zip(source, plain, strict=True)):
+        overlap = min(step * segment_len, overlap_len)
+        assert segment.scored.shape == (len(source.lanes), overlap + segment_len)
+        assert segment.tokens.shape == segment.documents.shape == (len(source.lanes), overlap + segment_len + 1)
+        assert not segment.scored[:, :overlap].any()
+        assert np.array_equal(segment.scored[:, overlap:], without.scored)
+        for row in np.flatnonzero(without.scored.any(axis=1)):
+            assert np.array_equal(segment.tokens[row, overlap:], without.tokens[row])
+            assert np.array_equal(segment.documents[row, overlap:], without.documents[row])
+            # What precedes is what the lane read just before.
+            for name in ("tokens", "documents"):
+                before = [getattr(s, name)[row, :-1] for s in plain[:step]]
+                read = np.concatenate([np.empty(0, np.int64), *before])
+                assert np.array_equal(getattr(segment, name)[row, :overlap], read[len(read) - overlap :])
+
+
 def test_evaluation_marks_documents_and_keeps_padding_apart(corpus: Corpus) -> None:
     segments = list(EvalStream(corpus, "valid", num_lanes=3, segment_len=50, world_size=2, rank=1))
     for row in range(2):

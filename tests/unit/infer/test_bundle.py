@@ -20,11 +20,11 @@ from txl_dist.infer.score import log_probabilities
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
 from txl_dist.text.training import train_tokenizer
 
 MEMORY_LEN = 16
-FILES = ["MANIFEST.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json"]
+FILES = ["MANIFEST.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json", "train.toml"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied": {"tie_weights": False},
@@ -299,3 +299,17 @@ def test_a_model_trained_with_document_masks_gets_no_foreign_start(tmp_path: Pat
     assert "".join(carry.generate("", max_tokens=2, temperature=0.0))
     with pytest.raises(ConfigError, match="cannot begin a document"):
         mask.generate("", max_tokens=2)
+
+
+def test_a_model_whose_vocabulary_has_no_end_of_text_needs_a_prompt_and_never_stops_early(tmp_path: Path) -> None:
+    symbols = [str(i) for i in range(257)]
+    words = WordTokenizer(symbols, end_of_text=None, line_end=None, unknown=None)
+    write(tmp_path / "bundle", words)
+    bundle = load(tmp_path / "bundle")
+    assert bundle.tokenizer.fingerprint == words.fingerprint
+    assert bundle.score("3 1 4 1 5").shape == (4,), "nothing precedes the first token"
+    assert bundle.score("3").shape == bundle.score("").shape == (0,)
+    with pytest.raises(ConfigError, match="no end-of-text"):
+        bundle.generate("", max_tokens=2)
+    for seed in range(5):
+        assert len(words.encode("".join(bundle.generate("3 1", max_tokens=40, seed=seed)))) == 40

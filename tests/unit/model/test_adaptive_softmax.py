@@ -28,6 +28,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "div_2_tied_projections": {"cutoffs": (5, 20), "div_value": 2, "tie_projections": (False, True, True)},
     "div_2_untied": {"cutoffs": (5, 20), "div_value": 2, "tie_weights": False},
     "div_2_one_table": {"div_value": 2},
+    "div_2_same_width": {"cutoffs": (5, 20), "div_value": 2, "project_same_width": False},
+    "div_2_same_width_in_a_tail": {
+        "cutoffs": (5, 20),
+        "div_value": 2,
+        "embed_width": 24,
+        "project_same_width": False,
+        "tie_projections": (True, True, False),
+    },
+    "div_4": {"cutoffs": (5,), "div_value": 4, "tie_projections": (False, True)},
+    "unscaled": {"scale_embedding": False},
+    "div_2_unscaled": {"cutoffs": (5, 20), "div_value": 2, "scale_embedding": False},
 }
 ADAPTIVE = [name for name, settings in VARIANTS.items() if "cutoffs" in settings]
 
@@ -74,10 +85,12 @@ def test_a_tail_word_is_as_likely_as_its_cluster_times_itself_inside_it() -> Non
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_embedding_is_a_lookup_times_the_root_of_the_width(name: str) -> None:
-    embedding = tiny_model(dtype=torch.float64, **VARIANTS[name]).embedding
+def test_the_embedding_is_a_lookup_times_the_root_of_the_width_unless_it_is_not_scaled(name: str) -> None:
+    settings = VARIANTS[name]
+    embedding = tiny_model(dtype=torch.float64, **settings).embedding
     tokens_BT = random_tokens(3, 11)
-    edges = (0, 5, 20, VOCAB_SIZE) if name.startswith("div_2") and name != "div_2_one_table" else (0, VOCAB_SIZE)
+    edges = (0, *(settings.get("cutoffs", ()) if settings.get("div_value", 1) > 1 else ()), VOCAB_SIZE)
+    scale = math.sqrt(12) if settings.get("scale_embedding", True) else 1.0
     assert embedding.edges == edges
     hidden_BTD = embedding(tokens_BT)
     for b in range(3):
@@ -86,7 +99,7 @@ def test_the_embedding_is_a_lookup_times_the_root_of_the_width(name: str) -> Non
             i = sum(token >= edge for edge in edges[1:])
             row = embedding.weight(i)[token - edges[i]]
             projection = embedding.projection(i)
-            expected = math.sqrt(12) * (row if projection is None else projection @ row)
+            expected = scale * (row if projection is None else projection @ row)
             assert (hidden_BTD[b, t] - expected).abs().max() <= 1e-12
 
 
@@ -116,39 +129,62 @@ def test_losses_are_fp32_where_the_weights_are_half_precision() -> None:
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_a_cluster_without_targets_gets_a_gradient_of_zeros_for_all_its_parameters(name: str) -> None:
     model = tiny_model(**VARIANTS[name])
-    tokens_BT = torch.tensor([[0, 4, 5, 19]])  # none in the last cluster, [20, 50)
+    edge = model.softmax.edges[-2]
+    tokens_BT = torch.tensor([[0, 4, edge - 2, edge - 1]])  # none in the last cluster
     hidden_BTD = hidden_states(1, 4, 12, dtype=torch.float32)
     model.softmax(hidden_BTD, tokens_BT).sum().backward()
     gradients = {key: parameter.grad for key, parameter in model.softmax.named_parameters()}
     assert [key for key, gradient in gradients.items() if gradient is None] == []
-    one_table = model.section.div_value == 1
+    one_table, last = model.section.div_value == 1, len(model.section.cutoffs)
     for leaf in ("weight", "bias"):
-        gradient = gradients[f"{leaf}_0"][20:] if one_table else gradients[f"{leaf}_2"]
+        gradient = gradients[f"{leaf}_0"][edge:] if one_table else gradients[f"{leaf}_{last}"]
         assert gradient is not None
         assert (gradient == 0).all()
     if not one_table:
-        assert (gradients["projection_2"] == 0).all()
+        assert (gradients[f"projection_{last}"] == 0).all()
     assert (gradients["cluster_weight"] != 0).any()
 
 
-@pytest.mark.parametrize("name", [name for name in ADAPTIVE if name.startswith("div_2")])
+@pytest.mark.parametrize("name", [name for name in ADAPTIVE if "div_value" in VARIANTS[name]])
 def test_a_cluster_without_tokens_gets_a_gradient_of_zeros_in_the_embedding(name: str) -> None:
     embedding = tiny_model(**VARIANTS[name]).embedding
-    embedding(torch.tensor([[0, 4, 5, 19]])).sum().backward()
-    for i, is_used in enumerate((True, True, False)):
+    embedding(torch.tensor([[0, 4, embedding.edges[-2] - 1]])).sum().backward()
+    for i in range(embedding.num_tables):
         for parameter in (embedding.weight(i), embedding.projection(i)):
-            assert parameter is not None
-            assert parameter.grad is not None
-            assert bool((parameter.grad != 0).any()) is is_used
+            if parameter is not None:
+                assert parameter.grad is not None
+                assert bool((parameter.grad != 0).any()) is (i < embedding.num_tables - 1)
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("div_value", [1, 2])
-def test_gradients_are_those_of_what_is_computed(div_value: int, tie: bool) -> None:
+GRADIENT_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain_untied": {"tie_weights": False},
+    "plain_narrow": {"embed_width": 2},
+    "plain_narrow_tied_projection": {"embed_width": 2, "tie_projections": (True,)},
+    "unscaled": {"scale_embedding": False},
+    "div_1": {"cutoffs": (2, 5)},
+    "div_1_untied": {"cutoffs": (2, 5), "tie_weights": False},
+    "div_1_narrow": {"cutoffs": (2, 5), "embed_width": 3},
+    "div_1_narrow_tied_projections": {"cutoffs": (2, 5), "embed_width": 3, "tie_projections": (True, False, True)},
+    "div_2": {"cutoffs": (2, 5), "div_value": 2},
+    "div_2_untied": {"cutoffs": (2, 5), "div_value": 2, "tie_weights": False},
+    "div_2_tied_projections": {"cutoffs": (2, 5), "div_value": 2, "tie_projections": (False, True, True)},
+    "div_2_only_projections_tied": {
+        "cutoffs": (2, 5),
+        "div_value": 2,
+        "tie_weights": False,
+        "tie_projections": (True, True, True),
+    },
+    "div_2_same_width": {"cutoffs": (2, 5), "div_value": 2, "project_same_width": False},
+    "div_2_one_table": {"div_value": 2},
+    "div_4": {"cutoffs": (4,), "div_value": 4, "tie_projections": (True, False)},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENT_VARIANTS)
+def test_gradients_are_those_of_what_is_computed(name: str) -> None:
     torch.manual_seed(0)
-    section = tiny_section(
-        width=4, cutoffs=(2, 5), div_value=div_value, tie_weights=tie, tie_projections=(False, tie, tie)
-    )
+    section = tiny_section(**{"width": 4, **GRADIENT_VARIANTS[name]})
     embedding = AdaptiveEmbedding(section, vocab_size=9)
     softmax = AdaptiveSoftmax(section, vocab_size=9, embedding=embedding)
     network = nn.ModuleList([embedding, softmax]).double()
@@ -167,15 +203,17 @@ def test_gradients_are_those_of_what_is_computed(div_value: int, tie: bool) -> N
     assert torch.autograd.gradcheck(losses, parameters)  # it perturbs the parameters in place
 
 
-def test_tied_weights_are_one_parameter_and_untied_ones_are_not() -> None:
-    for name, settings in VARIANTS.items():
-        model = tiny_model(**settings)
-        for i in range(model.embedding.num_tables):
-            is_shared = getattr(model.softmax, f"weight_{i}") is model.embedding.weight(i)
-            assert is_shared is settings.get("tie_weights", True), name
-    model = tiny_model(**VARIANTS["div_2_tied_projections"])
-    shared = [getattr(model.softmax, f"projection_{i}") is model.embedding.projection(i) for i in range(3)]
-    assert shared == [False, True, True]
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tied_weights_are_one_parameter_and_untied_ones_are_not(name: str) -> None:
+    settings = VARIANTS[name]
+    embedding, softmax = (model := tiny_model(**settings)).embedding, model.softmax
+    for i in range(embedding.num_tables):
+        is_shared = getattr(softmax, f"weight_{i}") is embedding.weight(i)
+        assert is_shared is settings.get("tie_weights", True)
+    for i, is_tied in enumerate(settings.get("tie_projections", ())):
+        table = min(i, embedding.num_tables - 1)
+        projection = embedding.projection(table)
+        assert projection is None or (getattr(softmax, f"projection_{i}") is projection) is is_tied
 
 
 def test_cutoffs_beyond_the_vocabulary_are_refused() -> None:

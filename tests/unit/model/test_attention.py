@@ -1,4 +1,4 @@
-"""Relative attention is what the paper's equations say, and its gradients are those of what it computes."""
+"""Attention is what the papers' equations say, and its gradients are those of what it computes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.helpers.naive import naive_attention, naive_encoding
+from tests.helpers.models import POSITIONS, tiny_section
+from tests.helpers.naive import learned_score, naive_attention, plain_score, relative_score
+from txl_dist.model.attention import Attention, attention_biases, build_attention
+from txl_dist.model.block import Block
 from txl_dist.model.memory import EMPTY, Memory, visible_keys
 from txl_dist.model.relative_attention import distance_encoding, relative_attention
 
@@ -22,17 +25,18 @@ CASES: dict[str, dict[str, Any]] = {
     "empty_memory": {"memory": [[EMPTY] * 4] * 2, "documents": [[0] * 5] * 2},
     "partially_empty_memory": {"memory": [[EMPTY, EMPTY, 0, 0], [EMPTY, 0, 0, 0]], "documents": [[0] * 5] * 2},
     "documents": {"memory": [[3, 3, 4, 4], [EMPTY, 7, 7, 7]], "documents": [[4, 4, 5, 5, 6], [7, 7, 7, 8, 8]]},
-    "same_length": {"memory": [[0] * 4] * 2, "documents": [[0] * 5] * 2, "same_length": True},
-    "same_length_partially_empty": {
+    "window": {"memory": [[0] * 4] * 2, "documents": [[0] * 5] * 2, "same_length": "memory"},
+    "window_and_self": {"memory": [[0] * 4] * 2, "documents": [[0] * 5] * 2, "same_length": "memory_and_self"},
+    "window_partially_empty": {
         "memory": [[EMPTY, EMPTY, EMPTY, 0], [EMPTY] * 4],
         "documents": [[0] * 5] * 2,
-        "same_length": True,
+        "same_length": "memory",
     },
     "clamp_len": {"memory": [[0] * 4] * 2, "documents": [[0] * 5] * 2, "clamp_len": 3},
     "everything": {
         "memory": [[EMPTY, 1, 1, 1], [2, 2, 3, 3]],
         "documents": [[1, 1, 1, 2, 2], [3, 4, 4, 4, 4]],
-        "same_length": True,
+        "same_length": "memory",
         "clamp_len": 2,
     },
 }
@@ -42,34 +46,52 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: bool = False) -> Tensor:
+def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: Any = "off") -> Tensor:
     document_BM = torch.tensor(memory, dtype=torch.int64)
     return visible_keys(
         Memory(torch.zeros(1, *document_BM.shape, D), document_BM), torch.tensor(documents), same_length=same_length
     )
 
 
+def naive_contexts(case: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, *, score_N: list[Any]) -> Tensor:
+    """context_BTNH of the naive implementation."""
+    contexts = [
+        naive_attention(
+            query[b].tolist(),
+            key[b].tolist(),
+            value[b].tolist(),
+            score_N=score_N,
+            memory_documents=case["memory"][b],
+            documents=case["documents"][b],
+            same_length=case.get("same_length", "off"),
+        )
+        for b in range(B)
+    ]
+    return torch.tensor(contexts, dtype=torch.float64)
+
+
+def drawn_inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(query_BTNH, key_BKNH, value_BKNH, visible_BTK)."""
+    memory, documents = case["memory"], case["documents"]
+    T, K = len(documents[0]), len(memory[0]) + len(documents[0])
+    visible_BTK = visibility(memory, documents, same_length=case.get("same_length", "off"))
+    return draw(B, T, N, H, seed=1), draw(B, K, N, H, seed=2), draw(B, K, N, H, seed=3), visible_BTK
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_the_four_terms_of_the_paper(name: str) -> None:
     case = CASES[name]
-    memory, documents = case["memory"], case["documents"]
-    same_length, clamp_len = case.get("same_length", False), case.get("clamp_len", 0)
-    T, K = len(documents[0]), len(memory[0]) + len(documents[0])
-    query, key, value = draw(B, T, N, H, seed=1), draw(B, K, N, H, seed=2), draw(B, K, N, H, seed=3)
-    weight_NHD, u, v = draw(N, H, D, seed=4), draw(N, H, seed=5), draw(N, H, seed=6)
-    expected = naive_attention(
-        query,
-        key,
-        value,
-        distance_weight_NHD=weight_NHD,
-        content_bias_NH=u,
-        position_bias_NH=v,
-        memory_documents_BM=memory,
-        documents_BT=documents,
-        same_length=same_length,
-        clamp_len=clamp_len,
+    query, key, value, visible_BTK = drawn_inputs(case)
+    weight_NHD, u, v, clamp_len = (
+        draw(N, H, D, seed=4),
+        draw(N, H, seed=5),
+        draw(N, H, seed=6),
+        case.get("clamp_len", 0),
     )
-    encoding_KD = distance_encoding(K, width=D, clamp_len=clamp_len, like=query)
+    score_N = [
+        relative_score(weight_NHD[n].tolist(), u[n].tolist(), v[n].tolist(), clamp_len=clamp_len) for n in range(N)
+    ]
+    encoding_KD = distance_encoding(key.shape[1], width=D, clamp_len=clamp_len, like=query)
     ours = relative_attention(
         query,
         key,
@@ -77,41 +99,108 @@ def test_attention_is_the_four_terms_of_the_paper(name: str) -> None:
         distance_KNH=torch.einsum("nhd,kd->knh", weight_NHD, encoding_KD),
         content_bias_NH=u,
         position_bias_NH=v,
-        visible_BTK=visibility(memory, documents, same_length=same_length),
+        visible_BTK=visible_BTK,
     )
-    assert ours.shape == (B, T, N, H)
+    assert ours.shape == query.shape
+    assert (ours - naive_contexts(case, query, key, value, score_N=score_N)).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_learned_distances_take_the_place_of_terms_b_and_d(name: str) -> None:
+    case = CASES[name]
+    query, key, value, visible_BTK = drawn_inputs(case)
+    num_keys = key.shape[1]
+    table_KNH, bias_KN, u = draw(num_keys, N, H, seed=4), draw(num_keys, N, seed=6), draw(N, H, seed=5)
+    score_N = [learned_score(table_KNH[:, n].tolist(), bias_KN[:, n].tolist(), u[n].tolist()) for n in range(N)]
+    ours = relative_attention(
+        query,
+        key,
+        value,
+        distance_KNH=table_KNH.flip(0),
+        content_bias_NH=u,
+        distance_bias_KN=bias_KN.flip(0),
+        visible_BTK=visible_BTK,
+    )
+    assert (ours - naive_contexts(case, query, key, value, score_N=score_N)).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_absolute_attention_is_a_scaled_dot_product(name: str) -> None:
+    query, key, value, visible_BTK = drawn_inputs(CASES[name])
+    attention = build_attention(
+        tiny_section(num_heads=N, head_width=H, **POSITIONS["absolute"]), biases=attention_biases(tiny_section())
+    )
+    ours = attention.attend(query, torch.stack([key, value], dim=2), distances=None, visible_BTK=visible_BTK)
+    expected = naive_contexts(CASES[name], query, key, value, score_N=[plain_score] * N)
     assert (ours - expected).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize(
-    ("memory", "documents"),
-    [
-        ([[], []], [[0, 0], [0, 0]]),
-        ([[0, 0], [0, 0]], [[0, 0], [0, 0]]),
-        ([[EMPTY, 0], [1, 2]], [[0, 0], [2, 3]]),
-    ],
-    ids=["no_memory", "full_memory", "masked"],
-)
-def test_gradients_are_those_of_what_is_computed(memory: list[list[int]], documents: list[list[int]]) -> None:
-    K = len(memory[0]) + 2
-    visible_BTK = visibility(memory, documents)
-    inputs = [
-        draw(*shape, seed=seed).requires_grad_()
-        for seed, shape in enumerate([(2, 2, 2, 2), (2, K, 2, 2), (2, K, 2, 2), (K, 2, 2), (2, 2), (2, 2)])
-    ]
+def double_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module in fp64, drawn so that none is zero."""
+    parameters = list(module.double().parameters())
+    for i, parameter in enumerate(parameters):
+        parameter.data = draw(*parameter.shape, seed=100 + i) * 0.6
+    return parameters
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, distance: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        return relative_attention(
-            query,
-            key,
-            value,
-            distance_KNH=distance,
-            content_bias_NH=u,
-            position_bias_NH=v,
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "relative": {},
+    "relative_clamped": {"clamp_len": 1},
+    "learned": {"positions": "learned_relative", "num_distances": 8},
+    "learned_far_distances": {"positions": "learned_relative", "num_distances": 2},
+    "learned_clamped": {"positions": "learned_relative", "num_distances": 4, "clamp_len": 1},
+    "absolute": {"positions": "absolute"},
+}
+VISIBILITIES: dict[str, tuple[list[int], list[int], str]] = {
+    "no_memory": ([], [0, 0, 0], "off"),
+    "memory": ([0, 0], [0, 0, 0], "off"),
+    "documents": ([EMPTY, 0], [0, 0, 1], "off"),
+    "window": ([0, 0], [0, 0, 0], "memory"),
+    "window_and_self": ([EMPTY, 0], [0, 0, 0], "memory_and_self"),
+}
+
+
+@pytest.mark.parametrize("where", VISIBILITIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_attention_are_those_of_what_is_computed(name: str, where: str) -> None:
+    past, documents, same_length = VISIBILITIES[where]
+    section = tiny_section(width=3, head_width=2, value_bias=True, output_bias=True, **LAYERS[name])
+    attention: Attention = build_attention(section, biases=attention_biases(section))
+    parameters, K = double_parameters(attention), len(past) + 3
+    visible_BTK = visibility([past], [documents], same_length=same_length)
+    encoding_KD = distance_encoding(K, width=3, clamp_len=section.clamp_len, like=parameters[0])
+    states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, K, 3, seed=2).requires_grad_()]
+
+    def attend(hidden_BTD: Tensor, source_BKD: Tensor, encoding_KD: Tensor, *_: Tensor) -> Tensor:
+        result: Tensor = attention(
+            hidden_BTD,
+            key_value_BK2NH=attention.project_key_value(source_BKD),
+            distances=attention.distances(K, encoding_KD=encoding_KD),
             visible_BTK=visible_BTK,
         )
+        return result
 
-    assert torch.autograd.gradcheck(attend, inputs)
+    encoding_KD.requires_grad_(section.positions == "relative")
+    assert torch.autograd.gradcheck(attend, (*states, encoding_KD, *parameters))  # perturbs the parameters in place
+
+
+@pytest.mark.parametrize(("activation", "pre_norm"), [("relu", False), ("gelu", True)], ids=["post_norm", "pre_norm"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_gradients_of_a_block_are_those_of_what_is_computed(name: str, activation: str, pre_norm: bool) -> None:
+    changes = {"width": 3, "head_width": 2, "ff_width": 4, "activation": activation, "pre_norm": pre_norm}
+    section = tiny_section(**{**changes, **POSITIONS[name]})
+    block = Block(section, biases=attention_biases(section))
+    parameters = double_parameters(block)
+    past = [] if name == "absolute" else [0, 0]
+    visible_BTK = visibility([past], [[0, 0, 1]])
+    encoding_KD = distance_encoding(len(past) + 3, width=3, clamp_len=0, like=parameters[0])
+    states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, len(past), 3, seed=2).requires_grad_(bool(past))]
+
+    def run(hidden_BTD: Tensor, memory_BMD: Tensor, *_: Tensor) -> Tensor:
+        result: Tensor = block(hidden_BTD, memory_BMD, encoding_KD, visible_BTK)
+        return result
+
+    assert torch.autograd.gradcheck(run, (*states, *parameters))
 
 
 def test_what_a_query_may_not_see_gets_no_gradient() -> None:
@@ -132,30 +221,3 @@ def test_what_a_query_may_not_see_gets_no_gradient() -> None:
         assert tensor.grad is not None
         seen = tensor.grad.abs().sum((0, 2, 3)) > 0
         assert seen.tolist() == [False, False, True, True, False]
-
-
-def test_encodings_are_sinusoids_of_descending_distances() -> None:
-    for width in (8, 7):
-        ours = distance_encoding(2000, width=width, clamp_len=0, like=torch.zeros(1, dtype=torch.float64))
-        expected = torch.stack([naive_encoding(distance, width=width) for distance in range(1999, -1, -1)])
-        assert (ours - expected).abs().max() <= 1e-10
-
-
-def test_clamped_distances_share_one_encoding() -> None:
-    like = torch.zeros(1, dtype=torch.float64)
-    clamped = distance_encoding(50, width=8, clamp_len=10, like=like)
-    plain = distance_encoding(50, width=8, clamp_len=0, like=like)
-    assert torch.equal(clamped[-11:], plain[-11:])
-    assert torch.equal(clamped[:-11], plain[-11].expand(39, 8))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_encodings_are_built_in_fp32_and_cast_last(dtype: torch.dtype) -> None:
-    full = distance_encoding(2000, width=64, clamp_len=0, like=torch.zeros(1))
-    half = distance_encoding(2000, width=64, clamp_len=0, like=torch.zeros(1, dtype=dtype))
-    assert full.dtype == torch.float32
-    assert len(full.unique(dim=0)) == 2000
-    assert half.dtype == dtype
-    assert torch.equal(half, full.to(dtype))
-    # Distances made in bf16 would collapse: 1,024 of them into 513.
-    assert len(half.unique(dim=0)) == 2000

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.helpers.models import random_tokens, tiny_model
+from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, tiny_model
 from tests.helpers.naive import naive_visible
 from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
 
@@ -73,7 +73,7 @@ def test_visible_keys_are_those_of_the_definition() -> None:
         empty = generator.randint(0, memory_len)
         past, documents = [EMPTY] * empty + ordinal[empty:memory_len], ordinal[memory_len:]
         memory = Memory(torch.zeros(1, 1, memory_len, 1), torch.tensor([past], dtype=torch.int64))
-        for same_length in (False, True) if memory_len else (False,):
+        for same_length in ("off", "memory", "memory_and_self") if memory_len else ("off", "memory_and_self"):
             mask = visible_keys(memory, torch.tensor([documents]), same_length=same_length)
             expected = [
                 [
@@ -86,16 +86,24 @@ def test_visible_keys_are_those_of_the_definition() -> None:
             assert mask.any(-1).all(), "every query sees a key"
 
 
-def test_same_length_gives_every_query_as_many_keys_as_the_memory_is_long() -> None:
+def test_windows_give_every_query_equally_many_keys() -> None:
     memory = Memory(torch.zeros(1, 2, 6, 1), torch.zeros(2, 6, dtype=torch.int64))
     document_BT = torch.zeros(2, 4, dtype=torch.int64)
-    assert (visible_keys(memory, document_BT, same_length=True).sum(-1) == 6).all()
-    assert visible_keys(memory, document_BT)[0].sum(-1).tolist() == [7, 8, 9, 10]
+    counts = {
+        same_length: visible_keys(memory, document_BT, same_length=same_length)[0].sum(-1).tolist()
+        for same_length in ("off", "memory", "memory_and_self")
+    }
+    # As the peers count them: 6 in the original PyTorch code and Hugging Face, 7 in NVIDIA's and the TensorFlow code.
+    assert counts == {"off": [7, 8, 9, 10], "memory": [6, 6, 6, 6], "memory_and_self": [7, 7, 7, 7]}
+    half_empty = memory._replace(document_BM=torch.tensor([[EMPTY, EMPTY, EMPTY, 0, 0, 0]] * 2))
+    for same_length, expected in (("memory", [4, 5, 6, 6]), ("memory_and_self", [4, 5, 6, 7])):
+        assert visible_keys(half_empty, document_BT, same_length=same_length)[0].sum(-1).tolist() == expected
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_empty_memory_contributes_nothing(pre_norm: bool) -> None:
-    model = tiny_model(pre_norm=pre_norm)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_empty_memory_contributes_nothing(name: str, pre_norm: bool) -> None:
+    model = tiny_model(pre_norm=pre_norm, value_bias=True, **POSITIONS[name])
     tokens_BT = random_tokens(2, 4)
     _, memory = model(random_tokens(2, 3, seed=1), model.empty_memory(num_lanes=2, memory_len=8))
     assert (memory.document_BM == EMPTY).sum(1).tolist() == [5, 5]
@@ -110,8 +118,9 @@ def test_empty_memory_contributes_nothing(pre_norm: bool) -> None:
     assert not torch.equal(model(tokens_BT, memory._replace(hidden_LBMD=garbage))[0], expected)
 
 
-def test_an_empty_memory_is_the_same_as_none() -> None:
-    model = tiny_model(dtype=torch.float64)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_an_empty_memory_is_the_same_as_none(name: str) -> None:
+    model = tiny_model(dtype=torch.float64, **POSITIONS[name])
     tokens_BT = random_tokens(2, 6)
     without, _ = model(tokens_BT, model.empty_memory(num_lanes=2, memory_len=0))
     with_empty, _ = model(tokens_BT, model.empty_memory(num_lanes=2, memory_len=9))
@@ -119,8 +128,9 @@ def test_an_empty_memory_is_the_same_as_none() -> None:
 
 
 @pytest.mark.parametrize("recompute_blocks", [False, True])
-def test_no_gradient_flows_into_the_memory(recompute_blocks: bool) -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("name", RECURRENT)
+def test_no_gradient_flows_into_the_memory(name: str, recompute_blocks: bool) -> None:
+    model = tiny_model(**POSITIONS[name])
     model.recompute_blocks = recompute_blocks
     first, second = random_tokens(2, 4, seed=1), random_tokens(2, 4, seed=2)
     _, memory = model(first, model.empty_memory(num_lanes=2, memory_len=6))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.models import random_tokens, segment_losses, tiny_model
+from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, segment_losses, tiny_model
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
 from txl_dist.sections import ModelSection
@@ -19,7 +19,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive_pre_norm": {"cutoffs": (5, 20), "pre_norm": True},
     "adaptive_div_2": {"cutoffs": (5, 20), "div_value": 2, "tie_projections": (False, True, True)},
     "clamped": {"clamp_len": 4, "share_biases": False},
+    "learned": RECURRENT["learned_relative"],
+    "learned_all_distances": {"positions": "learned_relative", "num_distances": 48, "pre_norm": True},
+    "learned_clamped": {"clamp_len": 4, "share_biases": False, **RECURRENT["learned_relative"]},
+    "labml_like": {
+        "pre_norm": True,
+        "final_norm": True,
+        "value_bias": True,
+        "output_bias": True,
+        "scale_embedding": False,
+        "activation": "gelu",
+        **RECURRENT["learned_relative"],
+    },
 }
+WITHOUT_MEMORY: dict[str, dict[str, Any]] = {
+    "absolute": POSITIONS["absolute"],
+    "absolute_pre_norm": {"pre_norm": True, "final_norm": True, "clamp_len": 4, **POSITIONS["absolute"]},
+}
+ALL = {**VARIANTS, **WITHOUT_MEMORY}
 TOKENS = 24
 SPLITS = [(8, 8, 8), (5, 11, 1, 7), (23, 1), (1,) * TOKENS]
 
@@ -38,9 +55,13 @@ def test_a_segment_split_changes_nothing(name: str, dtype: torch.dtype, toleranc
     assert (forgetful - whole).abs().max() > 1e-3, "the memory matters"
 
 
+@pytest.mark.parametrize(("same_length", "window"), [("memory", 7), ("memory_and_self", 8)])
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_same_length_is_a_sliding_window_that_no_segment_split_changes(pre_norm: bool) -> None:
-    model = tiny_model(dtype=torch.float64, same_length=True, pre_norm=pre_norm)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_same_length_is_a_sliding_window_that_no_segment_split_changes(
+    name: str, pre_norm: bool, same_length: str, window: int
+) -> None:
+    model = tiny_model(dtype=torch.float64, same_length=same_length, pre_norm=pre_norm, **RECURRENT[name])
     tokens_BS = random_tokens(2, TOKENS + 1)
     whole = segment_losses(model, tokens_BS, memory_len=7, lengths=(TOKENS,))
     for lengths in SPLITS:
@@ -48,62 +69,60 @@ def test_same_length_is_a_sliding_window_that_no_segment_split_changes(pre_norm:
     changed = tokens_BS.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 50
     difference = (segment_losses(model, changed, memory_len=7, lengths=(TOKENS,)) - whole).abs()
-    # Three layers of a window of 7 reach 18 positions back: position 18 still sees token 0, position 19 does not.
-    assert (difference[:, 18] > 0).all()
-    assert (difference[:, 19:] <= 1e-12).all()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("lengths", [(18,), (6, 6, 6), (4, 9, 5), (1,) * 18])
-@pytest.mark.parametrize("name", ["post_norm", "pre_norm", "adaptive_div_2"])
-def test_with_document_masks_each_document_is_scored_as_if_it_were_alone(
-    name: str, lengths: tuple[int, ...], dtype: torch.dtype, tolerance: float
-) -> None:
-    model = tiny_model(dtype=dtype, **VARIANTS[name])
-    documents = [random_tokens(1, 8, seed=1), random_tokens(1, 11, seed=2)]
-    tokens_BS = torch.cat(documents, dim=1)
-    document_BS = torch.cat([torch.full_like(tokens, 3 + i) for i, tokens in enumerate(documents)], dim=1)
-    together = segment_losses(model, tokens_BS, memory_len=18, lengths=lengths, document_BS=document_BS)
-    carried = segment_losses(model, tokens_BS, memory_len=18, lengths=lengths)
-    first, second = (
-        segment_losses(model, tokens, memory_len=18, lengths=(tokens.shape[1] - 1,)) for tokens in documents
-    )
-    assert (together[:, :7] - first).abs().max() <= tolerance * first.max()
-    assert (together[:, 8:] - second).abs().max() <= tolerance * second.max()
-    assert (carried[:, 8:] - second).abs().max() > 1e-3, "without masks the first document is felt"
+    # Three layers of a window reach 3 * (window - 1) positions back, and no farther.
+    reach = 3 * (window - 1)
+    assert (difference[:, reach] > 0).all()
+    assert (difference[:, reach + 1 :] <= 1e-12).all()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_a_memory_keeps_its_shape_whatever_the_segments_are(name: str) -> None:
+    model = tiny_model(**VARIANTS[name])
+    for memory_len in (0, 1, 5, 30):
+        memory, seen = model.empty_memory(num_lanes=2, memory_len=memory_len), 0
+        for length in (4, 1, 9, 2):
+            hidden, memory = model(random_tokens(2, length), memory)
+            seen += length
+            assert hidden.shape == (2, length, 12)
+            assert memory.hidden_LBMD.shape == (3, 2, memory_len, 12)
+            assert (memory.document_BM >= 0).sum(1).tolist() == [min(seen, memory_len)] * 2
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_lanes_are_independent(name: str) -> None:
-    model = tiny_model(dtype=torch.float64, **VARIANTS[name])
+    model, memory_len = tiny_model(dtype=torch.float64, **ALL[name]), 0 if name in WITHOUT_MEMORY else 5
     tokens_BS = random_tokens(4, 13)
     changed = tokens_BS.clone()
     changed[1] = (changed[1] + 7) % 50
-    before = segment_losses(model, tokens_BS, memory_len=5, lengths=(4, 4, 4))
-    after = segment_losses(model, changed, memory_len=5, lengths=(4, 4, 4))
+    before = segment_losses(model, tokens_BS, memory_len=memory_len, lengths=(4, 4, 4))
+    after = segment_losses(model, changed, memory_len=memory_len, lengths=(4, 4, 4))
     assert (after[[0, 2, 3]] - before[[0, 2, 3]]).abs().max() <= 1e-12
     assert ((after[1] - before[1]).abs() > 1e-3).any()
-    alone = torch.cat([segment_losses(model, row[None], memory_len=5, lengths=(4, 4, 4)) for row in tokens_BS])
+    alone = torch.cat([segment_losses(model, row[None], memory_len=memory_len, lengths=(4, 4, 4)) for row in tokens_BS])
     assert (alone - before).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_losses_are_causal(name: str) -> None:
-    model = tiny_model(dtype=torch.float64, **VARIANTS[name])
+    model, memory_len = tiny_model(dtype=torch.float64, **ALL[name]), 0 if name in WITHOUT_MEMORY else 12
     tokens_BS = random_tokens(2, 13)
-    before = segment_losses(model, tokens_BS, memory_len=12, lengths=(6, 6))
+    before = segment_losses(model, tokens_BS, memory_len=memory_len, lengths=(6, 6))
     for position in (0, 3, 5, 6, 11):
         changed = tokens_BS.clone()
         changed[:, position] = (changed[:, position] + 7) % 50
-        difference = (segment_losses(model, changed, memory_len=12, lengths=(6, 6)) - before).abs()
-        # Loss p is that of token p + 1, given the tokens up to p.
+        difference = (segment_losses(model, changed, memory_len=memory_len, lengths=(6, 6)) - before).abs()
+        # Loss p is that of token p + 1, given the tokens up to p; without memory, those of its segment.
+        end_of_reach = 12 if memory_len else 6 * (position // 6 + 1)
         assert (difference[:, : max(0, position - 1)] <= 1e-12).all()
-        assert (difference[:, position:] > 1e-6).any(0).all(), "every later loss sees the token"
+        assert (difference[:, position:end_of_reach] > 1e-6).any(0).all(), "every later loss sees the token"
+        assert (difference[:, end_of_reach:] <= 1e-12).all()
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_forward_pass_cannot_disturb_the_memory_it_was_given(training: bool) -> None:
-    model = tiny_model(dropout=0.2, cutoffs=(5, 20)).train(training)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_forward_pass_cannot_disturb_the_memory_it_was_given(name: str, training: bool) -> None:
+    model = tiny_model(dropout=0.2, cutoffs=(5, 20), **RECURRENT[name]).train(training)
     _, memory = model(random_tokens(2, 6), model.empty_memory(num_lanes=2, memory_len=4))
     copy = memory._replace(hidden_LBMD=memory.hidden_LBMD.clone(), document_BM=memory.document_BM.clone())
     for length in (1, 3, 4, 9):
@@ -139,7 +158,12 @@ def test_evaluating_between_two_steps_changes_no_training_loss() -> None:
     ("settings", "memory_len"),
     [
         *((settings, memory_len) for settings in VARIANTS.values() for memory_len in (0, 1, 6, 40)),
-        *(({"same_length": True}, memory_len) for memory_len in (1, 6, 40)),
+        *(
+            ({"same_length": same_length, **settings}, memory_len)
+            for same_length in ("memory", "memory_and_self")
+            for settings in RECURRENT.values()
+            for memory_len in (1, 6, 40)
+        ),
     ],
 )
 @torch.no_grad()
@@ -161,13 +185,14 @@ def test_cached_keys_and_values_give_what_cached_hidden_states_give(settings: di
         cache, start = next_cache, start + length
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_recomputing_activations_changes_neither_loss_nor_gradients_by_a_bit(name: str) -> None:
-    results = []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ALL)
+def test_recomputing_activations_changes_neither_loss_nor_gradients_by_a_bit(name: str, dtype: torch.dtype) -> None:
+    results, memory_len = [], 0 if name in WITHOUT_MEMORY else 8
     for recompute in (False, True):
-        model = tiny_model(dropout=0.3, attention_dropout=0.2, **VARIANTS[name])
+        model = tiny_model(dtype=dtype, dropout=0.3, attention_dropout=0.2, **ALL[name])
         model.recompute_blocks = recompute
-        _, memory = model(random_tokens(2, 5), model.empty_memory(num_lanes=2, memory_len=8))
+        _, memory = model(random_tokens(2, 5), model.empty_memory(num_lanes=2, memory_len=memory_len))
         torch.manual_seed(5)
         hidden, after = model(random_tokens(2, 6, seed=1), memory)
         loss = model.softmax(hidden, random_tokens(2, 6, seed=2)).mean()
@@ -177,13 +202,12 @@ def test_recomputing_activations_changes_neither_loss_nor_gradients_by_a_bit(nam
     assert all(a is not None and torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_parameter_gets_a_gradient_from_every_segment(name: str) -> None:
-    model = tiny_model(**VARIANTS[name])
-    tokens_BT = torch.zeros(
-        1, 2, dtype=torch.int64
-    )  # the most frequent word only: all tail clusters are without targets
-    hidden, _ = model(tokens_BT, model.empty_memory(num_lanes=1, memory_len=3))
+    model, memory_len = tiny_model(**ALL[name]), 0 if name in WITHOUT_MEMORY else 3
+    # The most frequent word only: all tail clusters are without targets.
+    tokens_BT = torch.zeros(1, 2, dtype=torch.int64)
+    hidden, _ = model(tokens_BT, model.empty_memory(num_lanes=1, memory_len=memory_len))
     model.softmax(hidden, tokens_BT).sum().backward()
     assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
 

@@ -15,7 +15,15 @@ import pytest
 
 from tests.helpers.corpora import ALPHABET, random_text, random_texts
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerKind, cut_pieces, load_tokenizer
+from txl_dist.text.tokenizer import (
+    END_OF_TEXT,
+    CharTokenizer,
+    Tokenizer,
+    TokenizerKind,
+    WordTokenizer,
+    cut_pieces,
+    load_tokenizer,
+)
 from txl_dist.text.training import train_tokenizer
 
 KINDS = ("byte", "char", "word", "bpe")
@@ -195,3 +203,76 @@ def test_a_prompt_of_any_other_kind_is_its_text(kind: TokenizerKind) -> None:
     tokenizer = train_tokenizer(kind, lambda: ["one two\nthree"])
     assert tokenizer.encode_prompt("one two").tolist() == tokenizer.encode("one two").tolist()
     assert tokenizer.joint("one") == ""
+
+
+def test_files_without_the_newer_settings_keep_their_bytes_and_fingerprints(
+    tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    texts = ["the cat\n"]
+    assert make("word", texts).to_json() == (
+        '{"end_of_text":1,"format_version":1,"kind":"word","symbols":["<eos>","<|endoftext|>","cat","the","<unk>"]}'
+    )
+    for kind, tokenizer in tokenizers.items():
+        keys = {"format_version", "kind", "symbols", "end_of_text"} | ({"merges"} if kind == "bpe" else set())
+        assert set(json.loads(tokenizer.to_json())) == keys
+
+
+SYMBOLS = ["<S>", "</S>", "<UNK>", "a", "b", "The"]
+SETTINGS: list[dict[str, Any]] = [
+    {"line_start": "<S>", "line_end": "<S>", "unknown": "<UNK>"},
+    {"line_start": "<S>", "line_end": "</S>", "unknown": None},
+    {"line_end": None, "unknown": "<UNK>", "lower_case": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_settings_of_words_survive_the_file_and_are_in_it_only_where_they_differ(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer = WordTokenizer(SYMBOLS, end_of_text=None, **settings)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert loaded.encode("a b\nb").tolist() == tokenizer.encode("a b\nb").tolist()
+    written = json.loads(tokenizer.to_json())
+    assert written["end_of_text"] is None
+    assert set(written) - {"format_version", "kind", "symbols", "end_of_text"} == set(settings)
+
+
+def test_marks_stand_before_and_behind_each_line_and_show_as_one_newline_behind_it() -> None:
+    both = WordTokenizer(SYMBOLS, end_of_text=None, **SETTINGS[0])
+    assert both.encode("a b\n\nc").tolist() == [0, 3, 4, 0, 0, 0, 0, 2, 0]
+    assert both.encode_prompt("a b").tolist() == [0, 3, 4]
+    assert both.encode("").tolist() == []
+    apart = WordTokenizer(SYMBOLS, end_of_text=None, **SETTINGS[1])
+    assert apart.encode("a b\nThe\n").tolist() == [0, 3, 4, 1, 0, 5, 1]
+    assert apart.decode(apart.encode("a b\nThe\n")) == "a b \nThe \n"
+    without = WordTokenizer(SYMBOLS, end_of_text=None, **SETTINGS[2])
+    assert without.encode("a B\n\nThe").tolist() == [3, 4, 2]
+    assert without.encode_prompt("a b").tolist() == [3, 4]
+
+
+def test_without_a_symbol_for_the_unknown_it_is_refused_by_name() -> None:
+    word = WordTokenizer(SYMBOLS, end_of_text=None, **SETTINGS[1])
+    with pytest.raises(DataError, match="word 'c'"):
+        word.encode("a b\na c")
+    char = CharTokenizer(["a", "\u4e2d"], end_of_text=None, unknown=None)
+    assert char.encode("a\u4e2da").tolist() == [0, 1, 0]
+    for character in ("b", "\x00", "\U0001f680"):
+        with pytest.raises(DataError, match="character"):
+            char.encode(f"a{character}")
+    assert CharTokenizer(["a", "<unk>"], end_of_text=None, lower_case=True).encode("Ab").tolist() == [0, 1]
+
+
+def test_a_tokenizer_without_end_of_text_encodes_its_literal_spelling_as_any_word() -> None:
+    tokenizer = WordTokenizer([END_OF_TEXT, "a"], end_of_text=None, line_end=None, unknown=None)
+    assert tokenizer.encode(f"a {END_OF_TEXT}").tolist() == [1, 0]
+
+
+def test_settings_that_name_no_symbol_make_a_damaged_file(tmp_path: Path) -> None:
+    good = json.loads(WordTokenizer(SYMBOLS, end_of_text=None, **SETTINGS[0]).to_json())
+    path = tmp_path / "tokenizer.json"
+    for change in ({"line_start": "<s>"}, {"line_end": "<eos>"}, {"unknown": "<unk>"}, {"line_end": 3}):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(DataError, match=r"tokenizer\.json is damaged"):
+            load_tokenizer(path)

@@ -7,12 +7,13 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from txl_dist.sections import OptimSection
 from txl_dist.train.schedule import learning_rate
 
 MAX_STEPS = 100
-SCHEDULES = ["cosine", "linear", "inverse_sqrt", "constant"]
+SCHEDULES = ["cosine", "cosine_from_start", "linear", "inverse_sqrt", "constant"]
 
 
 def rates(schedule: str, **changes: Any) -> list[float]:
@@ -57,6 +58,34 @@ def test_inverse_sqrt_halves_when_the_updates_have_become_four_times_as_many_and
     assert values[9:] == pytest.approx([0.5 * math.sqrt(10 / (step + 1)) for step in range(9, 2 * MAX_STEPS)])
     assert values[39] == pytest.approx(0.25, rel=1e-12)
     assert rates("inverse_sqrt", min_lr=0.3)[MAX_STEPS] == 0.3
+
+
+def test_cosine_from_start_is_not_shifted_by_the_warm_up() -> None:
+    values = rates("cosine_from_start")
+    expected = [0.05 + 0.45 * (1 + math.cos(math.pi * step / MAX_STEPS)) / 2 for step in range(10, MAX_STEPS + 1)]
+    assert values[10 : MAX_STEPS + 1] == pytest.approx(expected, rel=1e-12)
+    assert values[MAX_STEPS:] == [0.05] * MAX_STEPS
+    assert rates("cosine_from_start", warmup_steps=0) == rates("cosine", warmup_steps=0)
+
+
+def test_cosine_from_start_is_the_original_loop_with_torchs_scheduler() -> None:
+    """train.py of kimiyoung/transformer-xl sets the rate of the next update after each one, counting updates."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, MAX_STEPS, eta_min=0.05)
+    original = [0.5]
+    optimizer.step()
+    for _ in range(MAX_STEPS):
+        scheduler.step()
+        original.append(scheduler.get_last_lr()[0])
+    assert rates("cosine_from_start")[10 : MAX_STEPS + 1] == pytest.approx(original[10:], rel=1e-9)
+
+
+@pytest.mark.parametrize(("width", "warmup_steps"), [(128, 2000), (512, 4000), (3, 1)])
+def test_inverse_sqrt_with_the_right_peak_is_the_formula_of_noam(width: int, warmup_steps: int) -> None:
+    optim = OptimSection(schedule="inverse_sqrt", lr=(width * warmup_steps) ** -0.5, warmup_steps=warmup_steps)
+    for update in range(1, 10_000):
+        noam = width**-0.5 * min(update**-0.5, update * warmup_steps**-1.5)
+        assert learning_rate(update - 1, optim, max_steps=5000) == pytest.approx(noam, rel=1e-12)
 
 
 def test_constant_stays_at_the_peak() -> None:

@@ -1,0 +1,178 @@
+"""Dropout: every place has a rate of its own, acts alone, and drops as many numbers as it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.models import POSITIONS, random_tokens, tiny_model, tiny_section
+from txl_dist.model.attention import attention_biases, build_attention
+from txl_dist.model.block import Block
+from txl_dist.model.transformer_xl import TransformerXL
+
+OWN_RATES = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
+PLACES = ["attention_dropout", *OWN_RATES]
+NOWHERE: dict[str, float] = {"dropout": 0.0, **dict.fromkeys(PLACES, 0.0)}
+RATE = 0.3
+MEMORY_LEN = {"relative": 6, "learned_relative": 6, "absolute": 0}
+
+
+def drops(model: TransformerXL, tokens_BT: Tensor, *, memory_len: int) -> dict[str, list[Tensor]]:
+    """Per place the tensors in training mode where a dropout has just acted, before anything else mixed them.
+
+    What a sublayer gives is seen as the sum after it, less the sum before it; so the model must be post-norm.
+    """
+    seen: dict[str, list[Tensor]] = {place: [] for place in OWN_RATES}
+
+    def block_begins(_: nn.Module, args: tuple[Any, ...]) -> None:
+        residual[0] = args[0]
+        if not seen["embed_dropout"]:
+            seen["embed_dropout"].append(args[0])
+            if args[2] is not None:
+                seen["distance_dropout"].append(args[2])
+
+    def sum_is_normed(place: str, args: tuple[Any, ...]) -> None:
+        seen[place].append(args[0] - residual[0])
+
+    def keep_residual(_: nn.Module, __: object, output: Tensor) -> None:
+        residual[0] = output
+
+    residual: list[Tensor] = [torch.empty(0)]
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.register_forward_pre_hook(block_begins)
+        block.attention_norm.register_forward_pre_hook(lambda _, args: sum_is_normed("projection_dropout", args))
+        block.attention_norm.register_forward_hook(keep_residual)
+        block.ff_out.register_forward_pre_hook(lambda _, args: seen["ff_dropout"].append(args[0]))
+        block.ff_norm.register_forward_pre_hook(lambda _, args: sum_is_normed("ff_dropout", args))
+    memory = model.empty_memory(num_lanes=tokens_BT.shape[0], memory_len=memory_len)
+    seen["output_dropout"].append(model.train()(tokens_BT, memory)[0])
+    return seen
+
+
+def outputs(model: TransformerXL, *, memory_len: int, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Hidden states of two segments, the second with a memory."""
+    torch.manual_seed(seed)
+    memory = model.empty_memory(num_lanes=2, memory_len=memory_len)
+    first, memory = model(random_tokens(2, 4), memory)
+    return first, model(random_tokens(2, 4, seed=1), memory)[0]
+
+
+@contextmanager
+def evaluating(model: TransformerXL) -> Iterator[TransformerXL]:
+    was_training = model.training
+    yield model.eval()
+    model.train(was_training)
+
+
+def trains_as_it_evaluates(model: TransformerXL, *, memory_len: int) -> bool:
+    training = outputs(model.train(), memory_len=memory_len)
+    with evaluating(model):
+        evaluation = outputs(model, memory_len=memory_len)
+    return all(torch.equal(a, b) for a, b in zip(training, evaluation, strict=True))
+
+
+@pytest.mark.parametrize("pre_norm", [False, True], ids=["post_norm", "pre_norm"])
+@pytest.mark.parametrize("name", POSITIONS)
+@torch.no_grad()
+def test_each_place_alone_makes_training_differ_and_none_leaves_it_equal(name: str, pre_norm: bool) -> None:
+    settings = {**NOWHERE, "pre_norm": pre_norm, **POSITIONS[name]}
+    assert trains_as_it_evaluates(tiny_model(**settings), memory_len=MEMORY_LEN[name])
+    for place in PLACES:
+        model = tiny_model(**{**settings, place: RATE})
+        acts = place != "distance_dropout" or name == "relative"
+        assert trains_as_it_evaluates(model, memory_len=MEMORY_LEN[name]) is not acts, place
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@torch.no_grad()
+def test_minus_one_means_the_common_rate(name: str) -> None:
+    for place in OWN_RATES:
+        by_name, by_default = (
+            tiny_model(**{**NOWHERE, **POSITIONS[name], **rates})
+            for rates in ({place: RATE}, {"dropout": RATE, place: -1.0})
+        )
+        for one, other in zip(
+            outputs(by_name, memory_len=MEMORY_LEN[name]), outputs(by_default, memory_len=MEMORY_LEN[name]), strict=True
+        ):
+            assert torch.equal(one, other), place
+    # Nobody asks for dropout on attention probabilities by asking for dropout.
+    model = tiny_model(**{**NOWHERE, **POSITIONS[name], "dropout": RATE})
+    assert trains_as_it_evaluates(model, memory_len=MEMORY_LEN[name])
+
+
+def assert_dropped(x: Tensor, *, rate: float, what: str) -> None:
+    """The share of zeros lies within five standard errors of the rate."""
+    share, error = (x == 0).float().mean().item(), math.sqrt(rate * (1 - rate) / x.numel())
+    assert abs(share - rate) <= 5 * error, f"{what}: {share:.3f} of {x.numel()} numbers are zero, not {rate}"
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@torch.no_grad()
+def test_each_place_drops_the_share_of_numbers_it_says_and_scales_the_rest(name: str) -> None:
+    rates = {place: 0.1 * (i + 1) for i, place in enumerate(OWN_RATES)}
+    settings = {"activation": "gelu", "num_layers": 2, "width": 40, "ff_width": 48, **POSITIONS[name]}
+    tokens_BT = random_tokens(8, 16)
+    model = tiny_model(**{**NOWHERE, **rates, **settings})
+    seen = drops(model, tokens_BT, memory_len=MEMORY_LEN[name])
+    whole = drops(tiny_model(**{**NOWHERE, **settings}), tokens_BT, memory_len=MEMORY_LEN[name])
+    assert {place: len(tensors) for place, tensors in seen.items()} == {
+        "embed_dropout": 1,
+        "distance_dropout": 1 if name == "relative" else 0,
+        "projection_dropout": 2,
+        "ff_dropout": 4,
+        "output_dropout": 1,
+    }
+    for place, tensors in seen.items():
+        for x, undropped in zip(tensors, whole[place], strict=True):
+            is_number = undropped != 0  # the sine of distance 0 is zero, dropped or not
+            assert is_number.float().mean() > 0.9, place
+            assert_dropped(x[is_number], rate=rates[place], what=place)
+    for place in ("embed_dropout", "distance_dropout"):  # nothing random came before these
+        for x, undropped in zip(seen[place], whole[place], strict=True):
+            assert (x - undropped / (1 - rates[place]))[x != 0].abs().max() <= 1e-5, place
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@torch.no_grad()
+def test_attention_drops_probabilities_and_scales_the_rest(name: str) -> None:
+    """Values are unit vectors, one per key, so that a context is the list of the probabilities."""
+    num_keys = 40
+    section = tiny_section(head_width=num_keys, attention_dropout=RATE, **POSITIONS[name])
+    attention = build_attention(section, biases=attention_biases(section))
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    torch.manual_seed(0)
+    key = torch.randn(1, num_keys, 2, num_keys)
+    key_value_BK2NH = torch.stack([key, torch.eye(num_keys)[None, :, None].expand_as(key)], dim=2)
+    query_BTNH, encoding_KD = torch.randn(1, 30, 2, num_keys), torch.randn(num_keys, 12)
+    visible_BTK = torch.ones(1, 30, num_keys, dtype=torch.bool).tril(num_keys - 30)
+    training, evaluation = (
+        attention.train(mode).attend(
+            query_BTNH,
+            key_value_BK2NH,
+            distances=attention.distances(num_keys, encoding_KD=encoding_KD),
+            visible_BTK=visible_BTK,
+        )
+        for mode in (True, False)
+    )
+    assert (evaluation.sum(-1) - 1).abs().max() <= 1e-5
+    is_visible = visible_BTK[:, :, None].expand_as(evaluation)
+    assert (training[~is_visible] == 0).all()
+    assert_dropped(training[is_visible], rate=RATE, what=name)
+    assert (training - evaluation / (1 - RATE))[training != 0].abs().max() <= 1e-6
+
+
+@torch.no_grad()
+def test_what_is_remembered_was_dropped_once() -> None:
+    """The memory holds each layer's input as the layer got it: embeddings after their dropout, as the original has."""
+    model = tiny_model(**{**NOWHERE, "embed_dropout": RATE, "width": 40}).train()
+    _, memory = model(random_tokens(8, 16), model.empty_memory(num_lanes=8, memory_len=16))
+    assert_dropped(memory.hidden_LBMD[0], rate=RATE, what="memory of the first layer")
+    assert (memory.hidden_LBMD[1:] != 0).all()

@@ -1,0 +1,165 @@
+"""`txl evaluate` with other lengths than those of training: held to a naive loop over the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.corpora import tiny_corpus
+from tests.helpers.models import tiny_section
+from txl_dist.data.corpus import Corpus
+from txl_dist.errors import ConfigError
+from txl_dist.infer.bundle import write_bundle
+from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.infer.score import log_probabilities
+from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.train.evaluation_report import Overrides, evaluate_trained
+
+SEGMENT_LEN, MEMORY_LEN = 16, 24
+POSITIONS: dict[str, dict[str, Any]] = {
+    "relative": {},
+    "learned_relative": {"positions": "learned_relative", "num_distances": 12},
+}
+
+
+class Made(NamedTuple):
+    """A corpus and a bundle of a random model that fits it."""
+
+    corpus: Corpus
+    bundle: Path
+    weights: dict[str, Tensor]
+    settings: dict[str, Any]
+
+
+def make(folder: Path, *, document_border: str = "carry", **settings: Any) -> Made:
+    corpus = tiny_corpus(folder, texts=["abc" * 40 + "d" * i for i in range(12)], valid_fraction=0.3)
+    tokenizer = load_tokenizer(corpus.path / "tokenizer.json")
+    torch.manual_seed(1)
+    section = tiny_section(init_std=0.2, **settings)
+    model = TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tokens = probe_tokens(model.vocab_size)
+    losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=MEMORY_LEN)
+    write_bundle(
+        folder / "bundle",
+        weights=weights,
+        model=section,
+        tokenizer=tokenizer,
+        probe={"tokens": tokens, "losses": losses.detach()},
+        dtype="fp32",
+        segment_len=SEGMENT_LEN,
+        memory_len=MEMORY_LEN,
+        document_border=document_border,
+        source={"step": 1},
+    )
+    return Made(corpus, folder / "bundle", weights, settings)
+
+
+@pytest.fixture(scope="module", params=POSITIONS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp(request.param), **POSITIONS[request.param])
+
+
+def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
+    out = made.bundle.parent / "result.json"
+    overrides = Overrides(num_lanes=1)._replace(**changes)
+    evaluate_trained(made.bundle, data=made.corpus.path, overrides=overrides, baselines=False, json_path=out)
+    results: dict[str, dict[str, float]] = json.loads(out.read_text())
+    return results
+
+
+@torch.no_grad()
+def naive_loss(
+    made: Made,
+    *,
+    memory_len: int = MEMORY_LEN,
+    segment_len: int = SEGMENT_LEN,
+    overlap_len: int = 0,
+    zeros: bool = False,
+    **section: Any,
+) -> float:
+    """Mean loss of the held-out tokens, run as one lane."""
+    tokens = torch.from_numpy(made.corpus.split("valid").read_all().astype(np.int64))[None]
+    settings = tiny_section(init_std=0.2, **made.settings, **section)
+    model = TransformerXL(settings, vocab_size=made.corpus.vocab_size).eval()
+    assert not model.load_state_dict(made.weights, strict=False).unexpected_keys
+    memory = model.empty_memory(num_lanes=1, memory_len=memory_len)
+    if zeros:
+        memory = Memory(torch.zeros_like(memory.hidden_LBMD), torch.zeros(1, memory_len, dtype=torch.int64))
+    losses = []
+    for start in range(0, tokens.shape[1] - 1, segment_len):
+        first, stop = max(0, start - overlap_len), min(start + segment_len, tokens.shape[1] - 1)
+        hidden_BTD, memory = model(tokens[:, first:stop], memory)
+        losses.append(model.softmax(hidden_BTD, tokens[:, first + 1 : stop + 1])[:, start - first :])
+    return float(torch.cat(losses, dim=1).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"memory_len": 40, "segment_len": 5}, {"memory_len": 40, "segment_len": 5}),
+        ({"clamp_len": 6}, {"clamp_len": 6}),
+        ({"same_length": "memory"}, {"same_length": "memory"}),
+        ({"same_length": "memory_and_self", "clamp_len": 9}, {"same_length": "memory_and_self", "clamp_len": 9}),
+        ({"zero_memory": True}, {"zeros": True}),
+        ({"zero_memory": True, "same_length": "memory"}, {"zeros": True, "same_length": "memory"}),
+        ({"memory_len": 0, "overlap_len": 7}, {"memory_len": 0, "overlap_len": 7}),
+        ({"memory_len": 0, "overlap_len": 50}, {"memory_len": 0, "overlap_len": 50}),
+    ],
+    ids=str,
+)
+def test_an_override_scores_the_same_weights_in_another_way(
+    made: Made, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    result = evaluated(made, **changes)["model"]
+    assert result["tokens"] == made.corpus.split("valid").tokens - 1
+    assert result["loss"] == pytest.approx(naive_loss(made, **expected), rel=1e-5)
+    if changes:
+        assert abs(result["loss"] - naive_loss(made)) > 1e-4, "it makes a difference"
+
+
+def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
+    results = evaluated(made, without_memory=True, zero_memory=True)
+    assert results["model"]["loss"] == pytest.approx(naive_loss(made, zeros=True), rel=1e-5)
+    assert results["memory off"]["loss"] == pytest.approx(naive_loss(made, memory_len=0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_memory": True, "memory_len": 0}, "--zero-memory has no meaning without memory"),
+        ({"same_length": "memory", "memory_len": 0}, "Give --same-length off"),
+        ({"same_length": "memory_and_self", "without_memory": True}, "Give --same-length off"),
+        ({"overlap_len": 8}, "eval.overlap_len=8 .* eval.memory_len=0"),
+        ({"overlap_len": -1}, "eval.overlap_len"),
+    ],
+    ids=str,
+)
+def test_overrides_that_contradict_each_other_are_refused(made: Made, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluated(made, **changes)
+
+
+def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path) -> None:
+    made = make(tmp_path, document_border="mask")
+    with pytest.raises(ConfigError, match="--zero-memory is no document"):
+        evaluated(made, zero_memory=True)
+
+
+def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:
+    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, dtype=torch.float32)
+    zeros = attended(empty)
+    assert torch.equal(zeros.hidden_LBMD, torch.zeros(2, 3, 4, 5))
+    document_BT = torch.zeros(3, 2, dtype=torch.int64)
+    assert not visible_keys(empty, document_BT)[:, :, :4].any()
+    assert visible_keys(zeros, document_BT)[:, :, :4].all()
+    assert torch.equal(visible_keys(zeros, document_BT)[:, :, 4:], visible_keys(empty, document_BT)[:, :, 4:])

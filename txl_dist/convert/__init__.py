@@ -1,0 +1,1 @@
+"""Models and vocabularies of other codes, read into ours and written from ours."""

@@ -1,0 +1,207 @@
+"""Folders of Hugging Face's TransfoXLLMHeadModel (transformers 4.x, `models.deprecated.transfo_xl`), in and out.
+
+The names are the original's behind `transformer.`; the columns of the tail clusters are in natural order; the biases u
+and v stand in every layer, and with `untie_r` False at the top as well. A folder holds config.json and
+pytorch_model.bin or model.safetensors. What we write is read back and compared before it replaces anything.
+
+Hugging Face begins with a memory of zeros that is attended; score with `zero_memory` to see its numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from txl_dist.convert.imported import Imported, only_tensors, read_json
+from txl_dist.convert.names import Weights, partners, to_original
+from txl_dist.convert.original import imported, read_weights
+from txl_dist.convert.vocabulary import read_vocabulary
+from txl_dist.errors import CheckpointError
+from txl_dist.infer.bundle import DTYPES
+from txl_dist.manifest import replace_folder
+from txl_dist.sections import ModelSection
+from txl_dist.text.tokenizer import END_OF_LINE, Tokenizer
+
+PREFIX = "transformer."
+BIASES = ("r_w_bias", "r_r_bias")
+TOKENIZER = "txl_tokenizer.json"
+VOCABULARIES = (TOKENIZER, "vocab.pkl", "vocab.bin", "vocab.txt")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def import_huggingface(path: Path, *, settings: dict[str, Any]) -> Imported:
+    """Read a folder. Raises CheckpointError, or DataError for its vocabulary."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder. Name the folder with config.json and the weights.")
+    config = read_json(path / "config.json")
+    if config.get("model_type", "transfo-xl") != "transfo-xl":
+        raise CheckpointError(f"{path / 'config.json'} is of a {config['model_type']} model, not of transfo-xl.")
+    if config.get("attn_type", 0) != 0:
+        raise CheckpointError(f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers knows only 0.")
+    theirs = _original_names(only_tensors(_read_parts(path), where=str(path)), where=str(path))
+    found = imported(theirs, {**_with_defaults(config), **settings}, same_length="memory", where=str(path))
+    vocabulary = next((path / name for name in VOCABULARIES if (path / name).is_file()), None)
+    if vocabulary is None:
+        return found
+    return dataclasses.replace(found, tokenizer=read_vocabulary(vocabulary, vocab_size=found.vocab_size))
+
+
+def export_huggingface(
+    out: Path,
+    *,
+    weights: Weights,
+    model: ModelSection,
+    tokenizer: Tokenizer,
+    dtype: str,
+    segment_len: int,
+    memory_len: int,
+) -> None:
+    """Write a folder that transformers 4.46.3 loads; `weights` under all our names (`TransformerXL.state_dict`).
+
+    Raises CheckpointError with the reason for a model that the format cannot express, or a folder in the way.
+    """
+    reasons = inexpressible(model)
+    if reasons:
+        raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
+    if out.exists() and not (out.is_dir() and (out / "config.json").is_file() and not (out / "MANIFEST.json").exists()):
+        raise CheckpointError(f"{out} exists and is no Hugging Face folder. Choose another output folder.")
+    cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
+    config = _config(model, tokenizer, dtype=dtype, segment_len=segment_len, memory_len=memory_len)
+    temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(_their_names(cast, model), temporary / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save(temporary / TOKENIZER)
+        if not any(symbol.split() != [symbol] for symbol in tokenizer.symbols):
+            (temporary / "vocab.txt").write_text("\n".join(tokenizer.symbols) + "\n", encoding="utf-8")
+        back = import_huggingface(temporary, settings={}).weights
+        different = [name for name, tensor in back.items() if not torch.equal(tensor, cast[name].float())]
+        assert not different, f"the folder does not give back {different}"
+        replace_folder(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def inexpressible(model: ModelSection) -> list[str]:
+    """What of a model transformers' TransfoXL lacks, in words; empty if it has all of it."""
+    plain = ModelSection()
+    parts = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding", "project_same_width"]
+    dropouts = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
+    reasons = [
+        f"model.{name}={getattr(model, name)!r}"
+        for name in parts + dropouts
+        if getattr(model, name) != getattr(plain, name)
+    ]
+    if model.positions != "relative":
+        reasons.append(f"model.positions={model.positions!r} (it has relative ones only)")
+    if model.width % 2:
+        reasons.append(f"model.width={model.width} is odd (its sinusoids come in pairs)")
+    return reasons
+
+
+def _read_parts(folder: Path) -> dict[str, Any]:
+    """The state dict of a folder: of one file, or of several that an index lists."""
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            content: dict[str, Any] = read_weights(folder / name)
+            return content
+        if (folder / f"{name}.index.json").is_file():
+            index = read_json(folder / f"{name}.index.json").get("weight_map", {})
+            # Only the last part of each name: an index must not lead out of its folder.
+            parts = [read_weights(folder / Path(part).name) for part in sorted(set(index.values()))]
+            return {key: tensor for part in parts for key, tensor in part.items()}
+    raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy it again.")
+
+
+def _original_names(theirs: Weights, *, where: str) -> Weights:
+    if "word_emb.emb_layers.0.weight" in theirs and "crit.out_layers.0.bias" not in theirs:
+        raise CheckpointError(f"{where} is a model without the softmax (TransfoXLModel). Save a TransfoXLLMHeadModel.")
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in theirs.items()}
+    for name in ("crit.cluster_weight", "crit.cluster_bias"):
+        if name in weights:
+            weights[name] = weights[name].flip(0)
+    for bias in BIASES:
+        aliases = [name for name in weights if name.startswith("layers.") and name.endswith(f".{bias}")]
+        if bias in weights:
+            for alias in aliases:
+                if not torch.equal(weights[alias], weights[bias]):
+                    raise CheckpointError(f"{where}: {PREFIX}{alias} differs from {PREFIX}{bias}, whose alias it is.")
+                del weights[alias]
+    return weights
+
+
+def _their_names(weights: Weights, model: ModelSection) -> Weights:
+    theirs = to_original(weights, model)
+    tied = partners(model)
+    named = {name if name.startswith("crit.") else PREFIX + name: t for name, t in theirs.items() if name not in tied}
+    for name in ("crit.cluster_weight", "crit.cluster_bias") if model.cutoffs else ():
+        named[name] = named[name].flip(0)
+    for bias in BIASES if model.share_biases else ():
+        for layer in range(model.num_layers):
+            named[f"{PREFIX}layers.{layer}.dec_attn.{bias}"] = theirs[bias]
+    named[f"{PREFIX}pos_emb.inv_freq"] = 1 / (10000 ** (torch.arange(0.0, model.width, 2.0) / model.width))
+    # Copies: the file format refuses tensors that share memory.
+    return {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
+
+
+def _config(
+    model: ModelSection, tokenizer: Tokenizer, *, dtype: str, segment_len: int, memory_len: int
+) -> dict[str, Any]:
+    """config.json. A window of memory_len + 1 keys is said there as one of memory_len keys over a longer memory."""
+    is_wider = model.same_length == "memory_and_self"
+    ties = model.tie_projections or (False,) * (len(model.cutoffs) + 1)
+    return {
+        "model_type": "transfo-xl",
+        "architectures": ["TransfoXLLMHeadModel"],
+        "vocab_size": tokenizer.vocab_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+        "d_head": model.head_width,
+        "d_model": model.width,
+        "d_inner": model.ff_width,
+        "d_embed": model.embed_width_or_default(),
+        "cutoffs": list(model.cutoffs),
+        "div_val": model.div_value,
+        "adaptive": bool(model.cutoffs),
+        "tie_word_embeddings": model.tie_weights,
+        "tie_projs": list(ties),
+        "untie_r": not model.share_biases,
+        "pre_lnorm": model.pre_norm,
+        "attn_type": 0,
+        "same_length": model.same_length != "off",
+        "mem_len": memory_len + 1 if is_wider else memory_len,
+        "tgt_len": segment_len,
+        "clamp_len": model.clamp_len or -1,
+        "dropout": model.dropout,
+        "dropatt": model.attention_dropout,
+        "init_std": model.init_std,
+        "proj_init_std": model.projection_init_std,
+        "layer_norm_epsilon": model.norm_eps,
+        "sample_softmax": -1,
+        "eos_token_id": _end(tokenizer),
+        "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
+    }
+
+
+def _end(tokenizer: Tokenizer) -> int | None:
+    if tokenizer.end_of_text is not None:
+        return tokenizer.end_of_text
+    return tokenizer.symbols.index(END_OF_LINE) if END_OF_LINE in tokenizer.symbols else None
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers assumes where config.json is silent."""
+    ties = [False] + [bool(config.get("proj_share_all_but_first", True))] * len(config.get("cutoffs") or ())
+    defaults = {"tie_word_embeddings": True, "tie_projs": ties, "same_length": True, "clamp_len": 1000, "mem_len": 1600}
+    return {**defaults, "dropout": 0.1, **config}

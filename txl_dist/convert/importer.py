@@ -1,0 +1,110 @@
+"""`txl import`: a peer's weights into a bundle that scores, generates, exports, and can begin a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from txl_dist.config import Config, check_config
+from txl_dist.convert.huggingface import import_huggingface
+from txl_dist.convert.imported import Imported, read_json
+from txl_dist.convert.labml import import_labml
+from txl_dist.convert.nvidia import import_nvidia
+from txl_dist.convert.original import import_original
+from txl_dist.convert.vocabulary import identity_tokenizer, read_vocabulary
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.infer.bundle import network_of, write_bundle
+from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.infer.score import log_probabilities
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import TrainSection
+
+Format = Literal["original", "nvidia", "huggingface", "labml"]
+READERS: dict[Format, Callable[..., Imported]] = {
+    "original": import_original,
+    "nvidia": import_nvidia,
+    "huggingface": import_huggingface,
+    "labml": import_labml,
+}
+
+
+class Summary(NamedTuple):
+    """What an import made."""
+
+    num_parameters: int
+    vocab_size: int
+    has_vocabulary: bool
+    """False: none was found, and text is ids in decimal."""
+    segment_len: int
+    memory_len: int
+
+
+def import_model(
+    path: Path,
+    out: Path,
+    *,
+    format: Format,
+    settings: Path | None = None,
+    vocab: Path | None = None,
+    segment_len: int = 0,
+    memory_len: int = -1,
+    dtype: str = "fp32",
+) -> Summary:
+    """Read a peer's file or folder and write a bundle to `out`.
+
+    `settings` is a JSON object under the peer's own names for what its file does not tell. `segment_len` 0 and
+    `memory_len` -1 take what file or settings say. Raises CheckpointError, DataError or ConfigError; runs no code of
+    the file.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
+    found = READERS[format](path, settings=read_json(settings))
+    tokenizer = found.tokenizer
+    if vocab is not None:
+        tokenizer = read_vocabulary(vocab, vocab_size=found.vocab_size)
+    segment_len, memory_len = _lengths(found, segment_len=segment_len, memory_len=memory_len, where=path)
+    # A whole configuration, so that contradictions are found by the rules that hold for training.
+    check_config(Config(model=found.model, train=TrainSection(segment_len=segment_len, memory_len=memory_len)))
+    network = network_of(found.model, vocab_size=found.vocab_size, weights=found.weights, dtype="fp32", where=str(path))
+    write_bundle(
+        out,
+        weights=found.weights,
+        model=found.model,
+        tokenizer=tokenizer or identity_tokenizer(found.vocab_size),
+        probe=probe_of(network, memory_len=memory_len),
+        dtype=dtype,
+        segment_len=segment_len,
+        memory_len=memory_len,
+        document_border="carry",
+        source={"imported": format, "file": path.name},
+    )
+    return Summary(
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+        vocab_size=found.vocab_size,
+        has_vocabulary=tokenizer is not None,
+        segment_len=segment_len,
+        memory_len=memory_len,
+    )
+
+
+def probe_of(network: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
+    """A probe that the imported weights make themselves: it proves what is written and loaded, not what was read."""
+    tokens = probe_tokens(network.vocab_size)
+    return {
+        "tokens": tokens,
+        "losses": -log_probabilities(network, tokens, segment_len=PROBE_LEN, memory_len=memory_len),
+    }
+
+
+def _lengths(found: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:
+    if found.model.positions == "absolute" and memory_len < 0:
+        memory_len = 0  # whatever the file says: the original fails with a memory there
+    memory_len = found.memory_len if memory_len < 0 else memory_len
+    segment_len = segment_len or found.segment_len
+    unknown = ["--memory-len"] * (memory_len < 0) + ["--segment-len"] * (segment_len == 0)
+    if unknown:
+        raise ConfigError(f"{where} does not tell the lengths that the model works with. Give {' and '.join(unknown)}.")
+    return segment_len, memory_len

@@ -1,0 +1,67 @@
+"""Checkpoints of NVIDIA's code (DeepLearningExamples, PyTorch): `checkpoint_last.pt`, `checkpoint_best.pt`.
+
+The model is the original's, with other names in the softmax, tied tensors stored once, and a same-length window one key
+wider. The file holds its constructor's arguments and its vocabulary. Optimizer state and memories are left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from txl_dist.convert.imported import Imported, only_tensors, refuse
+from txl_dist.convert.names import Weights
+from txl_dist.convert.original import imported
+from txl_dist.convert.pickles import read_torch_file
+from txl_dist.convert.vocabulary import tokenizer_of
+from txl_dist.errors import CheckpointError
+
+ALIAS = "crit.shared_out_projs."
+
+
+def import_nvidia(path: Path, *, settings: dict[str, Any]) -> Imported:
+    """Read a checkpoint, or the newest of a folder of them. Raises CheckpointError."""
+    file = path / "checkpoint_last.pt" if path.is_dir() else path
+    content = read_torch_file(file)
+    missing = [key for key in ("model_state", "model_config") if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is no checkpoint of NVIDIA's train.py.")
+    if not isinstance(content["model_config"], dict):
+        raise CheckpointError(f"{file}: model_config is no dict of settings.")
+    theirs = {_original_name(name): value for name, value in content["model_state"].items()}
+    found = imported(
+        _without_aliases(only_tensors(theirs, where=str(file)), where=str(file)),
+        {**content["model_config"], **settings},
+        same_length="memory_and_self",
+        where=str(file),
+    )
+    if content.get("vocab") is None:
+        return found
+    tokenizer = tokenizer_of(content["vocab"], where=f"{file}: vocab", vocab_size=found.vocab_size)
+    return dataclasses.replace(found, tokenizer=tokenizer)
+
+
+def _without_aliases(theirs: Weights, *, where: str) -> Weights:
+    """The softmax lists the input projections a second time, whether it is tied to them or not."""
+    aliases = {name: name.replace(ALIAS, "word_emb.emb_projs.") for name in theirs if name.startswith(ALIAS)}
+    refuse(
+        [
+            f"{name} differs from {other}, whose alias it is"
+            for name, other in aliases.items()
+            if other not in theirs or not torch.equal(theirs[name], theirs[other])
+        ],
+        where=where,
+    )
+    return {name: tensor for name, tensor in theirs.items() if name not in aliases}
+
+
+def _original_name(name: str) -> str:
+    """Also of a model inside DistributedDataParallel."""
+    name = name.removeprefix("module.")
+    for theirs, original in (("crit.out_layers_weights.", "weight"), ("crit.out_layers_biases.", "bias")):
+        if name.startswith(theirs):
+            return f"crit.out_layers.{name.removeprefix(theirs)}.{original}"
+    return name
