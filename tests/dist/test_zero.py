@@ -37,6 +37,45 @@ def test_all_stages_give_the_same_losses_although_a_cluster_is_empty_on_one_rank
         np.testing.assert_allclose(bf16[stage], fp32[0], rtol=2e-2, atol=0)
 
 
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "labml": {
+        "model": {
+            "positions": "learned_relative",
+            "num_distances": 12,
+            "share_biases": False,
+            "value_bias": True,
+            "output_bias": True,
+            "scale_embedding": False,
+            "pre_norm": True,
+            "final_norm": True,
+            "tie_weights": False,
+            "activation": "gelu",
+        }
+    },
+    "vanilla": {"model": {"positions": "absolute"}, "train": {"memory_len": 0}},
+    "nvidia": {"model": {"same_length": "memory_and_self", "project_same_width": False}},
+}
+
+
+def variants_worker(ranks: Ranks) -> dict[str, list[Any]]:
+    return {
+        name: [
+            train_engine(ranks, tiny_config(**sections, engine={"zero_stage": stage}), num_steps=6)
+            for stage in (0, 1, 3)
+        ]
+        for name, sections in VARIANTS.items()
+    }
+
+
+def test_every_variant_of_the_model_trains_alike_in_all_stages(tmp_path: Path) -> None:
+    """Parameters outside the module that reads them would be empty at stage 3."""
+    for name, (plain, *sharded) in run_ranks(variants_worker, world_size=2, folder=tmp_path)[0].items():
+        assert plain[0][-1] != plain[0][0], name
+        for losses, _, held_out in sharded:
+            np.testing.assert_allclose(losses, plain[0], rtol=1e-5, atol=0, err_msg=name)
+            np.testing.assert_allclose(held_out, plain[2], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def cuts_worker(ranks: Ranks, cuts: list[int]) -> list[Any]:
     return [train_engine(ranks, tiny_config(train={"microbatch_lanes": cut}), num_steps=10) for cut in cuts]
 

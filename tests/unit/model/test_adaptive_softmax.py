@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.models import VOCAB_SIZE, random_tokens, tiny_model, tiny_section
+from tests.helpers.models import POSITIONS, VOCAB_SIZE, random_tokens, tiny_model, tiny_section
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
@@ -229,11 +229,13 @@ def assert_normal(values: Tensor, *, mean: float, std: float, what: str) -> None
     assert abs(values.std().item() / std - 1) <= 5 / math.sqrt(2 * count), what
 
 
-def test_initial_weights_have_the_spread_of_the_original() -> None:
+@pytest.mark.parametrize("name", POSITIONS)
+def test_initial_weights_have_the_spread_of_the_original(name: str) -> None:
     torch.manual_seed(0)
-    section = ModelSection(
-        num_layers=2, width=128, ff_width=256, cutoffs=(100, 400), div_value=2, init_std=0.02, projection_init_std=0.01
-    )
+    sizes = {"num_layers": 2, "width": 128, "ff_width": 256, "cutoffs": (100, 400), "div_value": 2}
+    spread = {"init_std": 0.02, "projection_init_std": 0.01}
+    biases = {"value_bias": True, "output_bias": True}
+    section = ModelSection.model_validate({**sizes, **spread, **biases, **POSITIONS[name]})
     model = TransformerXL(section, vocab_size=1000)
     kinds = set()
     for name, parameter in model.named_parameters():

@@ -1,0 +1,121 @@
+"""Our half of tools/check_huggingface.sh, in the project's environment.
+
+    huggingface_ours.py random WORK [--seed N]     make WORK/KIND/bundle, a small random bundle, of every kind
+    huggingface_ours.py values WORK [--seed N]     for every WORK/NAME/bundle make WORK/NAME/values.safetensors
+
+The values: `ids` [B, S * T] int64 are random tokens, and `empty.0` ... `zero.{S-1}` [B, T, V] the log-probabilities of
+the whole vocabulary behind each of them, segment by segment, the memory being carried: from an empty one, and from the
+attended zeros that Hugging Face begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from txl_dist.infer import load
+from txl_dist.infer.bundle import write_bundle
+from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.infer.score import log_probabilities
+from txl_dist.model.memory import attended
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import ModelSection
+from txl_dist.text.training import train_tokenizer
+
+NUM_LANES, NUM_SEGMENTS = 2, 4
+MOST_VALUES = 1 << 22
+"""Log-probabilities per segment: a word vocabulary gets shorter segments, so that all fit into memory."""
+
+SIZES: dict[str, Any] = {"num_layers": 3, "width": 24, "num_heads": 3, "head_width": 10, "ff_width": 40, "dropout": 0.0}
+CLUSTERS: dict[str, Any] = {"cutoffs": (40, 120), "div_value": 2, "tie_projections": (False, True, True)}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain_untied": {"tie_weights": False, "share_biases": False},
+    "plain_narrow": {"embed_width": 16},
+    "div4": {**CLUSTERS, "div_value": 4},
+    "div4_biases_per_layer": {**CLUSTERS, "div_value": 4, "share_biases": False},
+    "div2_projections_untied": {**CLUSTERS, "tie_projections": (), "share_biases": False},
+    "div2_nothing_tied": {**CLUSTERS, "tie_projections": (), "tie_weights": False},
+    "div2_narrow": {**CLUSTERS, "embed_width": 16},
+    "div1": {**CLUSTERS, "div_value": 1, "tie_projections": ()},
+    "div1_narrow": {**CLUSTERS, "div_value": 1, "embed_width": 16},
+    "clamp_same_length": {**CLUSTERS, "clamp_len": 7, "same_length": "memory", "share_biases": False},
+    "window_and_self": {"clamp_len": 9, "same_length": "memory_and_self"},
+    "pre_norm": {**CLUSTERS, "pre_norm": True},
+    "norm_eps": {"norm_eps": 1e-2, "share_biases": False},
+    "no_memory": {"memory_len": 0},
+    "long_memory": {"memory_len": 400, "clamp_len": 300},
+    "half": {**CLUSTERS, "dtype": "bf16"},
+}
+"""Settings of model and bundle in which the kinds differ from SIZES and from a bundle in fp32 with memory 20."""
+
+
+def main() -> None:
+    """Run the command that was given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["random", "values"])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.command == "random":
+        for kind, changes in KINDS.items():
+            write_random_bundle(arguments.work / kind / "bundle", seed=arguments.seed, **changes)
+    else:
+        for path in sorted(arguments.work.glob("*/bundle")):
+            save_file(values_of(path, seed=arguments.seed), path.with_name("values.safetensors"))
+
+
+def write_random_bundle(
+    folder: Path, *, seed: int, memory_len: int = 20, dtype: str = "fp32", segment_len: int = 16, **changes: Any
+) -> None:
+    """A bundle of byte tokens with weights so large that every one of them is felt."""
+    tokenizer = train_tokenizer("byte", lambda: ["the cat sat on the mat, the dog did not"])
+    section = ModelSection.model_validate({**SIZES, **changes})
+    torch.manual_seed(seed)
+    model = TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    tokens = probe_tokens(tokenizer.vocab_size)
+    losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len)
+    write_bundle(
+        folder,
+        weights=dict(model.named_parameters()),
+        model=section,
+        tokenizer=tokenizer,
+        probe={"tokens": tokens, "losses": losses},
+        dtype=dtype,
+        segment_len=segment_len,
+        memory_len=memory_len,
+        document_border="carry",
+        source={"random": seed},
+    )
+
+
+@torch.no_grad()
+def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:
+    """Random tokens and the log-probabilities behind each, as the module's docstring says."""
+    bundle = load(path)
+    model = bundle.model.float()  # from_pretrained computes in fp32 whatever type the weights were stored in
+    vocab_size = model.vocab_size
+    segment_len = min(bundle.segment_len, max(1, MOST_VALUES // (vocab_size * NUM_LANES)))
+    generator = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(vocab_size, (NUM_LANES, NUM_SEGMENTS * segment_len), generator=generator)
+    values = {"ids": ids_BS}
+    empty = model.empty_memory(num_lanes=NUM_LANES, memory_len=bundle.memory_len)
+    for kind, start in {"empty": empty, "zero": attended(empty)}.items():
+        memory = start
+        for i, tokens_BT in enumerate(ids_BS.split(segment_len, dim=1)):
+            hidden_BTD, memory = model(tokens_BT, memory)
+            log_p_SV = model.softmax.log_probabilities(hidden_BTD.flatten(0, 1))
+            values[f"{kind}.{i}"] = log_p_SV.view(NUM_LANES, segment_len, vocab_size)
+    return values
+
+
+if __name__ == "__main__":
+    main()
