@@ -3,14 +3,16 @@
     huggingface_ours.py random WORK [--seed N]     make WORK/KIND/bundle, a small random bundle, of every kind
     huggingface_ours.py values WORK [--seed N]     for every WORK/NAME/bundle make WORK/NAME/values.safetensors
 
-The values: `ids` [B, S * T] int64 are random tokens, and `empty.0` ... `zero.{S-1}` [B, T, V] the log-probabilities of
+The values: `ids` [B, S * T] int64 are random tokens; `empty.0` ... `zero.{S-1}` [B, T, V] are the log-probabilities of
 the whole vocabulary behind each of them, segment by segment, the memory being carried: from an empty one, and from the
-attended zeros that Hugging Face begins with.
+attended zeros that Hugging Face begins with. `rounding.empty` and `rounding.zero` say how far they, computed in fp32 as
+transformers computes, are from what fp64 gives.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from txl_dist.sections import ModelSection
 from txl_dist.text.training import train_tokenizer
 
 NUM_LANES, NUM_SEGMENTS = 2, 4
-MOST_VALUES = 1 << 22
+MOST_VALUES = 1 << 21
 """Log-probabilities per segment: a word vocabulary gets shorter segments, so that all fit into memory."""
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 24, "num_heads": 3, "head_width": 10, "ff_width": 40, "dropout": 0.0}
@@ -97,24 +99,36 @@ def write_random_bundle(
     )
 
 
-@torch.no_grad()
 def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:
     """Random tokens and the log-probabilities behind each, as the module's docstring says."""
     bundle = load(path)
-    model = bundle.model.float()  # from_pretrained computes in fp32 whatever type the weights were stored in
-    vocab_size = model.vocab_size
+    model, vocab_size = bundle.model, bundle.model.vocab_size
     segment_len = min(bundle.segment_len, max(1, MOST_VALUES // (vocab_size * NUM_LANES)))
     generator = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(vocab_size, (NUM_LANES, NUM_SEGMENTS * segment_len), generator=generator)
     values = {"ids": ids_BS}
-    empty = model.empty_memory(num_lanes=NUM_LANES, memory_len=bundle.memory_len)
-    for kind, start in {"empty": empty, "zero": attended(empty)}.items():
-        memory = start
-        for i, tokens_BT in enumerate(ids_BS.split(segment_len, dim=1)):
-            hidden_BTD, memory = model(tokens_BT, memory)
-            log_p_SV = model.softmax.log_probabilities(hidden_BTD.flatten(0, 1))
-            values[f"{kind}.{i}"] = log_p_SV.view(NUM_LANES, segment_len, vocab_size)
+    for start in ("empty", "zero"):
+        # In fp32 whatever type the weights are stored in, as from_pretrained does.
+        found = run(model.float(), ids_BS.split(segment_len, dim=1), memory_len=bundle.memory_len, start=start)
+        exact = run(model.double(), ids_BS.split(segment_len, dim=1), memory_len=bundle.memory_len, start=start)
+        values |= {f"{start}.{i}": log_p_BTV for i, log_p_BTV in enumerate(found)}
+        values[f"rounding.{start}"] = torch.stack(
+            [(a - b).abs().max() for a, b in zip(found, exact, strict=True)]
+        ).max()
     return values
+
+
+@torch.no_grad()
+def run(model: TransformerXL, segments: Sequence[Tensor], *, memory_len: int, start: str) -> list[Tensor]:
+    """log p of the whole vocabulary behind every token, [B, T, V] for each segment."""
+    memory = model.empty_memory(num_lanes=NUM_LANES, memory_len=memory_len)
+    if start == "zero":
+        memory = attended(memory)
+    found = []
+    for tokens_BT in segments:
+        hidden_BTD, memory = model(tokens_BT, memory)
+        found.append(model.softmax.log_probabilities(hidden_BTD.flatten(0, 1)).unflatten(0, tokens_BT.shape))
+    return found
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class OptimSection(Section):
 
     name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
     """adam, adamw and sgd in torch's fused form; lamb as NVIDIA has it (no bias correction, norms of weights counted up
-    to 10), only in fp32 without ZeRO partitioning."""
+    to 10), only without ZeRO partitioning."""
     lr: Annotated[float, Field(gt=0), WARNED] = 2.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)

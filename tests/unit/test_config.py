@@ -230,7 +230,6 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("eval.memory_len=0", {"model": {"positions": "absolute"}, "train": {"memory_len": 0}, "eval": {"memory_len": 5}}),
     ("eval.overlap_len=5", {"eval": {"overlap_len": 5}}),
     ("optim.name='lamb'", {"optim": {"name": "lamb"}}),
-    ("optim.name='lamb'", {"optim": {"name": "lamb"}, "engine": {"zero_stage": 0, "precision": "bf16"}}),
     ("engine.offload_optimizer=True", {"engine": {"offload_optimizer": True, "zero_stage": 0}}),
     ("engine.offload_parameters=True", {"engine": {"offload_parameters": True, "zero_stage": 2}}),
     ("optim.min_lr=0.5", {"optim": {"min_lr": 0.5, "lr": 0.1}}),

@@ -72,6 +72,8 @@ def train(config: Config, *, resume: str = "auto") -> None:
             logger.info(line)
         begins_with = config.run.init and checkpoint is None
         weights = together(lambda: initial_weights(config, corpus)) if begins_with else None
+        if weights is not None:
+            logger.info("the weights begin as those of %s", config.run.init)
         engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks, weights=weights)
         Run(config, plan, ranks, corpus, facts, engine).go(checkpoint)
 

@@ -13,6 +13,7 @@ from tests.helpers.models import random_tokens, tiny_model
 from txl_dist.errors import ConfigError
 from txl_dist.infer.generate import generate, sample
 from txl_dist.infer.score import log_probabilities
+from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -20,6 +21,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pre_norm": {"pre_norm": True, "final_norm": True},
     "adaptive": {"cutoffs": (5, 20), "div_value": 2},
     "clamped": {"clamp_len": 6},
+    "learned": {"positions": "learned_relative", "num_distances": 30, "value_bias": True, "output_bias": True},
+    "learned_far": {"positions": "learned_relative", "num_distances": 7, "activation": "gelu"},
 }
 
 
@@ -101,6 +104,20 @@ def test_generating_with_a_cache_is_rerunning_the_whole_text(name: str, prompt_l
         assert len(set(text[prompt_len:])) > 5
 
 
+def test_absolute_positions_generate_from_a_segment_that_is_run_anew_for_each_token() -> None:
+    model = tiny_model(dtype=torch.float64, positions="absolute").eval()
+    text = random_tokens(5).tolist()
+    generated = run(model, text, temperature=1.0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(20):
+            window = torch.tensor([text[-8:]])
+            hidden, _ = model(window, model.empty_memory(num_lanes=1, memory_len=0))
+            log_p_V = model.softmax.log_probabilities(hidden[:, -1])[0]
+            text.append(sample(log_p_V, temperature=1.0, top_k=0, top_p=1.0, generator=generator))
+    assert generated == text[5:]
+
+
 def test_generation_ends_before_the_stop_token_and_at_the_limit() -> None:
     model = tiny_model().eval()
     whole = run(model, [3], temperature=1.0, max_tokens=30)
@@ -109,6 +126,20 @@ def test_generation_ends_before_the_stop_token_and_at_the_limit() -> None:
     expected = list(itertools.takewhile(lambda token: token != stop, whole))
     assert run(model, [3], temperature=1.0, max_tokens=30, stop_at=stop) == expected
     assert run(model, [3], max_tokens=0) == []
+
+
+def test_scores_may_begin_with_zeros_that_are_attended() -> None:
+    model = tiny_model(dtype=torch.float64).eval()
+    tokens_BS = random_tokens(2, 13)
+    empty = log_probabilities(model, tokens_BS, segment_len=4, memory_len=9)
+    zeros = log_probabilities(model, tokens_BS, segment_len=4, memory_len=9, zero_memory=True)
+    hidden_LBMD = torch.zeros(3, 2, 9, 12, dtype=torch.float64)
+    memory = Memory(hidden_LBMD, torch.zeros(2, 9, dtype=torch.int64))
+    with torch.no_grad():
+        hidden_BTD, _ = model(tokens_BS[:, :4], memory)
+        expected = -model.softmax(hidden_BTD, tokens_BS[:, 1:5])
+    assert (zeros[:, :4] - expected).abs().max() == 0
+    assert (zeros - empty)[:, :4].abs().max() > 1e-3
 
 
 def test_scores_do_not_depend_on_the_segment_length_while_the_memory_holds_the_text() -> None:
