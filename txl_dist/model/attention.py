@@ -1,8 +1,8 @@
 """The attention layers: projections of queries, keys and values around one of three ways to know positions.
 
-    RelativeAttention          sinusoids of the distance, projected by W_R, with biases u, v (the paper)
-    LearnedRelativeAttention   a learned vector and number per distance, with bias u (Shaw; labml)
-    AbsoluteAttention          none: positions were added to the embedding (Vaswani; the vanilla baseline)
+    RelativeAttention with SinusoidalDistances   sinusoids projected by W_R, biases u and v (the paper)
+    RelativeAttention with LearnedDistances      a learned vector and number per distance, bias u (Shaw; labml)
+    AbsoluteAttention                            none: positions were added to the embedding (Vaswani; vanilla)
 
 Keys and values are made apart from queries, so that the past may be kept as keys and values. Parameters stand in the
 module whose `forward` uses them, because ZeRO-3 gathers them there.
@@ -12,6 +12,7 @@ Shapes: B lanes, T queries, K keys, S any positions, P rows of a table, D model 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,20 @@ class KeyValue(nn.Linear):
         return F.linear(hidden_BSD, self.weight, bias)
 
 
+class SinusoidalDistances(nn.Linear):
+    """W_R: the sinusoids of the distances as a layer sees them."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__(model.width, model.num_heads * model.head_width, bias=False)
+        self.head_width = model.head_width
+
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:  # type: ignore[override]
+        """Of the distances K-1 ... 0, whose sinusoids are given; called as `LearnedDistances` is."""
+        assert encoding_KD is not None
+        assert encoding_KD.shape[0] == num_distances
+        return Distances(super().forward(encoding_KD).unflatten(-1, (-1, self.head_width)), None)
+
+
 class LearnedDistances(nn.Module):
     """A table with a row per distance, shortest first; larger distances share the last row that may be read."""
 
@@ -59,8 +74,8 @@ class LearnedDistances(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.num_distances, model.num_heads, model.head_width))
         self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
 
-    def forward(self, num_distances: int) -> Distances:
-        """The rows of the distances K-1 ... 0."""
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:
+        """The rows of the distances K-1 ... 0; sinusoids are not used."""
         return Distances(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
 
     def _rows(self, table: Tensor, num_distances: int) -> Tensor:
@@ -71,8 +86,8 @@ class LearnedDistances(nn.Module):
         return torch.cat([far, rows])
 
 
-class Attention(nn.Module):
-    """What the three have in common: projections in and out, and the order of things."""
+class Attention(nn.Module, ABC):
+    """Projections in and out, and the order of things, around the scores of a subclass."""
 
     def __init__(self, model: ModelSection, *, distance: nn.Module | None) -> None:
         super().__init__()
@@ -90,108 +105,95 @@ class Attention(nn.Module):
 
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances | None:
         """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
-        raise NotImplementedError
-
-    def attend(
-        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
-    ) -> Tensor:
-        """context_BTNH."""
-        raise NotImplementedError
+        return None if self.distance is None else self.distance(num_distances, encoding_KD)
 
     def forward(
         self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distances: Distances | None, visible_BTK: Tensor
     ) -> Tensor:
         """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
         query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
-        context_BTNH = self.attend(query_BTNH, key_value_BK2NH, distances=distances, visible_BTK=visible_BTK)
+        context_BTNH = self.attend(
+            query_BTNH,
+            key_value_BK2NH[:, :, 0],
+            key_value_BK2NH[:, :, 1],
+            distances=distances,
+            visible_BTK=visible_BTK,
+        )
         output: Tensor = self.output(context_BTNH.flatten(2))
         return output
 
-    def _dropout(self) -> float:
+    def rate(self) -> float:
+        """Dropout on the probabilities now."""
         return self.dropout if self.training else 0.0
+
+    @abstractmethod
+    def attend(
+        self,
+        query_BTNH: Tensor,
+        key_BKNH: Tensor,
+        value_BKNH: Tensor,
+        *,
+        distances: Distances | None,
+        visible_BTK: Tensor,
+    ) -> Tensor:
+        """context_BTNH."""
 
 
 class RelativeAttention(Attention):
-    """Sinusoids of the distance, projected; the biases u, v are given, since layers may share them."""
+    """Scores by distance. The biases are given, since layers may share them; learned distances have no v."""
 
-    def __init__(self, model: ModelSection, *, content_bias_NH: nn.Parameter, position_bias_NH: nn.Parameter) -> None:
-        super().__init__(model, distance=nn.Linear(model.width, model.num_heads * model.head_width, bias=False))
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        distance: SinusoidalDistances | LearnedDistances,
+        content_bias_NH: nn.Parameter,
+        position_bias_NH: nn.Parameter | None,
+    ) -> None:
+        super().__init__(model, distance=distance)
         # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
         self.content_bias, self.position_bias = content_bias_NH, position_bias_NH
 
-    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances:
-        """See `Attention`: W_R R."""
-        assert self.distance is not None
-        assert encoding_KD is not None
-        key_KNH: Tensor = self.distance(encoding_KD).unflatten(-1, (self.num_heads, self.head_width))
-        return Distances(key_KNH, None)
-
     def attend(
-        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
+        self,
+        query_BTNH: Tensor,
+        key_BKNH: Tensor,
+        value_BKNH: Tensor,
+        *,
+        distances: Distances | None,
+        visible_BTK: Tensor,
     ) -> Tensor:
         """See `Attention`."""
         assert distances is not None
         return relative_attention(
             query_BTNH,
-            key_value_BK2NH[:, :, 0],
-            key_value_BK2NH[:, :, 1],
+            key_BKNH,
+            value_BKNH,
             distance_KNH=distances.key_KNH,
             content_bias_NH=self.content_bias,
             position_bias_NH=self.position_bias,
-            visible_BTK=visible_BTK,
-            dropout=self._dropout(),
-        )
-
-
-class LearnedRelativeAttention(Attention):
-    """A table of distances of its own; the bias u is given, since layers may share it."""
-
-    def __init__(self, model: ModelSection, *, content_bias_NH: nn.Parameter) -> None:
-        super().__init__(model, distance=LearnedDistances(model))
-        self.content_bias = content_bias_NH
-
-    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances:
-        """See `Attention`: rows of the table."""
-        assert self.distance is not None
-        distances: Distances = self.distance(num_distances)
-        return distances
-
-    def attend(
-        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
-    ) -> Tensor:
-        """See `Attention`."""
-        assert distances is not None
-        return relative_attention(
-            query_BTNH,
-            key_value_BK2NH[:, :, 0],
-            key_value_BK2NH[:, :, 1],
-            distance_KNH=distances.key_KNH,
-            content_bias_NH=self.content_bias,
             distance_bias_KN=distances.bias_KN,
             visible_BTK=visible_BTK,
-            dropout=self._dropout(),
+            dropout=self.rate(),
         )
 
 
 class AbsoluteAttention(Attention):
-    """Plain scaled dot products."""
-
-    def __init__(self, model: ModelSection) -> None:
-        super().__init__(model, distance=None)
-
-    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> None:
-        """See `Attention`: nothing."""
-        return None
+    """Plain scaled dot products: positions were added to the embedding."""
 
     def attend(
-        self, query_BTNH: Tensor, key_value_BK2NH: Tensor, *, distances: Distances | None, visible_BTK: Tensor
+        self,
+        query_BTNH: Tensor,
+        key_BKNH: Tensor,
+        value_BKNH: Tensor,
+        *,
+        distances: Distances | None,
+        visible_BTK: Tensor,
     ) -> Tensor:
         """See `Attention`."""
-        query_BNTH, key_BNKH, value_BNKH = (
-            x.transpose(1, 2) for x in (query_BTNH, key_value_BK2NH[:, :, 0], key_value_BK2NH[:, :, 1])
-        )
+        query, key, value = (x.transpose(1, 2) for x in (query_BTNH, key_BKNH, value_BKNH))
         context_BNTH = F.scaled_dot_product_attention(
-            query_BNTH, key_BNKH, value_BNKH, attn_mask=visible_BTK[:, None], dropout_p=self._dropout()
+            query, key, value, attn_mask=visible_BTK[:, None], dropout_p=self.rate()
         )
         return context_BNTH.transpose(1, 2)
 
@@ -211,8 +213,11 @@ def attention_biases(model: ModelSection) -> AttentionBiases:
 
 def build_attention(model: ModelSection, *, biases: AttentionBiases) -> Attention:
     """The attention layer that `model.positions` names."""
+    content, position = biases
     if model.positions == "relative":
-        return RelativeAttention(model, content_bias_NH=biases.content_NH, position_bias_NH=biases.position_NH)
+        distance = SinusoidalDistances(model)
+        return RelativeAttention(model, distance=distance, content_bias_NH=content, position_bias_NH=position)
     if model.positions == "learned_relative":
-        return LearnedRelativeAttention(model, content_bias_NH=biases.content_NH)
-    return AbsoluteAttention(model)
+        table = LearnedDistances(model)
+        return RelativeAttention(model, distance=table, content_bias_NH=content, position_bias_NH=None)
+    return AbsoluteAttention(model, distance=None)

@@ -175,6 +175,7 @@ def test_a_path_that_does_not_exist_is_named(format: Format, tmp_path: Path) -> 
 
 def import_with(folder: Path, name: str, settings: dict[str, Any], **arguments: Any) -> None:
     _, golden = read_golden(name)
+    folder.mkdir(exist_ok=True)
     torch.save(state_dict(golden), folder / "model.pt")
     file = write_settings(folder / "settings.json", settings)
     import_model(folder / "model.pt", folder / "bundle", format="original", settings=file, **arguments)
@@ -255,6 +256,8 @@ def test_a_state_dict_may_lie_inside_a_dict(wrapped: str, tmp_path: Path) -> Non
     torch.save({wrapped: OrderedDict(state_dict(golden)), "step": 3}, tmp_path / "model.pt")
     file = write_settings(tmp_path / "settings.json", settings)
     import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original", settings=file)
+    import_with(tmp_path / "plain", "lm1b_like", settings)
+    assert_same_model(tmp_path / "bundle", tmp_path / "plain" / "bundle")
 
 
 def test_weights_may_come_as_safetensors(tmp_path: Path) -> None:
@@ -262,6 +265,8 @@ def test_weights_may_come_as_safetensors(tmp_path: Path) -> None:
     save_file(state_dict(golden), tmp_path / "model.safetensors")
     file = write_settings(tmp_path / "settings.json", settings)
     import_model(tmp_path / "model.safetensors", tmp_path / "bundle", format="original", settings=file)
+    import_with(tmp_path / "plain", "lm1b_like", settings)
+    assert_same_model(tmp_path / "bundle", tmp_path / "plain" / "bundle")
 
 
 @pytest.mark.parametrize(

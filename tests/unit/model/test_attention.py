@@ -130,7 +130,7 @@ def test_absolute_attention_is_a_scaled_dot_product(name: str) -> None:
     attention = build_attention(
         tiny_section(num_heads=N, head_width=H, **POSITIONS["absolute"]), biases=attention_biases(tiny_section())
     )
-    ours = attention.attend(query, torch.stack([key, value], dim=2), distances=None, visible_BTK=visible_BTK)
+    ours = attention.attend(query, key, value, distances=None, visible_BTK=visible_BTK)
     expected = naive_contexts(CASES[name], query, key, value, score_N=[plain_score] * N)
     assert (ours - expected).abs().max() <= 1e-10
 

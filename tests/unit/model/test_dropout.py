@@ -150,13 +150,14 @@ def test_attention_drops_probabilities_and_scales_the_rest(name: str) -> None:
         nn.init.normal_(parameter, std=0.1)
     torch.manual_seed(0)
     key = torch.randn(1, num_keys, 2, num_keys)
-    key_value_BK2NH = torch.stack([key, torch.eye(num_keys)[None, :, None].expand_as(key)], dim=2)
+    value = torch.eye(num_keys)[None, :, None].expand_as(key)
     query_BTNH, encoding_KD = torch.randn(1, 30, 2, num_keys), torch.randn(num_keys, 12)
     visible_BTK = torch.ones(1, 30, num_keys, dtype=torch.bool).tril(num_keys - 30)
     training, evaluation = (
         attention.train(mode).attend(
             query_BTNH,
-            key_value_BK2NH,
+            key,
+            value,
             distances=attention.distances(num_keys, encoding_KD=encoding_KD),
             visible_BTK=visible_BTK,
         )

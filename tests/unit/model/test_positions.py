@@ -123,7 +123,7 @@ def learned_distances(*, num_distances: int, clamp_len: int = 0) -> LearnedDista
 def test_distances_beyond_the_table_or_the_clamp_read_the_last_row(
     num_distances: int, clamp_len: int, expected: list[int]
 ) -> None:
-    key_KNH, bias_KN = learned_distances(num_distances=num_distances, clamp_len=clamp_len)(6)
+    key_KNH, bias_KN = learned_distances(num_distances=num_distances, clamp_len=clamp_len)(6, None)
     assert bias_KN is not None
     assert key_KNH.shape == (6, 2, 5)
     assert key_KNH[:, 1, 2].tolist() == expected
