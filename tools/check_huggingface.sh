@@ -9,7 +9,7 @@
 #   --venv   the environment with transformers, made once (default .venv-huggingface in the current directory)
 #
 # The project's environment must be the active one: `python` is taken from PATH. Exit code 1 if a log-probability
-# differs by more than 1e-5 (where fp32 itself errs by more: 4 times its error), or a tensor is missing or left over.
+# differs by more than 1e-5, or a tensor is missing or left over.
 
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -3,8 +3,9 @@
     huggingface_theirs.py WORK     for every WORK/NAME/huggingface compare the model in it with the values
                                    beside it, which huggingface_ours.py wrote
 
-Prints the largest differences. Exit code 1 if one is above 1e-5 nats and above what rounding explains, or if a tensor
-was missing in a folder, left over, or of another shape.
+Prints the largest differences. Exit code 1 if one is above 1e-5 nats, or if a tensor was missing in a folder, left
+over, or of another shape. Above 1e-5 it says how much fp32 itself explains: in large models, at distances of thousands of
+tokens, and for words that are all but impossible, two right programs differ by more.
 """
 
 from __future__ import annotations
@@ -22,10 +23,7 @@ from transformers import logging
 from transformers.models.deprecated.transfo_xl import TransfoXLLMHeadModel
 
 TOLERANCE = 1e-5
-"""Largest difference in nats ..."""
-ROUNDING = 4.0
-"""... or this many times the error that fp32 alone makes in our own numbers, where that is more: in large models, at
-distances of thousands of tokens, and for words that are all but impossible."""
+"""Largest difference in nats."""
 
 
 def main() -> None:
@@ -53,9 +51,9 @@ def check(folder: Path) -> bool:
     with type_as_a_type():
         worst = {start: largest_difference(model.eval(), values, start=start) for start in ("empty", "zero")}
     rounding = {start: float(values[f"rounding.{start}"]) for start in worst}
-    agrees = all(worst[start] <= max(TOLERANCE, ROUNDING * rounding[start]) for start in worst)
+    agrees = max(worst.values()) <= TOLERANCE
     line = f"{worst['empty']:.1e} from an empty memory, {worst['zero']:.1e} from attended zeros"
-    if max(worst.values()) > TOLERANCE:
+    if not agrees:
         line += f"; fp32 explains {rounding['empty']:.1e} and {rounding['zero']:.1e}"
     print(f"{name} largest difference {line}{'' if agrees else ': TOO MUCH'}")
     return agrees

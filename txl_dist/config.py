@@ -104,10 +104,6 @@ def check_config(config: Config) -> None:
             f"{model.embed_width_or_default()} // {model.div_value}**{len(cutoffs)} = 0",
         ),
         (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
-        (
-            model.same_length == "off" or train.memory_len > 0,
-            f"model.same_length={model.same_length!r} needs train.memory_len > 0: its window is counted in memory",
-        ),
         *_position_rules(config),
         (
             not engine.offload_optimizer or engine.zero_stage >= 1,
@@ -135,6 +131,11 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
     longest = train.segment_len + train.memory_len
     eval_memory_len = train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len
     return [
+        (
+            model.same_length == "off" or min(train.memory_len, eval_memory_len) > 0,
+            f"model.same_length={model.same_length!r} counts its window in memory: it needs train.memory_len > 0 (is "
+            f"{train.memory_len}) and in evaluation too (is {eval_memory_len})",
+        ),
         (
             is_learned == (model.num_distances > 0),
             f"model.num_distances={model.num_distances} belongs to model.positions='learned_relative' "

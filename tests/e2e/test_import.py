@@ -43,6 +43,11 @@ def test_import_train_on_export_and_come_back(tmp_path: Path) -> None:
     losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
     assert losses == pytest.approx(golden["train_loss"].tolist(), rel=1e-3)
 
+    # Once there is a checkpoint, the run needs the bundle no more.
+    (tmp_path / "bundle").rename(tmp_path / "moved")
+    run_txl("train", "moved/train.toml", "--init", "bundle", *flags, "--train.max_steps", "62", cwd=tmp_path)
+    assert "from run/checkpoints/step_000000060" in (tmp_path / "run/log.txt").read_text(encoding="utf-8")
+
     run_txl("export", "run", "trained", cwd=tmp_path)
     run_txl("export", "run", "huggingface", "--format", "huggingface", cwd=tmp_path)
     run_txl("import", "huggingface", "back", "--format", "huggingface", cwd=tmp_path)

@@ -224,6 +224,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("model.div_value=8", {"model": {"cutoffs": [5, 9], "div_value": 8, "embed_width": 32}}),
     ("model.final_norm=True", {"model": {"final_norm": True}}),
     ("model.same_length='memory'", {"model": {"same_length": "memory"}, "train": {"memory_len": 0}}),
+    ("in evaluation too (is 0)", {"model": {"same_length": "memory"}, "eval": {"memory_len": 0}}),
     ("model.num_distances=0", {"model": {"positions": "learned_relative"}}),
     ("model.num_distances=9", {"model": {"num_distances": 9}}),
     ("train.memory_len=0 (is 128)", {"model": {"positions": "absolute"}}),

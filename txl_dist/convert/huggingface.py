@@ -35,6 +35,7 @@ BIASES = ("r_w_bias", "r_r_bias")
 TOKENIZER = "txl_tokenizer.json"
 VOCABULARIES = (TOKENIZER, "vocab.pkl", "vocab.bin", "vocab.txt")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenizer_config.json"}
 
 
 def import_huggingface(path: Path, *, settings: dict[str, Any]) -> Imported:
@@ -71,8 +72,8 @@ def export_huggingface(
     reasons = inexpressible(model)
     if reasons:
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
-    if out.exists() and not (out.is_dir() and (out / "config.json").is_file() and not (out / "MANIFEST.json").exists()):
-        raise CheckpointError(f"{out} exists and is no Hugging Face folder. Choose another output folder.")
+    if out.exists() and not _is_ours(out):
+        raise CheckpointError(f"{out} exists and is no export of ours. Choose another output folder.")
     cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
     config = _config(model, tokenizer, dtype=dtype, segment_len=segment_len, memory_len=memory_len)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -81,8 +82,7 @@ def export_huggingface(
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(_their_names(cast, model), temporary / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
-        if not any(symbol.split() != [symbol] for symbol in tokenizer.symbols):
-            (temporary / "vocab.txt").write_text("\n".join(tokenizer.symbols) + "\n", encoding="utf-8")
+        _write_vocabulary(temporary, tokenizer)
         back = import_huggingface(temporary, settings={}).weights
         different = [name for name, tensor in back.items() if not torch.equal(tensor, cast[name].float())]
         assert not different, f"the folder does not give back {different}"
@@ -91,6 +91,28 @@ def export_huggingface(
         raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether an older export lies there and nothing else, so that nothing is lost by replacing it."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return names >= {TOKENIZER, "config.json"} and names <= WRITTEN
+
+
+def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
+    """What TransfoXLTokenizer reads, where it can: words, one of which stands for the unknown ones.
+
+    Its special tokens are named, because it would add those of its defaults behind the vocabulary.
+    """
+    symbols = tokenizer.symbols
+    unknown = next((symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols), None)
+    if unknown is None or any(symbol.split() != [symbol] for symbol in symbols):
+        return
+    end = _end(tokenizer)
+    special = {"unk_token": unknown, "eos_token": unknown if end is None else symbols[end]}
+    config = {"tokenizer_class": "TransfoXLTokenizer", "additional_special_tokens": [], **special}
+    (folder / "vocab.txt").write_text("\n".join(symbols) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def inexpressible(model: ModelSection) -> list[str]:

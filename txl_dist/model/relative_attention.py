@@ -37,8 +37,9 @@ def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: T
     distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
     if clamp_len > 0:
         distance_K = distance_K.clamp(max=clamp_len)
-    power = torch.arange(0, width, 2, dtype=dtype, device=like.device) / width
-    angle_KF = distance_K[:, None] / (10000.0**power)[None, :]
+    # In this order, as the peers have it: in fp32 the angle of a distance of thousands depends on the rounding.
+    frequency_F = 1 / 10000 ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
+    angle_KF = distance_K[:, None] * frequency_F[None, :]
     return torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)[:, :width].to(like.dtype)
 
 

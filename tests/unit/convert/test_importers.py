@@ -411,9 +411,32 @@ def test_a_folder_that_is_something_else_is_not_overwritten(tmp_path: Path) -> N
     shutil.rmtree(out)
     out.mkdir()
     (out / "thesis.tex").write_text("years of work", encoding="utf-8")
+    (out / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match="Choose another"):
         write_huggingface(out, tiny_model())
     assert (out / "thesis.tex").is_file()
+
+
+def test_a_folder_downloaded_from_elsewhere_is_not_overwritten(tmp_path: Path) -> None:
+    path, _ = peers_file(tmp_path, "huggingface")
+    with pytest.raises(CheckpointError, match="Choose another"):
+        write_huggingface(path, tiny_model())
+    assert (path / "pytorch_model.bin").is_file()
+
+
+def test_a_vocabulary_is_written_where_transformers_can_read_it(tmp_path: Path) -> None:
+    write_huggingface(tmp_path / "ids", tiny_model())
+    assert not (tmp_path / "ids" / "vocab.txt").exists(), "ids have no symbol for unknown words"
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["<eos>", "<unk>", *(f"w{i}" for i in range(998))]) + "\n", encoding="utf-8")
+    path, arguments = peers_file(tmp_path, "huggingface")
+    import_model(path, tmp_path / "ours", format="huggingface", vocab=vocab, **arguments)
+    to_huggingface(tmp_path / "ours", tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    config = json.loads((tmp_path / "theirs" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert (config["eos_token"], config["unk_token"]) == ("<eos>", "<unk>")
+    import_model(tmp_path / "theirs", tmp_path / "back", format="huggingface")
+    assert_same_model(tmp_path / "ours", tmp_path / "back")
 
 
 def to_huggingface(bundle: Path, out: Path, *, dtype: str = "fp32") -> None:
