@@ -4,8 +4,8 @@
                                    beside it, which huggingface_ours.py wrote
 
 Prints the largest differences. Exit code 1 if one is above 1e-5 nats, or if a tensor was missing in a folder, left
-over, or of another shape. Above 1e-5 it says how much fp32 itself explains: in large models, at distances of thousands of
-tokens, and for words that are all but impossible, two right programs differ by more.
+over, or of another shape. Above 1e-5 it says how much fp32 itself explains: in large models, at distances of thousands
+of tokens, and for words that are all but impossible, two right programs differ by more.
 """
 
 from __future__ import annotations

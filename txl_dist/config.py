@@ -86,7 +86,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
 
 def check_config(config: Config) -> None:
     """Refuse settings that contradict each other. Raises ConfigError naming section.key, value and rule."""
-    model, engine, optim, train = config.model, config.engine, config.optim, config.train
+    model, engine, optim = config.model, config.engine, config.optim
     cutoffs = model.cutoffs
     rules: list[tuple[bool, str]] = [
         (
