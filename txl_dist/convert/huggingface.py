@@ -226,4 +226,6 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers assumes where config.json is silent."""
     ties = [False] + [bool(config.get("proj_share_all_but_first", True))] * len(config.get("cutoffs") or ())
     defaults = {"tie_word_embeddings": True, "tie_projs": ties, "same_length": True, "clamp_len": 1000, "mem_len": 1600}
-    return {**defaults, "dropout": 0.1, **config}
+    told = {**defaults, "dropout": 0.1, **config}
+    # It knows no segments: as long as the memory is a length that it can work with.
+    return told if told.get("tgt_len") else {**told, "tgt_len": told["mem_len"]}

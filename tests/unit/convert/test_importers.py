@@ -290,6 +290,12 @@ def test_a_config_that_does_not_fit_is_refused(config: dict[str, Any], message: 
         import_model(path, tmp_path / "bundle", format="huggingface", **arguments)
 
 
+def test_a_folder_that_tells_no_segment_length_gets_that_of_its_memory(tmp_path: Path) -> None:
+    path, _ = peers_file(tmp_path, "huggingface")
+    made = import_model(path, tmp_path / "bundle", format="huggingface")
+    assert (made.segment_len, made.memory_len) == (20, 20)
+
+
 def test_a_model_without_its_softmax_is_refused(tmp_path: Path) -> None:
     path, arguments = peers_file(tmp_path, "huggingface")
 
