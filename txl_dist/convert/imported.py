@@ -72,7 +72,8 @@ def read_json(path: Path | None) -> dict[str, Any]:
 
 
 def only_tensors(values: Any, *, where: str) -> Weights:
-    """The tensors of a state dict, in fp32, without buffers. Raises CheckpointError for anything else."""
+    """The tensors of a state dict, in fp32, without buffers and without the prefix that (Distributed)DataParallel puts
+    before names. Raises CheckpointError for anything else."""
     if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{where} holds no state dict (names and tensors). Save the model's state_dict().")
     weights = {}
@@ -83,7 +84,7 @@ def only_tensors(values: Any, *, where: str) -> Weights:
             raise CheckpointError(f"{where}: {name} is {_kind(value)}, not a tensor of floating-point numbers.")
         if not bool(value.isfinite().all()):
             raise CheckpointError(f"{where}: {name} holds numbers that are not finite. Use a sound checkpoint.")
-        weights[name] = value.detach().float()
+        weights[name.removeprefix("module.")] = value.detach().float()
     return weights
 
 

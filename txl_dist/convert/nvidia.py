@@ -31,9 +31,9 @@ def import_nvidia(path: Path, *, settings: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is no checkpoint of NVIDIA's train.py.")
     if not isinstance(content["model_config"], dict):
         raise CheckpointError(f"{file}: model_config is no dict of settings.")
-    theirs = {_original_name(name): value for name, value in content["model_state"].items()}
+    weights = only_tensors(content["model_state"], where=str(file))
     found = imported(
-        _without_aliases(only_tensors(theirs, where=str(file)), where=str(file)),
+        _without_aliases({_original_name(name): tensor for name, tensor in weights.items()}, where=str(file)),
         {**content["model_config"], **settings},
         same_length="memory_and_self",
         where=str(file),
@@ -59,8 +59,6 @@ def _without_aliases(theirs: Weights, *, where: str) -> Weights:
 
 
 def _original_name(name: str) -> str:
-    """Also of a model inside DistributedDataParallel."""
-    name = name.removeprefix("module.")
     for theirs, original in (("crit.out_layers_weights.", "weight"), ("crit.out_layers_biases.", "bias")):
         if name.startswith(theirs):
             return f"crit.out_layers.{name.removeprefix(theirs)}.{original}"

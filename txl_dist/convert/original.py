@@ -135,7 +135,7 @@ def section_of(theirs: Weights, settings: OriginalSettings, *, same_length: str,
         "ff_width": shape("layers.0.pos_ff.CoreNet.0.weight")[0],
         "embed_width": widths[0],
         "cutoffs": _cutoffs(theirs, settings, where=where),
-        "div_value": settings.div_val or 1 if len(widths) == 1 else widths[0] // widths[1],
+        "div_value": settings.div_val or _div_value(widths),
         "tie_weights": _ties_weights(theirs, settings),
         "tie_projections": _tied_projections(theirs, settings),
         "pre_norm": settings.pre_lnorm,
@@ -164,6 +164,12 @@ def _tables(theirs: Weights) -> list[Tensor]:
     """The tables of embeddings, [V_i, E_i]."""
     pattern = "word_emb.emb_layers.{}.weight"
     return [theirs[pattern.format(i)] for i in _indices(theirs, pattern)]
+
+
+def _div_value(widths: list[int]) -> int:
+    """The smallest divisor that gives these widths; 1 if none does, which the check of shapes will then say."""
+    divisors = range(1 if len(widths) == 1 else 2, widths[0] + 1)
+    return next((d for d in divisors if [widths[0] // d**i for i in range(len(widths))] == widths), 1)
 
 
 def _positions(theirs: Weights) -> str:

@@ -28,6 +28,7 @@ from tests.helpers.peers import (
 )
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.importer import Format, import_model
+from txl_dist.convert.original import _div_value
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.infer import load
@@ -258,6 +259,21 @@ def test_a_state_dict_may_lie_inside_a_dict(wrapped: str, tmp_path: Path) -> Non
     import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original", settings=file)
     import_with(tmp_path / "plain", "lm1b_like", settings)
     assert_same_model(tmp_path / "bundle", tmp_path / "plain" / "bundle")
+
+
+def test_the_prefix_of_data_parallel_is_no_part_of_a_name(tmp_path: Path) -> None:
+    settings, golden = read_golden("lm1b_like")
+    import_with(tmp_path / "plain", "lm1b_like", settings)
+    weights = {f"module.{name}": tensor for name, tensor in state_dict(golden).items()}
+    torch.save(weights, tmp_path / "model.pt")
+    file = write_settings(tmp_path / "settings.json", settings)
+    import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original", settings=file)
+    assert_same_model(tmp_path / "bundle", tmp_path / "plain" / "bundle")
+
+
+@pytest.mark.parametrize(("widths", "expected"), [([410, 102, 25, 6], 4), ([10, 2], 4), ([16, 8, 4, 2], 2), ([32], 1)])
+def test_the_divisor_is_found_from_widths_that_were_rounded_down(widths: list[int], expected: int) -> None:
+    assert _div_value(widths) == expected
 
 
 def test_weights_may_come_as_safetensors(tmp_path: Path) -> None:
