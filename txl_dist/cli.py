@@ -187,7 +187,7 @@ def export(
         print(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
         return
     folder, error = export_bundle(source, out, dtype=dtype)
-    print(f"{out}: written from {folder}; largest difference to the training engine on the probe {error:.2e} nats")
+    print(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
 
 
 def import_(
@@ -286,6 +286,8 @@ def verify(path: Positional[Path], /) -> None:
         folders = sorted((path / "checkpoints").glob("step_?????????"))
         problems = [f"{folder}: {problem}" for folder in folders for problem in problems_of(folder)]
         problems = problems if folders else [f"{path} is a run without checkpoints"]
+    elif (path / "txl_tokenizer.json").is_file():
+        raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
     elif (path / MANIFEST).is_file() or (path / "model.safetensors").is_file():
         problems = problems_of(path)
     else:

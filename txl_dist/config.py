@@ -138,9 +138,9 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             is_learned == (model.num_distances > 0),
-            f"model.num_distances={model.num_distances} belongs to model.positions='learned_relative' "
-            f"(is {model.positions!r}), and is needed there: train.segment_len + train.memory_len = {longest} gives "
-            "every distance a row of its own",
+            f"model.num_distances={model.num_distances} does not go with model.positions={model.positions!r}: "
+            f"'learned_relative' needs it (train.segment_len + train.memory_len = {longest} gives every distance a row "
+            "of its own), the others have no table",
         ),
         (
             model.positions != "absolute" or (train.memory_len == 0 and eval_memory_len == 0),

@@ -40,7 +40,7 @@ class RunSection(Section):
     """Folder of the run: checkpoints, logs, resolved config."""
     seed: int = 1
     """Seed of everything random: initial weights, document order, dropout."""
-    init: Annotated[str, WARNED] = ""
+    init: str = ""
     """Bundle whose weights a new run begins with; empty draws them. `txl train --init BUNDLE` sets it."""
 
 

@@ -98,6 +98,8 @@ def write_nvidia_checkpoint(path: Path, settings: dict[str, Any], weights: dict[
                 continue
             name = f"crit.out_layers_{'weights' if leaf == 'weight' else 'biases'}.{index}"
         state[name] = value
+        if name.startswith("word_emb.emb_projs."):  # which the softmax lists again
+            state[name.replace("word_emb.emb_projs.", "crit.shared_out_projs.")] = value
     model_config = {**settings, "dropout": 0.0, "dropatt": 0.0, "dtype": None}
     content = {
         "args": Namespace(work_dir="LM-TFM", batch_size=60),

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from txl_dist.convert.imported import Imported, only_tensors, read_json
+from txl_dist.convert.checks import Imported, count, only_tensors, read_json, refuse
 from txl_dist.convert.names import Weights, partners, to_original
-from txl_dist.convert.original import imported, read_weights
+from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
 from txl_dist.infer.bundle import DTYPES
@@ -38,17 +38,25 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenizer_config.json"}
 
 
-def import_huggingface(path: Path, *, settings: dict[str, Any]) -> Imported:
+def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
     """Read a folder. Raises CheckpointError, or DataError for its vocabulary."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder. Name the folder with config.json and the weights.")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} holds no config.json. Name the folder that save_pretrained wrote.")
     config = read_json(path / "config.json")
     if config.get("model_type", "transfo-xl") != "transfo-xl":
         raise CheckpointError(f"{path / 'config.json'} is of a {config['model_type']} model, not of transfo-xl.")
     if config.get("attn_type", 0) != 0:
         raise CheckpointError(f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers knows only 0.")
-    theirs = _original_names(only_tensors(_read_parts(path), where=str(path)), where=str(path))
-    found = imported(theirs, {**_with_defaults(config), **settings}, same_length="memory", where=str(path))
+    found = model_of(
+        _original_names(only_tensors(_read_parts(path), where=str(path)), where=str(path)),
+        OriginalSettings.of(_with_defaults(config), told, where=str(path / "config.json")),
+        same_length="memory",
+        ties_are_listed=False,
+        where=str(path),
+        shown=lambda name: name if name.startswith("crit.") else PREFIX + name,
+    )
     vocabulary = next((path / name for name in VOCABULARIES if (path / name).is_file()), None)
     if vocabulary is None:
         return found
@@ -72,6 +80,7 @@ def export_huggingface(
     reasons = inexpressible(model)
     if reasons:
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
+    out = out.resolve()
     if out.exists() and not _is_ours(out):
         raise CheckpointError(f"{out} exists and is no export of ours. Choose another output folder.")
     cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
@@ -83,9 +92,10 @@ def export_huggingface(
         save_file(_their_names(cast, model), temporary / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
-        back = import_huggingface(temporary, settings={}).weights
+        back = import_huggingface(temporary, told={}).weights
         different = [name for name, tensor in back.items() if not torch.equal(tensor, cast[name].float())]
-        assert not different, f"the folder does not give back {different}"
+        if different:
+            raise CheckpointError(f"{out} would not give back {', '.join(different[:3])}. Report this defect.")
         replace_folder(temporary, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error
@@ -94,9 +104,9 @@ def export_huggingface(
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether an older export lies there and nothing else, so that nothing is lost by replacing it."""
+    """Whether an older export lies there or nothing, so that nothing is lost by replacing it."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return names >= {TOKENIZER, "config.json"} and names <= WRITTEN
+    return folder.is_dir() and (not names or (names >= {TOKENIZER, "config.json"} and names <= WRITTEN))
 
 
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
@@ -118,13 +128,12 @@ def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
 def inexpressible(model: ModelSection) -> list[str]:
     """What of a model transformers' TransfoXL lacks, in words; empty if it has all of it."""
     plain = ModelSection()
-    parts = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding", "project_same_width"]
-    dropouts = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
-    reasons = [
-        f"model.{name}={getattr(model, name)!r}"
-        for name in parts + dropouts
-        if getattr(model, name) != getattr(plain, name)
-    ]
+    names = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding"]
+    names += ["project_same_width"] if model.div_value > 1 else []
+    rates = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
+    different = [name for name in names if getattr(model, name) != getattr(plain, name)]
+    different += [name for name in rates if model.rate(getattr(model, name)) != model.dropout]
+    reasons = [f"model.{name}={getattr(model, name)!r}" for name in different]
     if model.positions != "relative":
         reasons.append(f"model.positions={model.positions!r} (it has relative ones only)")
     if model.width % 2:
@@ -139,10 +148,12 @@ def _read_parts(folder: Path) -> dict[str, Any]:
             content: dict[str, Any] = read_weights(folder / name)
             return content
         if (folder / f"{name}.index.json").is_file():
-            index = read_json(folder / f"{name}.index.json").get("weight_map", {})
+            index = read_json(folder / f"{name}.index.json").get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
+                raise CheckpointError(f"{folder / name}.index.json has no weight_map of file names. Copy it again.")
             # Only the last part of each name: an index must not lead out of its folder.
             parts = [read_weights(folder / Path(part).name) for part in sorted(set(index.values()))]
-            return {key: tensor for part in parts for key, tensor in part.items()}
+            return {key: tensor for part in parts for key, tensor in only_tensors(part, where=str(folder)).items()}
     raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy it again.")
 
 
@@ -153,13 +164,12 @@ def _original_names(theirs: Weights, *, where: str) -> Weights:
     for name in ("crit.cluster_weight", "crit.cluster_bias"):
         if name in weights:
             weights[name] = weights[name].flip(0)
-    for bias in BIASES:
-        aliases = [name for name in weights if name.startswith("layers.") and name.endswith(f".{bias}")]
-        if bias in weights:
-            for alias in aliases:
-                if not torch.equal(weights[alias], weights[bias]):
-                    raise CheckpointError(f"{where}: {PREFIX}{alias} differs from {PREFIX}{bias}, whose alias it is.")
-                del weights[alias]
+    for bias in BIASES if BIASES[0] in weights else ():
+        for layer in range(count(weights, "layers.")):
+            alias = weights.pop(f"layers.{layer}.dec_attn.{bias}", None)
+            if alias is None or bias not in weights or not torch.equal(alias, weights[bias]):
+                name = f"{PREFIX}layers.{layer}.dec_attn.{bias}"
+                refuse([f"{name} is missing or differs from {PREFIX}{bias}, whose alias it is"], where=where)
     return weights
 
 
@@ -224,8 +234,17 @@ def _end(tokenizer: Tokenizer) -> int | None:
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """What transformers assumes where config.json is silent."""
-    ties = [False] + [bool(config.get("proj_share_all_but_first", True))] * len(config.get("cutoffs") or ())
-    defaults = {"tie_word_embeddings": True, "tie_projs": ties, "same_length": True, "clamp_len": 1000, "mem_len": 1600}
-    told = {**defaults, "dropout": 0.1, **config}
+    cutoffs = config.get("cutoffs")
+    num_tails = len(cutoffs) if isinstance(cutoffs, list) else 0
+    defaults = {
+        "tie_word_embeddings": True,
+        "tie_projs": [False] + [bool(config.get("proj_share_all_but_first", True))] * num_tails,
+        "untie_r": True,
+        "same_length": True,
+        "clamp_len": 1000,
+        "mem_len": 1600,
+        "dropout": 0.1,
+    }
+    known = {**defaults, **config}
     # It knows no segments: as long as the memory is a length that it can work with.
-    return told if told.get("tgt_len") else {**told, "tgt_len": told["mem_len"]}
+    return known if known.get("tgt_len") else {**known, "tgt_len": known["mem_len"]}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from txl_dist.config import Config, check_config
+from txl_dist.convert.checks import Imported, read_json
 from txl_dist.convert.huggingface import import_huggingface
-from txl_dist.convert.imported import Imported, read_json
 from txl_dist.convert.labml import import_labml
 from txl_dist.convert.nvidia import import_nvidia
 from txl_dist.convert.original import import_original
@@ -23,7 +22,16 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import TrainSection
 
 Format = Literal["original", "nvidia", "huggingface", "labml"]
-READERS: dict[Format, Callable[..., Imported]] = {
+
+
+class Reader(Protocol):
+    """Reads a file or folder; `told` are settings under the peer's names. Raises TxlError."""
+
+    def __call__(self, path: Path, *, told: dict[str, Any]) -> Imported:
+        """The model in it."""
+
+
+READERS: dict[Format, Reader] = {
     "original": import_original,
     "nvidia": import_nvidia,
     "huggingface": import_huggingface,
@@ -59,9 +67,10 @@ def import_model(
     `memory_len` -1 take what file or settings say. Raises CheckpointError, DataError or ConfigError; runs no code of
     the file.
     """
+    out = out.resolve()
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
-    found = READERS[format](path, settings=read_json(settings))
+    found = READERS[format](path, told=read_json(settings))
     tokenizer = found.tokenizer
     if vocab is not None:
         tokenizer = read_vocabulary(vocab, vocab_size=found.vocab_size)
@@ -102,9 +111,11 @@ def probe_of(network: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
 def _lengths(found: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:
     if found.model.positions == "absolute" and memory_len < 0:
         memory_len = 0  # whatever the file says: the original fails with a memory there
+    if segment_len < 0 or memory_len < -1:
+        raise ConfigError(f"a segment of {segment_len} or a memory of {memory_len} tokens cannot be. Correct it.")
     memory_len = found.memory_len if memory_len < 0 else memory_len
     segment_len = segment_len or found.segment_len
-    unknown = ["--memory-len"] * (memory_len < 0) + ["--segment-len"] * (segment_len == 0)
+    unknown = ["--memory-len"] * (memory_len < 0) + ["--segment-len"] * (segment_len <= 0)
     if unknown:
         raise ConfigError(f"{where} does not tell the lengths that the model works with. Give {' and '.join(unknown)}.")
     return segment_len, memory_len

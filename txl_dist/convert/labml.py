@@ -7,24 +7,23 @@ row P of 2 P; a language model reads rows 0 to P only, and only those are kept. 
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from txl_dist.convert.imported import (
+from txl_dist.convert.checks import (
     Imported,
     PeerSettings,
+    count,
     only_tensors,
     refuse,
     section,
-    settings_problems,
     shape_problems,
+    size,
 )
 from txl_dist.convert.names import Weights
 from txl_dist.convert.original import read_weights
-from txl_dist.errors import CheckpointError
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 
@@ -67,17 +66,13 @@ class LabmlSettings(PeerSettings):
     dropout: float = 0.0
 
 
-def import_labml(path: Path, *, settings: dict[str, Any]) -> Imported:
+def import_labml(path: Path, *, told: dict[str, Any]) -> Imported:
     """Read a state dict. Raises CheckpointError."""
-    told = LabmlSettings.of(settings, where=str(path))
+    settings = LabmlSettings.of({}, told, where=str(path))
     theirs = only_tensors(read_weights(path), where=str(path))
-    for name in ("src_embed.weight", _FIRST, "transformer.layers.0.feed_forward.layer1.weight"):
-        if name not in theirs:
-            found = ", ".join(list(theirs)[:4])
-            raise CheckpointError(f"{path} has no {name}: it is no Transformer-XL of labml. Found: {found}.")
-    model = _section(theirs, told, where=str(path))
-    vocab_size = theirs["src_embed.weight"].shape[0]
-    _check(theirs, model, vocab_size=vocab_size, settings=told, where=str(path))
+    model = _section(theirs, settings, where=str(path))
+    vocab_size = settings.n_vocab or size(theirs, "src_embed.weight", 0, dims=2, where=str(path))
+    _check(theirs, model, vocab_size=vocab_size, where=str(path))
     weights = {our: theirs[their] for their, our in _names(model).items()}
     for layer in range(model.num_layers):
         attention = f"transformer.layers.{layer}.self_attn"
@@ -91,28 +86,29 @@ def import_labml(path: Path, *, settings: dict[str, Any]) -> Imported:
         model=model,
         weights=weights,
         vocab_size=vocab_size,
-        segment_len=told.seq_len or 0,
-        memory_len=-1 if told.mem_len is None else told.mem_len,
+        segment_len=settings.seq_len or 0,
+        memory_len=-1 if settings.mem_len is None else settings.mem_len,
         tokenizer=None,
     )
 
 
 def _section(theirs: Weights, settings: LabmlSettings, *, where: str) -> ModelSection:
-    rows, num_heads, head_width = theirs[_FIRST].shape if theirs[_FIRST].dim() == 3 else (0, 0, 0)
-    layers = itertools.takewhile(lambda i: f"transformer.layers.{i}.norm_ff.weight" in theirs, itertools.count())
+    num_layers = settings.n_layers or count(theirs, "transformer.layers.")
+    size(theirs, f"transformer.layers.{num_layers - 1}.norm_ff.weight", 0, dims=1, where=where)
+    layer1 = "transformer.layers.0.feed_forward.layer1.weight"
     values = {
-        "num_layers": len(list(layers)),
-        "width": theirs["src_embed.weight"].shape[-1],
-        "num_heads": num_heads,
-        "head_width": head_width,
-        "ff_width": theirs["transformer.layers.0.feed_forward.layer1.weight"].shape[0],
+        "num_layers": num_layers,
+        "width": settings.d_model or size(theirs, "src_embed.weight", 1, dims=2, where=where),
+        "num_heads": settings.heads or size(theirs, _FIRST, 1, dims=3, where=where),
+        "head_width": size(theirs, _FIRST, 2, dims=3, where=where),
+        "ff_width": settings.d_ff or size(theirs, layer1, 0, dims=2, where=where),
         "tie_weights": False,
         "pre_norm": True,
         "final_norm": True,
         "share_biases": False,
         "positions": "learned_relative",
-        "num_distances": _zero_row(rows) + 1,
-        "value_bias": "transformer.layers.0.self_attn.value.linear.bias" in theirs,  # older versions have none
+        "num_distances": _zero_row(size(theirs, _FIRST, 0, dims=3, where=where)) + 1,
+        "value_bias": any(name.endswith(".value.linear.bias") for name in theirs),  # older versions have none
         "output_bias": True,
         "scale_embedding": False,
         "dropout": settings.dropout,
@@ -138,19 +134,15 @@ def _names(model: ModelSection) -> dict[str, str]:
     return names
 
 
-def _check(theirs: Weights, model: ModelSection, *, vocab_size: int, settings: LabmlSettings, where: str) -> None:
+def _check(theirs: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
     ours = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     expected = {their: ours[our] for their, our in _names(model).items()}
-    inner = model.num_heads * model.head_width
+    inner, rows = model.num_heads * model.head_width, theirs[_FIRST].shape[0]
     for layer in range(model.num_layers):
         attention = f"transformer.layers.{layer}.self_attn"
         expected |= {f"{attention}.{name}.linear.weight": (inner, model.width) for name in ("key", "value")}
-        expected |= {f"{attention}.{table}": tuple(theirs[_FIRST].shape)[:dims] for table, dims in _DIMS.items()}
-    found = {"n_vocab": vocab_size, "d_model": model.width, "heads": model.num_heads, "d_ff": model.ff_width}
-    problems = shape_problems(theirs, expected) + settings_problems(settings, {**found, "n_layers": model.num_layers})
-    refuse(problems, where=where)
-
-
-_DIMS = {"key_pos_embeddings": 3, "key_pos_bias": 2}
+        expected[f"{attention}.key_pos_embeddings"] = (rows, model.num_heads, model.head_width)
+        expected[f"{attention}.key_pos_bias"] = (rows, model.num_heads)
+    refuse(shape_problems(theirs, expected), where=where)

@@ -12,19 +12,24 @@ from typing import Any
 
 import torch
 
-from txl_dist.convert.imported import Imported, only_tensors, refuse
+from txl_dist.convert.checks import Imported, only_tensors, refuse
 from txl_dist.convert.names import Weights
-from txl_dist.convert.original import imported
+from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.pickles import read_torch_file
 from txl_dist.convert.vocabulary import tokenizer_of
 from txl_dist.errors import CheckpointError
 
+CHECKPOINTS = ("checkpoint_last.pt", "checkpoint_best.pt")
 ALIAS = "crit.shared_out_projs."
 
 
-def import_nvidia(path: Path, *, settings: dict[str, Any]) -> Imported:
-    """Read a checkpoint, or the newest of a folder of them. Raises CheckpointError."""
-    file = path / "checkpoint_last.pt" if path.is_dir() else path
+def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
+    """Read a checkpoint, or of a folder the last one, else the best one. Raises CheckpointError."""
+    file = path
+    if path.is_dir():
+        file = next((path / name for name in CHECKPOINTS if (path / name).is_file()), path / CHECKPOINTS[0])
+    if not file.is_file():
+        raise CheckpointError(f"{path} holds neither {' nor '.join(CHECKPOINTS)}. Name the checkpoint itself.")
     content = read_torch_file(file)
     missing = [key for key in ("model_state", "model_config") if not isinstance(content, dict) or key not in content]
     if missing:
@@ -32,11 +37,13 @@ def import_nvidia(path: Path, *, settings: dict[str, Any]) -> Imported:
     if not isinstance(content["model_config"], dict):
         raise CheckpointError(f"{file}: model_config is no dict of settings.")
     weights = only_tensors(content["model_state"], where=str(file))
-    found = imported(
+    found = model_of(
         _without_aliases({_original_name(name): tensor for name, tensor in weights.items()}, where=str(file)),
-        {**content["model_config"], **settings},
+        OriginalSettings.of(content["model_config"], told, where=str(file)),
         same_length="memory_and_self",
+        ties_are_listed=False,
         where=str(file),
+        shown=_their_name,
     )
     if content.get("vocab") is None:
         return found
@@ -59,7 +66,14 @@ def _without_aliases(theirs: Weights, *, where: str) -> Weights:
 
 
 def _original_name(name: str) -> str:
-    for theirs, original in (("crit.out_layers_weights.", "weight"), ("crit.out_layers_biases.", "bias")):
-        if name.startswith(theirs):
-            return f"crit.out_layers.{name.removeprefix(theirs)}.{original}"
+    parts = name.split(".")
+    if parts[:-1] in (["crit", "out_layers_weights"], ["crit", "out_layers_biases"]):
+        return f"crit.out_layers.{parts[-1]}.{'weight' if parts[1].endswith('weights') else 'bias'}"
+    return name
+
+
+def _their_name(name: str) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["crit", "out_layers"]:
+        return f"crit.out_layers_{'weights' if parts[3] == 'weight' else 'biases'}.{parts[2]}"
     return name

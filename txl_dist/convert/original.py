@@ -8,29 +8,33 @@ from settings, a JSON object under the names of the constructor's arguments.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
-from txl_dist.convert.imported import (
+from txl_dist.config import check_vocabulary
+from txl_dist.convert.checks import (
     Imported,
     PeerSettings,
+    count,
     only_tensors,
     refuse,
     section,
-    settings_problems,
-    weights_of,
+    shape_problems,
+    size,
 )
-from txl_dist.convert.names import Weights
+from txl_dist.convert.names import Weights, from_original, partners, shapes_of
 from txl_dist.convert.pickles import Inert, modules_tensors, read_torch_file
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.sections import ModelSection
 
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
+TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"
+Window = Literal["memory", "memory_and_self"]
 
 
 class OriginalSettings(PeerSettings):
@@ -54,6 +58,9 @@ class OriginalSettings(PeerSettings):
     same_length: bool = False
     clamp_len: int = -1
     sample_softmax: int = -1
+    untie_r: bool | None = None
+    ext_len: int = 0
+    """Not used: segments that overlap are a matter of evaluation here (eval.overlap_len)."""
     tgt_len: int | None = None
     mem_len: int | None = None
     dropout: float = 0.0
@@ -63,14 +70,24 @@ class OriginalSettings(PeerSettings):
     layer_norm_epsilon: float = 1e-5
 
 
-def import_original(path: Path, *, settings: dict[str, Any]) -> Imported:
+def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
     """Read `model.pt`, a folder that holds one, or a state dict (.pt, .safetensors). Raises CheckpointError."""
     file = path / "model.pt" if path.is_dir() else path
-    content = read_weights(file)
+    if not file.is_file():
+        raise CheckpointError(f"{path} holds no model.pt. Name the file with the weights.")
+    content, found = read_weights(file), {}
     if isinstance(content, Inert):
-        known = _settings_of_module(content, where=str(file))
-        content, settings = modules_tensors(content), {**known, **settings}
-    return imported(only_tensors(content, where=str(file)), settings, same_length="memory", where=str(file))
+        content = _without_parallel(content)
+        found = _settings_of_module(content, where=str(file))
+        content = modules_tensors(content)
+    # torch.save keeps tied tensors under each of their names; the other format cannot.
+    return model_of(
+        only_tensors(content, where=str(file)),
+        OriginalSettings.of(found, told, where=str(file)),
+        same_length="memory",
+        ties_are_listed=file.suffix != ".safetensors",
+        where=str(file),
+    )
 
 
 def read_weights(file: Path) -> Any:
@@ -82,31 +99,53 @@ def read_weights(file: Path) -> Any:
             raise CheckpointError(f"{file} cannot be read: {error}. Copy it again.") from error
     content = read_torch_file(file)
     if isinstance(content, dict):
-        for key in ("model_state", "state_dict", "model"):
+        if "model_config" in content:
+            raise CheckpointError(f"{file} is a checkpoint of NVIDIA's code. Import it with --format nvidia.")
+        for key in ("model_state", "model_state_dict", "state_dict", "model"):
             if isinstance(content.get(key), dict | Inert):
                 return content[key]
     return content
 
 
-def imported(theirs: Weights, values: dict[str, Any], *, same_length: str, where: str) -> Imported:
-    """A model under the original's names; `same_length` is what that setting means there. Raises CheckpointError."""
-    settings = OriginalSettings.of(values, where=where)
-    _check_supported(theirs, settings, where=where)
-    vocab_size = sum(table.shape[0] for table in _tables(theirs))
-    if not vocab_size:
-        raise CheckpointError(
-            f"{where} has no word_emb.emb_layers.0.weight: it is no Transformer-XL of this format. Found: "
-            f"{', '.join(list(theirs)[:4])}. Name another --format."
-        )
+def model_of(
+    theirs: Weights,
+    settings: OriginalSettings,
+    *,
+    same_length: Window,
+    ties_are_listed: bool,
+    where: str,
+    shown: Callable[[str], str] = str,
+) -> Imported:
+    """A model under the original's names.
+
+    `same_length` is what that setting means there; `ties_are_listed`, that a tied tensor stands under both its names;
+    `shown` turns the original's name of a key into the file's, for errors. Raises CheckpointError.
+    """
     model = section_of(theirs, settings, same_length=same_length, where=where)
     if model.positions == "learned_relative" and settings.clamp_len == 1:
         # Only distance 0 is ever read; our clamp_len cannot say so.
         theirs = {**theirs, "r_emb": theirs["r_emb"][:, -1:], "r_bias": theirs["r_bias"][:, -1:]}
         model = model.model_copy(update={"num_distances": 1, "clamp_len": 0})
-    _check_settings(model, settings, vocab_size=vocab_size, where=where)
+    vocab_size = settings.n_token or settings.vocab_size or sum(_table_sizes(theirs, where=where))
+    try:
+        check_vocabulary(model, vocab_size=vocab_size)
+        expected = shapes_of(model, vocab_size=vocab_size)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{where}: cutoffs={list(model.cutoffs)} must increase and lie below the vocabulary size {vocab_size}. "
+            "Correct the settings."
+        ) from error
+    tied = {name: other for name, other in partners(model).items() if name in expected}
+    problems = shape_problems(theirs, expected, optional=() if ties_are_listed else tied, shown=shown)
+    problems += [
+        f"{shown(name)} differs from {shown(other)}, to which the settings tie it"
+        for name, other in tied.items()
+        if not problems and name in theirs and not torch.equal(theirs[name], theirs[other])
+    ]
+    refuse(problems, where=where)
     return Imported(
         model=model,
-        weights=weights_of(theirs, model, vocab_size=vocab_size, where=where),
+        weights=from_original({tied.get(name, name): tensor for name, tensor in theirs.items()}, model),
         vocab_size=vocab_size,
         segment_len=settings.tgt_len or 0,
         memory_len=-1 if settings.mem_len is None else settings.mem_len,
@@ -114,56 +153,111 @@ def imported(theirs: Weights, values: dict[str, Any], *, same_length: str, where
     )
 
 
-def section_of(theirs: Weights, settings: OriginalSettings, *, same_length: str, where: str) -> ModelSection:
-    """The model that shapes and settings describe. Raises CheckpointError naming what is missing."""
-
-    def shape(name: str) -> tuple[int, ...]:
-        if name not in theirs:
-            raise CheckpointError(f"{where}: {name} is missing. Is it of this format?")
-        return tuple(theirs[name].shape)
-
-    positions = _positions(theirs)
-    per_layer = "layers.0.dec_attn.r_w_bias" in theirs
+def section_of(theirs: Weights, settings: OriginalSettings, *, same_length: Window, where: str) -> ModelSection:
+    """The model that settings tell, and shapes where they are silent. Raises CheckpointError naming what is missing."""
+    positions = _positions(theirs, settings, where=where)
+    per_layer = any(name.endswith(".dec_attn.r_w_bias") for name in theirs)
+    if settings.untie_r is not None:
+        per_layer = settings.untie_r
     num_heads, head_width = _heads(theirs, settings, positions=positions, per_layer=per_layer, where=where)
-    widths = [table.shape[-1] for table in _tables(theirs)]
-    clamp_len = max(0, settings.clamp_len)
+    num_layers = settings.n_layer or count(theirs, "layers.")
+    # The last one first: a wrong number must not build a thousand layers to find out.
+    size(theirs, f"layers.{num_layers - 1}.dec_attn.layer_norm.weight", 0, dims=1, where=where)
+    num_tables = count(theirs, "word_emb.emb_layers.")
+    widths = [size(theirs, TABLE.format(i), 1, dims=2, where=where) for i in range(max(1, num_tables))]
+    width = settings.d_model or size(theirs, "layers.0.dec_attn.layer_norm.weight", 0, dims=1, where=where)
+    embed_width = settings.d_embed or widths[0]
+    clamp_len, cutoffs = max(0, settings.clamp_len), _cutoffs(theirs, settings, where=where)
     values = {
-        "num_layers": len(_indices(theirs, "layers.{}.dec_attn.o_net.weight")),
-        "width": shape("layers.0.dec_attn.layer_norm.weight")[0],
+        "num_layers": num_layers,
+        "width": width,
         "num_heads": num_heads,
         "head_width": head_width,
-        "ff_width": shape("layers.0.pos_ff.CoreNet.0.weight")[0],
-        "embed_width": widths[0],
-        "cutoffs": _cutoffs(theirs, settings, where=where),
+        "ff_width": settings.d_inner or size(theirs, "layers.0.pos_ff.CoreNet.0.weight", 0, dims=2, where=where),
+        "embed_width": 0 if embed_width == width else embed_width,
+        "cutoffs": cutoffs,
         "div_value": settings.div_val or _div_value(widths),
-        "tie_weights": _ties_weights(theirs, settings),
-        "tie_projections": _tied_projections(theirs, settings),
+        "tie_weights": _ties_weights(theirs, settings, num_tables=num_tables),
+        "tie_projections": _tied_projections(theirs, settings, num_clusters=len(cutoffs) + 1),
         "pre_norm": settings.pre_lnorm,
         "share_biases": positions == "relative" and not per_layer,
         "same_length": same_length if settings.same_length else "off",
         # The original keeps that many rows of a learned table, so its largest distance is one less.
         "clamp_len": max(0, clamp_len - 1) if positions == "learned_relative" else clamp_len,
         "positions": positions,
-        "num_distances": shape("r_emb")[1] if positions == "learned_relative" else 0,
+        "num_distances": size(theirs, "r_emb", 1, dims=4, where=where) if positions == "learned_relative" else 0,
         "norm_eps": settings.layer_norm_epsilon,
         "dropout": settings.dropout,
         "attention_dropout": settings.dropatt,
         "init_std": settings.init_std,
         "projection_init_std": settings.proj_init_std,
     }
-    if values["embed_width"] == values["width"]:
-        values["embed_width"] = 0
     return section(values, where=where)
 
 
-def _indices(theirs: Weights, pattern: str) -> list[int]:
-    return list(itertools.takewhile(lambda i: pattern.format(i) in theirs, itertools.count()))
+def _positions(theirs: Weights, settings: OriginalSettings, *, where: str) -> str:
+    """As told, else by the names. Raises CheckpointError for what this program does not have."""
+    if "out_layer.weight" in theirs or settings.sample_softmax > 0:
+        raise CheckpointError(f"{where} has a sampled softmax, which the peers' codes cannot run either.")
+    is_absolute = any(name.endswith(".q_net.weight") for name in theirs)
+    found = (
+        3 if is_absolute and "r_emb" in theirs else 2 if is_absolute else int("r_emb" in theirs or "r_bias" in theirs)
+    )
+    kind = found if settings.attn_type is None else settings.attn_type
+    if kind not in POSITIONS:
+        raise CheckpointError(
+            f"{where} has attn_type {kind}; this program has 0, 1 and 2. (3, Al-Rfou, adds its positions to the memory "
+            "twice in the original, so that no two segments agree.)"
+        )
+    if kind == 2 and settings.pre_lnorm:
+        raise CheckpointError(
+            f"{where} has attn_type 2 with pre_lnorm: there the original makes queries from states that are not "
+            "normalised, a defect that this program does not repeat, so its numbers would differ."
+        )
+    return POSITIONS[kind]
 
 
-def _tables(theirs: Weights) -> list[Tensor]:
-    """The tables of embeddings, [V_i, E_i]."""
-    pattern = "word_emb.emb_layers.{}.weight"
-    return [theirs[pattern.format(i)] for i in _indices(theirs, pattern)]
+def _heads(
+    theirs: Weights, settings: OriginalSettings, *, positions: str, per_layer: bool, where: str
+) -> tuple[int, int]:
+    """Heads and their width: as told, else from the biases; absolute attention has none."""
+    if settings.n_head and settings.d_head:
+        return settings.n_head, settings.d_head
+    if positions == "absolute":
+        inner = size(theirs, "layers.0.dec_attn.q_net.weight", 0, dims=2, where=where)
+        if not settings.n_head:
+            raise CheckpointError(
+                f"{where}: weights of absolute attention do not tell the number of heads. Give it with --settings: "
+                'a JSON file with {"n_head": 8, ...}.'
+            )
+        return settings.n_head, inner // settings.n_head
+    name = "layers.0.dec_attn.r_w_bias" if per_layer else "r_w_bias"
+    dims = 3 if positions == "learned_relative" else 2
+    return (
+        settings.n_head or size(theirs, name, -2, dims=dims, where=where),
+        settings.d_head or size(theirs, name, -1, dims=dims, where=where),
+    )
+
+
+def _cutoffs(theirs: Weights, settings: OriginalSettings, *, where: str) -> tuple[int, ...]:
+    """As told, else from the sizes of the tables; one table for several clusters does not tell."""
+    sizes = _table_sizes(theirs, where=where)
+    if settings.cutoffs is not None:
+        # Some codes list the vocabulary size as the last cutoff.
+        vocab_size = settings.n_token or settings.vocab_size or sum(sizes)
+        return tuple(cutoff for cutoff in settings.cutoffs if cutoff != vocab_size)
+    if len(sizes) == 1 and CLUSTERS in theirs:
+        raise CheckpointError(
+            f"{where}: {CLUSTERS} has shape {list(theirs[CLUSTERS].shape)}, and one table of embeddings does not tell "
+            'where its clusters begin. Give the cutoffs with --settings: {"cutoffs": [20000, 40000], ...} in a file.'
+        )
+    return tuple(itertools.accumulate(sizes))[:-1]
+
+
+def _table_sizes(theirs: Weights, *, where: str) -> list[int]:
+    """Rows of each table of embeddings."""
+    num_tables = max(1, count(theirs, "word_emb.emb_layers."))
+    return [size(theirs, TABLE.format(i), 0, dims=2, where=where) for i in range(num_tables)]
 
 
 def _div_value(widths: list[int]) -> int:
@@ -172,107 +266,34 @@ def _div_value(widths: list[int]) -> int:
     return next((d for d in divisors if [widths[0] // d**i for i in range(len(widths))] == widths), 1)
 
 
-def _positions(theirs: Weights) -> str:
-    if "r_emb" in theirs:
-        return "learned_relative"
-    return "absolute" if "layers.0.dec_attn.q_net.weight" in theirs else "relative"
-
-
-def _heads(
-    theirs: Weights, settings: OriginalSettings, *, positions: str, per_layer: bool, where: str
-) -> tuple[int, int]:
-    """Heads and their width: from the shape of the biases where there are any."""
-    name = "layers.0.dec_attn.r_w_bias" if per_layer else "r_w_bias"
-    if positions != "absolute":
-        if name not in theirs or theirs[name].dim() < 2:
-            raise CheckpointError(f"{where}: {name} is missing or no matrix; it tells heads and their width.")
-        return int(theirs[name].shape[-2]), int(theirs[name].shape[-1])
-    if not settings.n_head:
-        raise CheckpointError(
-            f"{where}: weights of absolute attention do not tell the number of heads. Give it with --settings: "
-            'a JSON file with {"n_head": 8, ...}.'
-        )
-    inner = theirs["layers.0.dec_attn.q_net.weight"].shape[0]
-    return settings.n_head, inner // settings.n_head
-
-
-def _cutoffs(theirs: Weights, settings: OriginalSettings, *, where: str) -> tuple[int, ...]:
-    """From the sizes of the tables; from the settings where one table serves all clusters."""
-    sizes = [table.shape[0] for table in _tables(theirs)]
-    vocab_size = sum(sizes)
-    from_tables = tuple(itertools.accumulate(sizes))[:-1]
-    # Some codes list the vocabulary size as the last cutoff.
-    given = tuple(cutoff for cutoff in settings.cutoffs or () if cutoff != vocab_size)
-    num_tails = theirs["crit.cluster_weight"].shape[0] if "crit.cluster_weight" in theirs else 0
-    if settings.cutoffs is None and len(from_tables) != num_tails:
-        raise CheckpointError(
-            f"{where}: crit.cluster_weight has {num_tails} rows, and one table of embeddings does not tell where these "
-            'clusters begin. Give the cutoffs with --settings: a JSON file with {"cutoffs": [20000, 40000], ...}.'
-        )
-    cutoffs = given if settings.cutoffs is not None else from_tables
-    if len(cutoffs) != num_tails or (len(sizes) > 1 and cutoffs != from_tables):
-        found = f"{list(from_tables)}, by the sizes of its tables" if len(sizes) > 1 else f"{num_tails} tail clusters"
-        raise CheckpointError(f"{where}: the settings say cutoffs={list(cutoffs)}, the weights have {found}.")
-    return cutoffs
-
-
-def _ties_weights(theirs: Weights, settings: OriginalSettings) -> bool:
-    """As told; else whether both tables are equal, or only one of them is there."""
+def _ties_weights(theirs: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
+    """As told; else whether both tables are equal."""
     for told in (settings.tie_weight, settings.tie_word_embeddings):
         if told is not None:
             return told
-    return all(
-        _is_same(theirs, f"crit.out_layers.{i}.weight", f"word_emb.emb_layers.{i}.weight")
-        for i in range(len(_tables(theirs)))
-    )
+    return all(_is_same(theirs, f"crit.out_layers.{i}.weight", TABLE.format(i)) for i in range(num_tables))
 
 
-def _tied_projections(theirs: Weights, settings: OriginalSettings) -> tuple[bool, ...]:
-    """Per cluster; empty where none is tied."""
-    shared = _indices(theirs, "word_emb.emb_projs.{}")
-    if not shared:
+def _tied_projections(theirs: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
+    """Per cluster, as told, else by equality; empty where none is tied."""
+    num_shared = count(theirs, SHARED)
+    if not num_shared:
         return ()
-    num_tails = theirs["crit.cluster_weight"].shape[0] if "crit.cluster_weight" in theirs else 0
-    told = settings.tie_projs
-    ties = []
-    for i in range(num_tails + 1):
-        found = _is_same(theirs, f"crit.out_projs.{i}", f"word_emb.emb_projs.{min(i, len(shared) - 1)}")
-        ties.append(found if told is None else i < len(told) and told[i])
-    return tuple(ties) if any(ties) else ()
+    if settings.tie_projs is not None:
+        ties = (*settings.tie_projs, *[False] * num_clusters)[:num_clusters]
+    else:
+        others = [f"{SHARED}{min(i, num_shared - 1)}" for i in range(num_clusters)]
+        ties = tuple(_is_same(theirs, f"crit.out_projs.{i}", other) for i, other in enumerate(others))
+    return ties if any(ties) else ()
 
 
 def _is_same(theirs: Weights, name: str, other: str) -> bool:
-    return name not in theirs or torch.equal(theirs[name], theirs[other])
+    return name in theirs and other in theirs and torch.equal(theirs[name], theirs[other])
 
 
-def _check_supported(theirs: Weights, settings: OriginalSettings, *, where: str) -> None:
-    if "out_layer.weight" in theirs or settings.sample_softmax > 0:
-        raise CheckpointError(f"{where} has a sampled softmax, which the peers' codes cannot run either.")
-    if settings.attn_type == 3 or ("r_emb" in theirs and "r_w_bias" not in theirs):
-        raise CheckpointError(f"{where} has attn_type 3 (Al-Rfou), which this program does not have.")
-    if settings.pre_lnorm and _positions(theirs) == "absolute":
-        raise CheckpointError(
-            f"{where} has attn_type 2 with pre_lnorm: there the original makes queries from states that are not "
-            "normalised, a defect that this program does not repeat, so its numbers would differ."
-        )
-
-
-def _check_settings(model: ModelSection, settings: OriginalSettings, *, vocab_size: int, where: str) -> None:
-    found = {
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-        "d_head": model.head_width,
-        "d_model": model.width,
-        "d_inner": model.ff_width,
-        "d_embed": model.embed_width_or_default(),
-        "div_val": model.div_value,
-        "n_token": vocab_size,
-        "vocab_size": vocab_size,
-    }
-    problems = settings_problems(settings, found)
-    if settings.attn_type is not None and POSITIONS.get(settings.attn_type) != model.positions:
-        problems.append(f"the settings say attn_type={settings.attn_type}, the weights have {model.positions} ones")
-    refuse(problems, where=where)
+def _without_parallel(module: Inert) -> Inert:
+    """The module inside DataParallel or DistributedDataParallel."""
+    return _child(module, "module") if type(module).__name__.endswith("DataParallel") else module
 
 
 def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ hostile file can still ask for much memory.
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import re
@@ -165,9 +166,11 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
     except CheckpointError:
         raise
     except OSError as error:
+        if path.is_file() and error.errno == errno.EINVAL:  # a seek to where a whole file would go on
+            raise CheckpointError(f"{path} is damaged or cut short. Copy it again.") from error
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}. Check the path.") from error
     except Exception as error:
-        detail = (str(error).splitlines() or [""])[0]
+        detail = (str(error).splitlines() or [""])[0][:160]
         raise CheckpointError(
             f"{path} is damaged, cut short, or not {kind} ({type(error).__name__}: {detail}). Copy it again, or name "
             "another file."

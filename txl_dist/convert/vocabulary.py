@@ -42,7 +42,7 @@ def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
             start = file.read(len(ZIP_START))
         if path.suffix in PICKLE_SUFFIXES or start.startswith((ZIP_START, PICKLE_START)):
             return tokenizer_of(read_any(path), where=str(path), vocab_size=vocab_size)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"cannot read the vocabulary {path}: {error.strerror or error}. Check the path.") from error
     except UnicodeDecodeError as error:

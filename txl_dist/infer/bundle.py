@@ -135,7 +135,8 @@ def write_bundle(
     in the type `probe_dtype`.
     Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
     """
-    if folder.exists() and not is_bundle(folder):
+    folder = folder.resolve()
+    if folder.exists() and not is_bundle(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     content = {
@@ -151,6 +152,9 @@ def write_bundle(
         "source": source,
     }
     network = network_of(model, vocab_size=tokenizer.vocab_size, weights=weights, dtype=dtype, where=str(folder))
+    for name, parameter in network.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(f"{name} holds numbers that are not finite in {dtype}. Choose another --dtype.")
     try:
         temporary.mkdir(parents=True)
         save_file({k: p.detach().contiguous() for k, p in network.named_parameters()}, temporary / "model.safetensors")

@@ -9,6 +9,7 @@ import torch
 from txl_dist.config import BatchPlan, Config, config_to_toml
 from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
+from txl_dist.train.initial import initial_weights
 from txl_dist.train.job import check_job, remarks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -62,6 +63,8 @@ def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
     plan, corpus = check_job(config, device=device, world_size=world_size)
+    if config.run.init:
+        initial_weights(config, corpus)
     yield config_to_toml(config)
     yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
     yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size)

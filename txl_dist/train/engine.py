@@ -25,6 +25,7 @@ from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
+from txl_dist.train.extension import prepare_compilation
 from txl_dist.train.optim import apply_settings, build_optimizer
 
 
@@ -117,6 +118,8 @@ class ZeroEngine:
         if weights is not None:
             copy_weights(model, weights)
         module = SegmentLoss(model).to(ranks.device)
+        if ranks.device.type == "cpu":
+            prepare_compilation()
         self._clips_itself = clips_itself(config)
         self._clip_norm = config.optim.clip_norm
         self._engine, self._optimizer, _, _ = deepspeed.initialize(

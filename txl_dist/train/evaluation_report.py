@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str
             "train": {"segment_len": bundle.segment_len, "memory_len": bundle.memory_len},
         }
         config = config_from_dict(values, source=str(target))
-        return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}, step {bundle.source.get('step')}"
+        return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}{_origin(bundle.source)}"
     trained = read_trained(target)
     model = network_of(
         trained.config.model,
@@ -155,6 +155,10 @@ def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str
     if data is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
     return model, trained.tokenizer.fingerprint, config, str(trained.folder)
+
+
+def _origin(source: dict[str, Any]) -> str:
+    return f", step {source['step']}" if "step" in source else f", imported from {source.get('file', 'elsewhere')}"
 
 
 def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides: Overrides) -> dict[str, Result]:

@@ -269,6 +269,8 @@ def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -
     warnings = [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
+    elif config.run.init:
+        initial_weights(config, corpus)  # refused before the run directory exists
     open_run_dir(run_dir, config)
     start_logging(rank=0, file=run_dir / "log.txt")
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")

@@ -19,7 +19,7 @@ from tests.helpers.peers import (
     write_original_module,
     write_settings,
 )
-from txl_dist.convert.imported import only_tensors
+from txl_dist.convert.checks import only_tensors
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.names import from_original
 from txl_dist.infer import Bundle, load

@@ -197,7 +197,13 @@ def test_the_probe_notices_a_wrong_memory(tmp_path: Path, tokenizer: Tokenizer) 
         write(tmp_path / "bundle", tokenizer, probe=probe_of(model, memory_len=0))
 
 
-@pytest.mark.parametrize("content", [{}, {"notes.txt": "mine"}, {"MANIFEST.json": "{}", "state.json": "{}"}])
+def test_an_empty_folder_may_become_a_bundle(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "mine").mkdir()
+    write(tmp_path / "mine", tokenizer)
+    load(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("content", [{"notes.txt": "mine"}, {"MANIFEST.json": "{}", "state.json": "{}"}])
 def test_a_folder_that_is_no_bundle_is_refused_and_untouched(
     tmp_path: Path, tokenizer: Tokenizer, content: dict[str, str]
 ) -> None:

@@ -1,29 +1,29 @@
 """What every importer gives, and the checks that all of them make.
 
-A peer's file is read into tensors under the original's names (`names`), and its settings, under the names of the
-original's arguments, into a dict. From both comes a `ModelSection`; what the shapes can tell is taken from them and
-held against the settings. A file that does not fit says which key, what was expected and what was found.
+A peer's file is read into tensors, and its settings into a `PeerSettings`; from both comes a `ModelSection`. Whatever
+is told is believed, the rest is taken from the shapes; then all names and shapes are held against those that the model
+must have. A file that does not fit says which key, what was expected and what was found.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from txl_dist.config import check_vocabulary
-from txl_dist.convert.names import Weights, from_original, partners, shapes_of
+from txl_dist.convert.names import Weights
 from txl_dist.errors import CheckpointError
+from txl_dist.log import logger
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer
 
-S = TypeVar("S", bound=BaseModel)
+S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)
 """Ends of names that are recomputed, not read."""
 
@@ -50,11 +50,17 @@ class PeerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     @classmethod
-    def of(cls: type[S], values: Mapping[str, Any], *, where: str) -> S:
-        """Raises CheckpointError for a value of another type."""
+    def of(cls: type[S], found: Mapping[str, Any], told: Mapping[str, Any], *, where: str) -> S:
+        """Settings found in a file, under those that a user tells. Raises CheckpointError for a value of another type,
+        and for a name in `told` that nearly is a known one."""
+        for name in sorted(told.keys() - cls.model_fields.keys()):
+            if near := difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8):
+                raise CheckpointError(f"the settings have an unknown {name}. Did you mean {near[0]}?")
+            logger.warning("the setting %s tells nothing of the model and is not used", name)
         try:
-            return cls.model_validate(values)
-        except ValidationError as error:
+            # Strict, so that "yes" is no bool; by way of JSON, so that a list is a tuple all the same.
+            return cls.model_validate_json(json.dumps({**found, **told}, default=str), strict=True)
+        except (ValidationError, ValueError, RecursionError) as error:
             raise _explained(error, where=where) from error
 
 
@@ -63,9 +69,9 @@ def read_json(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}. Name a JSON object of settings.") from error
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}. It must hold one JSON object.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f'{path} holds no JSON object. Write the settings as {{"n_layer": 12, ...}}.')
     return values
@@ -82,10 +88,32 @@ def only_tensors(values: Any, *, where: str) -> Weights:
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise CheckpointError(f"{where}: {name} is {_kind(value)}, not a tensor of floating-point numbers.")
-        if not bool(value.isfinite().all()):
-            raise CheckpointError(f"{where}: {name} holds numbers that are not finite. Use a sound checkpoint.")
-        weights[name.removeprefix("module.")] = value.detach().float()
+        weight = value.detach().float()
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(f"{where}: {name} holds numbers that are not finite in fp32. Use a sound checkpoint.")
+        weights[name.removeprefix("module.")] = weight
     return weights
+
+
+def count(theirs: Weights, prefix: str) -> int:
+    """One more than the largest number that follows `prefix` in a name; 0 where none does."""
+    numbers = [name.removeprefix(prefix).partition(".")[0] for name in theirs if name.startswith(prefix)]
+    return 1 + max((int(number) for number in numbers if number.isdecimal() and len(number) < 4), default=-1)
+
+
+def size(theirs: Weights, name: str, axis: int, *, dims: int, where: str) -> int:
+    """One size of a tensor. Raises CheckpointError if it is missing or has another number of dimensions."""
+    if name not in theirs:
+        found = ", ".join(list(theirs)[:3])
+        hint = " A name with `transformer.` is Hugging Face's." if f"transformer.{name}" in theirs else ""
+        raise CheckpointError(
+            f"{where} does not fit: {name} is missing. Found: {found}, ... Is it of this format?{hint}"
+        )
+    if theirs[name].dim() != dims:
+        raise CheckpointError(
+            f"{where} does not fit: {name} has shape {list(theirs[name].shape)}, expected {dims} dimensions."
+        )
+    return int(theirs[name].shape[axis])
 
 
 def section(values: dict[str, Any], *, where: str) -> ModelSection:
@@ -96,44 +124,24 @@ def section(values: dict[str, Any], *, where: str) -> ModelSection:
         raise _explained(error, where=where) from error
 
 
-def weights_of(theirs: Weights, model: ModelSection, *, vocab_size: int, where: str) -> Weights:
-    """Tensors under the original's names as ours, after a check of names, shapes and ties. Raises CheckpointError."""
-    check_vocabulary(model, vocab_size=vocab_size)
-    expected, tied = shapes_of(model, vocab_size=vocab_size), partners(model)
-    tied = {name: other for name, other in tied.items() if name in expected}
-    problems = shape_problems(theirs, expected, optional=tied)
-    problems += [
-        f"{name} differs from {other}, to which the settings tie it"
-        for name, other in tied.items()
-        if not problems and name in theirs and not torch.equal(theirs[name], theirs[other])
-    ]
-    refuse(problems, where=where)
-    return from_original({tied.get(name, name): theirs[name] for name in theirs}, model)
-
-
 def shape_problems(
-    theirs: Weights, expected: Mapping[str, tuple[int, ...]], *, optional: Container[str] = ()
+    theirs: Weights,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Container[str] = (),
+    shown: Callable[[str], str] = str,
 ) -> list[str]:
-    """What is missing (`optional` may be), surplus or of another shape."""
+    """What is missing (`optional` may be), surplus or of another shape; `shown` is a key as the file has it."""
     problems = [
-        f"{name} is missing (expected {list(shape)})"
+        f"{shown(name)} is missing (expected {list(shape)})"
         for name, shape in expected.items()
         if name not in theirs and name not in optional
     ]
-    problems += [f"{name} {list(theirs[name].shape)} is surplus" for name in theirs if name not in expected]
+    problems += [f"{shown(name)} {list(theirs[name].shape)} is surplus" for name in theirs if name not in expected]
     return problems + [
-        f"{name} has shape {list(theirs[name].shape)}, expected {list(shape)}"
+        f"{shown(name)} has shape {list(theirs[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in theirs and tuple(theirs[name].shape) != shape
-    ]
-
-
-def settings_problems(settings: PeerSettings, found: Mapping[str, int]) -> list[str]:
-    """What settings say of sizes must be what the weights have."""
-    return [
-        f"the settings say {name}={getattr(settings, name)}, the weights have {value}"
-        for name, value in found.items()
-        if getattr(settings, name) not in (None, value)
     ]
 
 
@@ -147,7 +155,9 @@ def refuse(problems: list[str], *, where: str) -> None:
         )
 
 
-def _explained(error: ValidationError, *, where: str) -> CheckpointError:
+def _explained(error: Exception, *, where: str) -> CheckpointError:
+    if not isinstance(error, ValidationError):
+        return CheckpointError(f"{where}: the settings cannot be read: {error}.")
     problem = error.errors()[0]
     name = ".".join(str(part) for part in problem["loc"])
     return CheckpointError(f"{where}: {name} = {problem['input']!r}: {problem['msg']}. Correct the settings.")
