@@ -511,6 +511,7 @@ def test_a_model_that_the_format_cannot_express_is_refused_with_the_reason(
 
 def test_options_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
     write_huggingface(tmp_path / "theirs", tiny_model(dropout=0.1, embed_dropout=0.1, project_same_width=False))
+    assert (tmp_path / "theirs" / "model.safetensors").is_file()
 
 
 def test_a_folder_that_is_something_else_is_not_overwritten(tmp_path: Path) -> None:

@@ -199,8 +199,8 @@ def test_the_probe_notices_a_wrong_memory(tmp_path: Path, tokenizer: Tokenizer) 
 
 def test_an_empty_folder_may_become_a_bundle(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "mine").mkdir()
-    write(tmp_path / "mine", tokenizer)
-    load(tmp_path / "mine")
+    model = write(tmp_path / "mine", tokenizer)
+    assert load(tmp_path / "mine").model.section == model.section
 
 
 @pytest.mark.parametrize("content", [{"notes.txt": "mine"}, {"MANIFEST.json": "{}", "state.json": "{}"}])
