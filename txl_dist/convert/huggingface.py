@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from txl_dist.convert.checks import Imported, count, only_tensors, read_json, refuse
 from txl_dist.convert.names import Weights, partners, to_original
@@ -55,7 +56,7 @@ def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
         same_length="memory",
         ties_are_listed=False,
         where=str(path),
-        shown=lambda name: name if name.startswith("crit.") else PREFIX + name,
+        shown=_their_name,
     )
     vocabulary = next((path / name for name in VOCABULARIES if (path / name).is_file()), None)
     if vocabulary is None:
@@ -105,8 +106,10 @@ def export_huggingface(
 
 def _is_ours(folder: Path) -> bool:
     """Whether an older export lies there or nothing, so that nothing is lost by replacing it."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return folder.is_dir() and (not names or (names >= {TOKENIZER, "config.json"} and names <= WRITTEN))
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or {TOKENIZER, "config.json"} <= names <= WRITTEN
 
 
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
@@ -160,10 +163,7 @@ def _read_parts(folder: Path) -> dict[str, Any]:
 def _original_names(theirs: Weights, *, where: str) -> Weights:
     if "word_emb.emb_layers.0.weight" in theirs and "crit.out_layers.0.bias" not in theirs:
         raise CheckpointError(f"{where} is a model without the softmax (TransfoXLModel). Save a TransfoXLLMHeadModel.")
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in theirs.items()}
-    for name in ("crit.cluster_weight", "crit.cluster_bias"):
-        if name in weights:
-            weights[name] = weights[name].flip(0)
+    weights = {name.removeprefix(PREFIX): _turned(name, tensor) for name, tensor in theirs.items()}
     for bias in BIASES if BIASES[0] in weights else ():
         for layer in range(count(weights, "layers.")):
             alias = weights.pop(f"layers.{layer}.dec_attn.{bias}", None)
@@ -173,12 +173,19 @@ def _original_names(theirs: Weights, *, where: str) -> Weights:
     return weights
 
 
+def _turned(name: str, tensor: Tensor) -> Tensor:
+    """The rows of tail clusters stand in the other order there."""
+    return tensor.flip(0) if name in ("crit.cluster_weight", "crit.cluster_bias") else tensor
+
+
+def _their_name(name: str) -> str:
+    return name if name.startswith("crit.") else PREFIX + name
+
+
 def _their_names(weights: Weights, model: ModelSection) -> Weights:
     theirs = to_original(weights, model)
     tied = partners(model)
-    named = {name if name.startswith("crit.") else PREFIX + name: t for name, t in theirs.items() if name not in tied}
-    for name in ("crit.cluster_weight", "crit.cluster_bias") if model.cutoffs else ():
-        named[name] = named[name].flip(0)
+    named = {_their_name(name): _turned(name, tensor) for name, tensor in theirs.items() if name not in tied}
     for bias in BIASES if model.share_biases else ():
         for layer in range(model.num_layers):
             named[f"{PREFIX}layers.{layer}.dec_attn.{bias}"] = theirs[bias]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor
-
 from txl_dist.config import Config, check_config
 from txl_dist.convert.checks import Imported, read_json
 from txl_dist.convert.huggingface import import_huggingface
@@ -16,9 +14,7 @@ from txl_dist.convert.original import import_original
 from txl_dist.convert.vocabulary import identity_tokenizer, read_vocabulary
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import network_of, write_bundle
-from txl_dist.infer.probe import PROBE_LEN, probe_tokens
-from txl_dist.infer.score import log_probabilities
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.infer.probe import probe_of
 from txl_dist.sections import TrainSection
 
 Format = Literal["original", "nvidia", "huggingface", "labml"]
@@ -67,7 +63,6 @@ def import_model(
     `memory_len` -1 take what file or settings say. Raises CheckpointError, DataError or ConfigError; runs no code of
     the file.
     """
-    out = out.resolve()
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
     found = READERS[format](path, told=read_json(settings))
@@ -97,15 +92,6 @@ def import_model(
         segment_len=segment_len,
         memory_len=memory_len,
     )
-
-
-def probe_of(network: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
-    """A probe that the imported weights make themselves: it proves what is written and loaded, not what was read."""
-    tokens = probe_tokens(network.vocab_size)
-    return {
-        "tokens": tokens,
-        "losses": -log_probabilities(network, tokens, segment_len=PROBE_LEN, memory_len=memory_len),
-    }
 
 
 def _lengths(found: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:

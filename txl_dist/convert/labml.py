@@ -22,9 +22,8 @@ from txl_dist.convert.checks import (
     shape_problems,
     size,
 )
-from txl_dist.convert.names import Weights
+from txl_dist.convert.names import Weights, without_storage
 from txl_dist.convert.original import read_weights
-from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 
 _IN_LAYER = {
@@ -135,10 +134,8 @@ def _names(model: ModelSection) -> dict[str, str]:
 
 
 def _check(theirs: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
-    with torch.device("meta"):
-        network = TransformerXL(model, vocab_size=vocab_size)
-    ours = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    expected = {their: ours[our] for their, our in _names(model).items()}
+    ours = without_storage(model, vocab_size=vocab_size)
+    expected = {their: tuple(ours[our].shape) for their, our in _names(model).items()}
     inner, rows = model.num_heads * model.head_width, theirs[_FIRST].shape[0]
     for layer in range(model.num_layers):
         attention = f"transformer.layers.{layer}.self_attn"

@@ -60,11 +60,8 @@ def to_original(weights: Weights, model: ModelSection) -> Weights:
 
 
 def from_original(theirs: Weights, model: ModelSection) -> Weights:
-    """The inverse of `to_original`; a tied tensor may stand under one of its names only."""
+    """The inverse of `to_original`; a tied or shared tensor may stand under one of its names only, on both sides."""
     weights = {our: theirs[their] for their, our in one_to_one(model).items() if their in theirs}
-    if model.share_biases and model.positions == "relative":
-        for layer in range(model.num_layers):
-            weights |= {f"blocks.{layer}.{our}": theirs[their] for our, their in _SHARED.items()}
     if model.positions != "absolute":
         inner = model.num_heads * model.head_width
         for layer in range(model.num_layers):
@@ -119,7 +116,12 @@ def partners(model: ModelSection) -> dict[str, str]:
 
 
 def shapes_of(model: ModelSection, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Every name of the original and the shape it must have, tied tensors under both names. Allocates nothing."""
+    """Every name of the original and the shape it must have, tied tensors under both names."""
+    ours = without_storage(model, vocab_size=vocab_size)
+    return {name: tuple(tensor.shape) for name, tensor in to_original(ours, model).items()}
+
+
+def without_storage(model: ModelSection, *, vocab_size: int) -> Weights:
+    """Our weights, tied ones under each of their names, as shapes only. Allocates nothing."""
     with torch.device("meta"):
-        network = TransformerXL(model, vocab_size=vocab_size)
-    return {name: tuple(tensor.shape) for name, tensor in to_original(dict(network.state_dict()), model).items()}
+        return dict(TransformerXL(model, vocab_size=vocab_size).state_dict())

@@ -21,6 +21,13 @@ def probe_tokens(vocab_size: int) -> Tensor:
     return ((position * 7919 + 1) % vocab_size)[None, :]
 
 
+def probe_of(model: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
+    """A probe that weights make themselves: it proves what is written and loaded, not where they came from."""
+    tokens = probe_tokens(model.vocab_size)
+    losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len)
+    return {"tokens": tokens, "losses": losses}
+
+
 def probe_error(model: TransformerXL, probe: dict[str, Tensor], *, memory_len: int) -> float:
     """Largest absolute difference in nats between the engine's `losses` on the probe's `tokens` and this model's."""
     ours = log_probabilities(model, probe["tokens"], segment_len=PROBE_LEN, memory_len=memory_len)

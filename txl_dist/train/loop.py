@@ -67,11 +67,12 @@ def train(config: Config, *, resume: str = "auto") -> None:
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         start_logging(rank=ranks.rank)
         plan, corpus = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
-        checkpoint, facts = on_first(lambda: _open_run(config, corpus, plan, resume=resume))
-        for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size):
-            logger.info(line)
+        checkpoint, facts, warnings = on_first(lambda: _check_run(config, corpus, plan, resume=resume))
         begins_with = config.run.init and checkpoint is None
         weights = together(lambda: initial_weights(config, corpus)) if begins_with else None
+        on_first(lambda: _open_run(config, checkpoint, warnings=warnings + remarks(config, plan=plan)))
+        for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size):
+            logger.info(line)
         if weights is not None:
             logger.info("the weights begin as those of %s", config.run.init)
         engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks, weights=weights)
@@ -254,10 +255,12 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -> tuple[Path | None, CorpusFacts]:
-    """On rank 0: check shards, tokenizer, run directory and checkpoint; only then write. Raises TxlError.
+def _check_run(
+    config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str
+) -> tuple[Path | None, CorpusFacts, list[str]]:
+    """On rank 0: check shards, tokenizer, run directory and checkpoint; nothing is written. Raises TxlError.
 
-    Returns (the checkpoint to continue, what checkpoints must remember of the corpus).
+    Returns (the checkpoint to continue, what checkpoints must remember of the corpus, warnings).
     """
     for name in (config.data.train_split, config.data.eval_split):
         if name:
@@ -269,11 +272,14 @@ def _open_run(config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str) -
     warnings = [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
-    elif config.run.init:
-        initial_weights(config, corpus)  # refused before the run directory exists
+    return checkpoint, facts, warnings
+
+
+def _open_run(config: Config, checkpoint: Path | None, *, warnings: list[str]) -> None:
+    """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
+    run_dir = Path(config.run.dir)
     open_run_dir(run_dir, config)
     start_logging(rank=0, file=run_dir / "log.txt")
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
-    for sentence in warnings + remarks(config, plan=plan):
+    for sentence in warnings:
         logger.warning(sentence)
-    return checkpoint, facts

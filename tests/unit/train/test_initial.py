@@ -11,10 +11,10 @@ import torch
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
 from txl_dist.config import Config, load_config
-from txl_dist.convert.importer import probe_of
 from txl_dist.data.corpus import Corpus
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.infer.bundle import write_bundle
+from txl_dist.infer.probe import probe_of
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 from txl_dist.train.initial import initial_weights
