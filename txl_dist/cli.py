@@ -277,7 +277,7 @@ def verify(path: Positional[Path], /) -> None:
     Args:
         path: Folder of a corpus, a run, a checkpoint or a bundle.
     """
-    from txl_dist.data.corpus import verify_corpus
+    from txl_dist.data.verify import verify_corpus
     from txl_dist.manifest import MANIFEST, problems_of
 
     if not path.is_dir():

@@ -24,6 +24,7 @@ WARNED = Resume("warned")
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Weight = Annotated[float, Field(ge=0.0)]
 OwnProbability = Annotated[float, Field(ge=-1.0, lt=1.0)]
 
 
@@ -45,18 +46,34 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """The corpus, as `txl prepare` wrote it."""
+    """The corpora, as `txl prepare` wrote them, in folders or object stores."""
 
     path: Annotated[str, FREE] = "data/stdlib"
-    """Folder with index.json. Its content, not its name, is checked on resume (data fingerprint)."""
+    """Folder or URL (s3://, gs://, https://) with index.json; its content, not its name, is checked on resume."""
+    more_paths: Annotated[tuple[str, ...], FREE] = ()
+    """Further corpora, of the same tokenizer, that are mixed in: each lane reads one corpus."""
+    weights: Annotated[tuple[Weight, ...], WARNED] = ()
+    """Share of the lanes per corpus, data.path first; none means in proportion to their tokens. 0 pauses a corpus."""
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate on; empty switches evaluation off."""
+    """Split to evaluate on, of each corpus that has it; empty switches evaluation off."""
     document_border: Literal["carry", "mask"] = "carry"
     """carry: memory runs over document borders (the paper). mask: a query sees its own document only."""
     prefetch_depth: Annotated[PositiveInt, FREE] = 4
     """Steps that the reader thread may run ahead."""
+    on_damage: Annotated[Literal["fail", "skip"], WARNED] = "fail"
+    """fail: a damaged document ends the run. skip: its tokens are replaced and not scored, counted and logged."""
+    max_skipped: Annotated[Count, FREE] = 10
+    """Damaged documents that a rank may skip before the run ends all the same."""
+    cache_dir: Annotated[str, FREE] = ""
+    """Folder on each node for whole shards of a corpus at a URL; empty reads ranges, without a cache."""
+    cache_gib: Annotated[float, Field(gt=0), FREE] = 100.0
+    """Largest size of the cache."""
+    retries: Annotated[Count, FREE] = 5
+    """How often a failed read of a URL is tried again, waiting longer each time."""
+    allow_protocols: Annotated[tuple[str, ...], FREE] = ()
+    """URL schemes to allow beyond the usual ones, for instance pipe, which runs a shell command."""
 
 
 class ModelSection(Section):
@@ -170,9 +187,10 @@ class OptimSection(Section):
 class TrainSection(Section):
     """Batch arithmetic and length of the run. All sizes are global."""
 
-    num_lanes: PositiveInt = 32
-    """Rows of the global batch; each is one contiguous token stream."""
-    segment_len: PositiveInt = 64
+    num_lanes: Annotated[PositiveInt, WARNED] = 32
+    """Rows of the global batch; each is one contiguous token stream. A run that continues with another number reads on
+    where it was, each token once, with empty memories."""
+    segment_len: Annotated[PositiveInt, WARNED] = 64
     """Tokens per lane and step (T)."""
     memory_len: Count = 128
     """Tokens of memory per lane and layer (M); 0 switches recurrence off."""

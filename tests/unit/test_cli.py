@@ -28,7 +28,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [run]
         dir = '{folder / "run"}'
         [data]
-        path = '{corpus.path}'
+        path = '{corpus.folder}'
         [model]
         num_layers = 2
         width = 16
@@ -254,11 +254,11 @@ def test_a_config_file_behind_the_flags_is_refused_and_never_ignored(
 
 def test_verify_lists_what_is_damaged_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = tiny_corpus(tmp_path)
-    assert exit_code_of("verify", str(corpus.path)) == 0
-    assert capsys.readouterr().out == f"{corpus.path}: whole\n"
-    shard = corpus.path / corpus.split("train").shards[0].name
+    assert exit_code_of("verify", str(corpus.folder)) == 0
+    assert capsys.readouterr().out == f"{corpus.folder}: whole\n"
+    shard = corpus.folder / corpus.split("train").shards[0].name
     shard.write_bytes(shard.read_bytes()[:-512])
-    assert exit_code_of("verify", str(corpus.path)) == 1
+    assert exit_code_of("verify", str(corpus.folder)) == 1
     assert shard.name in capsys.readouterr().out
     assert exit_code_of("verify", str(tmp_path / "missing")) == 2
     assert str(tmp_path / "missing") in capsys.readouterr().err

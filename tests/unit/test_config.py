@@ -286,9 +286,12 @@ def test_cutoffs_must_lie_below_the_vocabulary() -> None:
         check_vocabulary(ModelSection(cutoffs=(5, 100)), vocab_size=100)
 
 
+ADDED = {"cutoffs": 7, "more_paths": "a", "weights": 1.0, "allow_protocols": "pipe"}
+
+
 def changed(value: Any, *, key: str) -> Any:
-    if key == "cutoffs":
-        return [*value, 7]
+    if key in ADDED:
+        return [*value, ADDED[key]]
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -296,7 +299,7 @@ def changed(value: Any, *, key: str) -> Any:
     if isinstance(value, list):
         return [0.5, 0.5] if len(value) == 2 else [*value, True]
     others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask", "off": "memory", "relu": "gelu"}
-    return (others | {"relative": "absolute"}).get(value, f"{value}x")
+    return (others | {"relative": "absolute", "fail": "skip"}).get(value, f"{value}x")
 
 
 @pytest.mark.parametrize("name", setting_names())

@@ -1,23 +1,25 @@
-"""Reading a prepared corpus: the index, its splits, and shards that are mapped into memory, not parsed.
+"""Reading a prepared corpus: the index, its splits, and shards whose documents are found, not parsed.
 
 Damage is an error that names the file, the document and the remedy, found as early as it is cheap to find:
 
     opening a corpus     index.json: version, its own hash
     opening a shard      size of the tar (a cut at a member boundary is silent in other readers), hash of its .idx
     touching a document  crc32 of its tokens, ids below the vocabulary size; once per open shard
-    `verify_corpus`      all of that for every document, and sha256 of every file
+    `verify` (verify.py) all of that for every document, and sha256 of every file
 
-What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds.
+What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds. Where the files
+lie is the business of storage.py.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,31 +34,25 @@ from txl_dist.data.shards import (
     ShardInfo,
     SplitInfo,
     Tokens,
+    counts_name,
 )
+from txl_dist.data.storage import REMEDY, Storage, StorageSettings, open_storage
 from txl_dist.errors import DataError
-from txl_dist.files import canonical_hash, sha256_of_file
-from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
-
-_REMEDY = "Restore the file from a copy, or run `txl prepare` again."
+from txl_dist.files import canonical_hash
+from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
 
 
 class Shard:
     """One open shard: documents by their index in file order."""
 
-    def __init__(self, path: Path, info: ShardInfo, *, dtype: np.dtype[Any], vocab_size: int) -> None:
+    def __init__(self, storage: Storage, info: ShardInfo, *, dtype: np.dtype[Any], vocab_size: int) -> None:
         """Raises DataError if the tar or its records are missing or not those that the index describes."""
-        idx_path = path.with_name(path.name + ".idx")
-        try:
-            num_bytes, records = path.stat().st_size, idx_path.read_bytes()
-            _check_size(path, num_bytes, info)
-            if hashlib.sha256(records).hexdigest() != info.idx_sha256:
-                raise DataError(f"{idx_path} is damaged: its sha256 is not the one in the index. {_REMEDY}")
-            # A plain array over the map: slicing np.memmap itself is three times slower.
-            self._bytes = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        except OSError as error:
-            raise DataError(f"cannot read {error.filename or path}: {error.strerror or error}. {_REMEDY}") from error
+        self.name = storage.name_of(info.name)
+        records = storage.read(f"{info.name}.idx")
+        if hashlib.sha256(records).hexdigest() != info.idx_sha256:
+            raise DataError(f"{self.name}.idx is damaged: its sha256 is not the one in the index. {REMEDY}")
+        self._payload = storage.open_payload(info)
         table = np.frombuffer(records, dtype=RECORD)
-        self.path = path
         self.lengths: npt.NDArray[np.int64] = table["tokens"].astype(np.int64)
         """Tokens of each document."""
         self.starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
@@ -69,8 +65,7 @@ class Shard:
 
     def document(self, index: int) -> Tokens:
         """Tokens of one document, a view into the file. Raises DataError if they are damaged."""
-        first = int(self._offsets[index])
-        raw = self._bytes[first : first + int(self.lengths[index]) * self._dtype.itemsize]
+        raw = self._payload.read(int(self._offsets[index]), int(self.lengths[index]) * self._dtype.itemsize)
         if not self._is_checked[index]:
             self._check(raw, index)
             self._is_checked[index] = True
@@ -78,18 +73,13 @@ class Shard:
 
     def _check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
         if zlib.crc32(raw.data) != int(self._crc32s[index]):
-            raise DataError(f"{self.path}, document {index}: damaged, its crc32 differs from the record. {_REMEDY}")
+            raise DataError(f"{self.name}, document {index}: damaged, its crc32 differs from the record. {REMEDY}")
         largest = int(raw.view(self._dtype).max())
         if largest >= self._vocab_size:
             raise DataError(
-                f"{self.path}, document {index}: id {largest} is outside the vocabulary of {self._vocab_size}. "
-                + _REMEDY
+                f"{self.name}, document {index}: id {largest} is outside the vocabulary of {self._vocab_size}. "
+                + REMEDY
             )
-
-
-def _check_size(path: Path, num_bytes: int, info: ShardInfo) -> None:
-    if num_bytes != info.bytes:
-        raise DataError(f"{path} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {_REMEDY}")
 
 
 class Split:
@@ -101,6 +91,8 @@ class Split:
         self.tokens = info.tokens
         self.text_bytes = info.text_bytes
         self.text_characters = info.text_characters
+        self.longest = info.longest
+        self.counts_sha256 = info.counts_sha256
         self.shards = tuple(info.shards)
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
         self._corpus = corpus
@@ -117,19 +109,25 @@ class Split:
 
     def check_files(self) -> None:
         """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
-        for info in self.shards:
-            path = self._corpus.path / info.name
-            try:
-                num_bytes = path.stat().st_size
-            except OSError as error:
-                raise DataError(f"cannot read {path}: {error.strerror or error}. {_REMEDY}") from error
-            _check_size(path, num_bytes, info)
+        self._corpus.storage.check_sizes(self.shards)
 
     def open_shard(self, index: int) -> Shard:
         """Map one shard. Raises DataError if it is missing or damaged."""
-        info = self.shards[index]
         corpus = self._corpus
-        return Shard(corpus.path / info.name, info, dtype=corpus.dtype, vocab_size=corpus.vocab_size)
+        return Shard(corpus.storage, self.shards[index], dtype=corpus.dtype, vocab_size=corpus.vocab_size)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """A hint: these shards will be opened soon."""
+        self._corpus.storage.prefetch([self.shards[index] for index in indices])
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """How often each id occurs. Raises DataError if the file is missing or damaged."""
+        storage, file = self._corpus.storage, counts_name(self.name)
+        content = storage.read(file)
+        if hashlib.sha256(content).hexdigest() != self.counts_sha256:
+            raise DataError(f"{storage.name_of(file)} is damaged: its sha256 is not the one in the index. {REMEDY}")
+        counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+        return counts
 
     def each_document(self) -> Iterator[Tokens]:
         """All documents in file order."""
@@ -169,8 +167,9 @@ class Shards:
 class Corpus:
     """A prepared corpus, as its index describes it."""
 
-    def __init__(self, path: Path, index: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, storage: Storage, index: dict[str, Any]) -> None:
+        self.storage = storage
+        self.location = storage.location
         self.vocab_size: int = index["vocab_size"]
         self.end_of_text: int | None = index["end_of_text"]
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
@@ -181,6 +180,11 @@ class Corpus:
         self._splits = {name: SplitInfo.from_dict(values) for name, values in index["splits"].items()}
 
     @property
+    def folder(self) -> Path:
+        """Where the files lie, of a corpus that is no URL."""
+        return Path(self.location)
+
+    @property
     def split_names(self) -> tuple[str, ...]:
         """Splits that the corpus has."""
         return tuple(self._splits)
@@ -189,75 +193,53 @@ class Corpus:
         """Raises DataError if the corpus has no such split."""
         if name not in self._splits:
             raise DataError(
-                f"corpus {self.path} has no split {name!r}; it has {', '.join(self._splits)}. Name one of these, or "
-                "prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without evaluation "
+                f"corpus {self.location} has no split {name!r}; it has {', '.join(self._splits)}. Name one of these, "
+                "or prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without evaluation "
                 'with `--data.eval_split ""`.'
             )
         return Split(self, name, self._splits[name])
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the corpus. Raises DataError if it is missing, damaged or another one."""
-        path = self.path / TOKENIZER_NAME
-        tokenizer = load_tokenizer(path)
+        name = self.storage.name_of(TOKENIZER_NAME)
+        tokenizer = read_tokenizer(self.storage.read(TOKENIZER_NAME), name=name)
         if tokenizer.fingerprint != self.tokenizer_sha256:
-            raise DataError(f"{path} is not the tokenizer that made this corpus. {_REMEDY}")
+            raise DataError(f"{name} is not the tokenizer that made this corpus. {REMEDY}")
         return tokenizer
 
 
-def open_corpus(path: str | Path) -> Corpus:
-    """Open a folder that `txl prepare` wrote. Raises DataError if its index is missing, foreign or edited."""
-    folder = Path(path)
-    index_path = folder / INDEX_NAME
+def open_corpus(location: str | Path, settings: StorageSettings | None = None) -> Corpus:
+    """Open what `txl prepare` wrote, in a folder or at a URL.
+
+    Raises DataError if its index is missing, foreign or edited, or if the URL is not allowed.
+    """
+    storage = open_storage(location, settings or StorageSettings())
     try:
-        index = json.loads(index_path.read_text(encoding="utf-8"))
-    except OSError as error:
+        content = storage.read(INDEX_NAME)
+    except DataError as error:
         raise DataError(
-            f"{folder} is no corpus: cannot read {INDEX_NAME} ({error.strerror or error}). "
-            "Make one with `txl prepare`, or point data.path at one."
+            f"{location} is no corpus: {error} Make one with `txl prepare`, or point data.path at one."
         ) from error
+    return Corpus(storage, parse_index(content, name=storage.name_of(INDEX_NAME)))
+
+
+def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
+    """The values of an index.json. Raises DataError if it is foreign, damaged or edited."""
+    try:
+        index = json.loads(content)
     except ValueError as error:
-        raise DataError(f"{index_path} is damaged: {error}. {_REMEDY}") from error
+        raise DataError(f"{name} is damaged: {error}. {REMEDY}") from error
     if not isinstance(index, dict) or "self_sha256" not in index:
-        raise DataError(f"{index_path} is not the index of a corpus. Point data.path at a folder of `txl prepare`.")
+        raise DataError(f"{name} is not the index of a corpus. Point data.path at a folder of `txl prepare`.")
     if index.get("format_version") != FORMAT_VERSION:
         raise DataError(
-            f"{index_path} has format version {index.get('format_version')}, this program reads {FORMAT_VERSION}. "
+            f"{name} has format version {index.get('format_version')}, this program reads {FORMAT_VERSION}. "
             "Prepare the corpus again, or use the program that wrote it."
         )
     if canonical_hash(index) != index["self_sha256"]:
-        raise DataError(f"{index_path} was edited or is damaged: its content does not match its own hash. {_REMEDY}")
-    return Corpus(folder, index)
-
-
-def verify_corpus(path: str | Path) -> list[str]:
-    """Read everything and compare it with its hashes. Returns one line per problem; none means intact."""
-    try:
-        corpus = open_corpus(path)
-    except DataError as error:
-        return [str(error)]
-    problems = []
-    try:
-        corpus.load_tokenizer()
-    except DataError as error:
-        problems.append(str(error))
-    for name in corpus.split_names:
-        split = corpus.split(name)
-        for index in range(len(split.shards)):
-            problems += _shard_problems(split, index, corpus.path)
-    return problems
-
-
-def _shard_problems(split: Split, index: int, folder: Path) -> Iterator[str]:
-    info = split.shards[index]
-    try:
-        shard = split.open_shard(index)
-    except DataError as error:
-        yield str(error)
-        return
-    if sha256_of_file(folder / info.name) != info.sha256:
-        yield f"{folder / info.name} is damaged: its sha256 is not the one in the index. {_REMEDY}"
-    for document in range(len(shard.lengths)):
-        try:
-            shard.document(document)
-        except DataError as error:
-            yield str(error)
+        raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
+    strange = [shard["name"] for split in index["splits"].values() for shard in split["shards"]]
+    strange = [shard for shard in strange if shard != Path(shard).name or shard.startswith(".")]
+    if strange:
+        raise DataError(f"{name} names shards outside its folder ({strange[0]!r}). Do not use this corpus.")
+    return index

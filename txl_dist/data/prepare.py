@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.data.corpus import Corpus, open_corpus, verify_corpus
+from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.shards import (
     DEFAULT_SHARD_LEN,
     FORMAT_VERSION,
@@ -38,6 +38,7 @@ from txl_dist.data.sources import (
     in_valid_split,
     open_source,
 )
+from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.text.tokenizer import Tokenizer, TokenizerKind, load_tokenizer
@@ -60,7 +61,7 @@ class PrepareSummary:
         """For people."""
         corpus = self.corpus
         state = "already there, identical" if self.is_unchanged else "written"
-        lines = [f"{corpus.path}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
+        lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         for name in corpus.split_names:
             split = corpus.split(name)
             lines.append(
@@ -157,7 +158,7 @@ def _write_corpus(folder: Path, splits: _Splits, tokenizer: Tokenizer, *, shard_
     end_of_text = tokenizer.end_of_text
     infos: dict[str, SplitInfo] = {}
     for name in splits.names:
-        writer = SplitWriter(folder, name, dtype=dtype, shard_len=shard_len)
+        writer = SplitWriter(folder, name, dtype=dtype, vocab_size=tokenizer.vocab_size, shard_len=shard_len)
         for batch in batches_of_text(_kept(splits.read(name), counts)):
             for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
                 document = ids if end_of_text is None else np.append(ids, end_of_text)

@@ -5,6 +5,7 @@
       tokenizer.json
       train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000001.npy ...
       train-000000.tar.idx       one 16-byte record per document
+      train-counts.npy           how often each id occurs in the split (int64)
       valid-000000.tar ...
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids
@@ -18,6 +19,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 import zlib
@@ -31,7 +33,7 @@ import numpy.typing as npt
 
 from txl_dist.files import flush_to_disk, sha256_of_file, write_bytes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
 TOKENIZER_NAME = "tokenizer.json"
 RECORD = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("crc32", "<u4")])
@@ -65,6 +67,10 @@ class SplitInfo:
     """Bytes of the documents in UTF-8, without end-of-text: turns nats per token into bits per byte."""
     text_characters: int = 0
     """The same in characters (code points), for bits per character."""
+    longest: int = 0
+    """Tokens of the longest document."""
+    counts_sha256: str = ""
+    """Of SPLIT-counts.npy: how often each id occurs (int64), from which cutoffs can be computed."""
     shards: list[ShardInfo] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,6 +83,11 @@ class SplitInfo:
         return SplitInfo(**{**values, "shards": [ShardInfo(**shard) for shard in values["shards"]]})
 
 
+def counts_name(split: str) -> str:
+    """The file that says how often each id occurs."""
+    return f"{split}-counts.npy"
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Type of the ids on disk, little-endian on every machine."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
@@ -85,7 +96,15 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class SplitWriter:
     """Writes the documents of one split into shards, in the order in which they come."""
 
-    def __init__(self, folder: Path, split: str, *, dtype: np.dtype[Any], shard_len: int = DEFAULT_SHARD_LEN) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        *,
+        dtype: np.dtype[Any],
+        vocab_size: int,
+        shard_len: int = DEFAULT_SHARD_LEN,
+    ) -> None:
         self._folder = folder
         self._split = split
         self._dtype = dtype
@@ -94,6 +113,7 @@ class SplitWriter:
         self._pack: list[Tokens] = []
         self._pack_len = 0
         self._shard: _OpenShard | None = None
+        self._counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
         self.info = SplitInfo()
 
     def add(self, tokens: npt.NDArray[Any], *, text_bytes: int, text_characters: int) -> None:
@@ -101,6 +121,8 @@ class SplitWriter:
         document = np.ascontiguousarray(tokens, dtype=self._dtype)
         self.info.text_bytes += text_bytes
         self.info.text_characters += text_characters
+        self.info.longest = max(self.info.longest, len(document))
+        self._counts += np.bincount(document, minlength=len(self._counts))
         is_short = len(document) < SHORT_DOCUMENT_LEN
         if not is_short or self._pack_len + len(document) > PACKED_SAMPLE_LEN:
             self._flush_pack()
@@ -114,6 +136,9 @@ class SplitWriter:
         """Finish the last shard and return what the index should say."""
         self._flush_pack()
         self._close_shard()
+        content = _npy_bytes(self._counts)
+        write_bytes(self._folder / counts_name(self._split), content)
+        self.info.counts_sha256 = hashlib.sha256(content).hexdigest()
         return self.info
 
     def _flush_pack(self) -> None:

@@ -188,7 +188,7 @@ class EvalStream:
         num_tokens = min(opened.tokens, max_tokens) if max_tokens else opened.tokens
         if num_tokens < 2:
             raise DataError(
-                f"split {split!r} of {corpus.path} gives {num_tokens} tokens to evaluate; two are the fewest. "
+                f"split {split!r} of {corpus.location} gives {num_tokens} tokens to evaluate; two are the fewest. "
                 "Prepare more held-out text or raise eval.max_tokens."
             )
         self.segment_len, self.overlap_len = segment_len, overlap_len

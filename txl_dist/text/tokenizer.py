@@ -269,26 +269,35 @@ _KINDS: dict[str, type[Tokenizer]] = {
 }
 
 
+_REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus again."
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json. Raises DataError naming the file if it is missing, damaged or of another format."""
-    remedy = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus again."
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. {remedy}") from error
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. {_REMEDY}") from error
+    return read_tokenizer(content, name=str(path))
+
+
+def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
+    """The tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
+    try:
+        values = json.loads(content)
     except ValueError as error:
-        raise DataError(f"the tokenizer {path} is not valid JSON: {error}. {remedy}") from error
+        raise DataError(f"the tokenizer {name} is not valid JSON: {error}. {_REMEDY}") from error
     try:
         if values["format_version"] != FORMAT_VERSION:
             raise DataError(
-                f"the tokenizer {path} has format version {values['format_version']}, this program reads "
+                f"the tokenizer {name} has format version {values['format_version']}, this program reads "
                 f"{FORMAT_VERSION}. Prepare the corpus again, or use the program that wrote it."
             )
         return build_tokenizer(values)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"the tokenizer {path} is damaged ({type(error).__name__}: {error}). {remedy}") from error
+        raise DataError(f"the tokenizer {name} is damaged ({type(error).__name__}: {error}). {_REMEDY}") from error
 
 
 def build_tokenizer(values: dict[str, Any]) -> Tokenizer:

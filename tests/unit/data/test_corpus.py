@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
-from txl_dist.data.corpus import Corpus, open_corpus, verify_corpus
+from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.prepare import prepare_corpus
 from txl_dist.data.shards import RECORD, SplitWriter, token_dtype
 from txl_dist.data.sources import in_valid_split
+from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.tokenizer import WordTokenizer
 
@@ -55,7 +56,7 @@ def test_a_plain_webdataset_reads_every_shard_and_the_same_documents(tmp_path: P
     for split in corpus.split_names:
         found, keys = [], []
         for shard in corpus.split(split).shards:
-            for sample in webdataset.WebDataset(str(corpus.path / shard.name), shardshuffle=False).decode():
+            for sample in webdataset.WebDataset(str(corpus.folder / shard.name), shardshuffle=False).decode():
                 keys.append(sample["__key__"])
                 starts = sample.get("docs.npy", np.zeros(1, dtype=np.uint32))
                 assert sample["npy"].dtype == np.uint16
@@ -67,7 +68,7 @@ def test_a_plain_webdataset_reads_every_shard_and_the_same_documents(tmp_path: P
 
 def test_large_vocabularies_are_written_as_uint32(tmp_path: Path) -> None:
     assert token_dtype(65_536) == np.uint16
-    writer = SplitWriter(tmp_path, "train", dtype=token_dtype(65_537))
+    writer = SplitWriter(tmp_path, "train", dtype=token_dtype(65_537), vocab_size=70_001)
     documents = [np.arange(70_000), np.array([65_536, 1])]
     for document in documents:
         writer.add(document, text_bytes=1, text_characters=1)
@@ -81,20 +82,20 @@ def test_large_vocabularies_are_written_as_uint32(tmp_path: Path) -> None:
 
 def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
     first, second = tiny_corpus(tmp_path, name="a", kind="bpe"), tiny_corpus(tmp_path, name="b", kind="bpe")
-    names = sorted(path.name for path in first.path.iterdir())
-    assert names == sorted(path.name for path in second.path.iterdir())
-    assert all((first.path / name).read_bytes() == (second.path / name).read_bytes() for name in names)
+    names = sorted(path.name for path in first.folder.iterdir())
+    assert names == sorted(path.name for path in second.folder.iterdir())
+    assert all((first.folder / name).read_bytes() == (second.folder / name).read_bytes() for name in names)
     assert first.fingerprint == second.fingerprint
 
 
 def test_tar_headers_carry_no_time_and_no_pax(corpus: Corpus) -> None:
-    for path in corpus.path.glob("*.tar"):
+    for path in corpus.folder.glob("*.tar"):
         with tarfile.open(path) as tar:
             assert all(member.mtime == 0 and not member.pax_headers for member in tar)
 
 
 def test_an_intact_corpus_verifies(corpus: Corpus) -> None:
-    assert verify_corpus(corpus.path) == []
+    assert verify_corpus(corpus.folder) == []
 
 
 def cut_at_member_border(folder: Path) -> None:
@@ -130,37 +131,37 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_found_by_reading_and_named_with_a_remedy(corpus: Corpus, name: str) -> None:
     damage, message = DAMAGE[name]
-    damage(corpus.path)
+    damage(corpus.folder)
     with pytest.raises(DataError, match=message) as raised:
-        open_corpus(corpus.path).split("train").read_all()
+        open_corpus(corpus.folder).split("train").read_all()
     assert "txl prepare" in str(raised.value)
-    assert str(raised.value) in verify_corpus(corpus.path)
+    assert str(raised.value) in verify_corpus(corpus.folder)
 
 
 def test_a_flipped_header_bit_is_found_by_verify(corpus: Corpus) -> None:
-    flip("train-000001.tar", at=3)(corpus.path)
-    (problem,) = verify_corpus(corpus.path)
+    flip("train-000001.tar", at=3)(corpus.folder)
+    (problem,) = verify_corpus(corpus.folder)
     assert "train-000001.tar" in problem
     assert "sha256" in problem
 
 
 def test_an_edited_index_is_refused(corpus: Corpus) -> None:
-    path = corpus.path / "index.json"
+    path = corpus.folder / "index.json"
     index = json.loads(path.read_text())
     index["end_of_text"] += 1
     path.write_text(json.dumps(index))
     with pytest.raises(DataError, match="edited"):
-        open_corpus(corpus.path)
+        open_corpus(corpus.folder)
     for content in ("{", "{}", json.dumps(index | {"format_version": 2})):
         path.write_text(content)
         with pytest.raises(DataError, match=r"index\.json"):
-            open_corpus(corpus.path)
+            open_corpus(corpus.folder)
     path.unlink()
-    assert "no corpus" in verify_corpus(corpus.path)[0]
+    assert "no corpus" in verify_corpus(corpus.folder)[0]
 
 
 def test_another_tokenizer_in_the_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    tiny_corpus(tmp_path, name="other", texts=["b" * 50] * 20).load_tokenizer().save(corpus.path / "tokenizer.json")
+    tiny_corpus(tmp_path, name="other", texts=["b" * 50] * 20).load_tokenizer().save(corpus.folder / "tokenizer.json")
     with pytest.raises(DataError, match="not the tokenizer"):
         corpus.load_tokenizer()
 
@@ -188,9 +189,9 @@ def test_preparing_again_changes_nothing_unless_asked(tmp_path: Path) -> None:
 
 def test_preparing_again_mends_a_damaged_corpus(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path)
-    flip("train-000001.tar")(corpus.path)
+    flip("train-000001.tar")(corpus.folder)
     tiny_corpus(tmp_path)
-    assert verify_corpus(corpus.path) == []
+    assert verify_corpus(corpus.folder) == []
 
 
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
@@ -291,7 +292,7 @@ def test_a_text_given_twice_is_refused(tmp_path: Path) -> None:
 
 def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(count=40))
-    given = prepare_corpus(tmp_path / "corpus", inputs=[source], kind="byte").corpus.path / "tokenizer.json"
+    given = prepare_corpus(tmp_path / "corpus", inputs=[source], kind="byte").corpus.folder / "tokenizer.json"
     refused: list[tuple[dict[str, Any], str]] = [
         ({"shard_len": 0}, "shard_len=0 must be 1 or more"),
         ({"valid_fraction": 1.0}, "valid_fraction=1.0 .* for instance 0.05"),

@@ -41,7 +41,7 @@ class Made(NamedTuple):
 
 def make(folder: Path, *, document_border: str = "carry", **settings: Any) -> Made:
     corpus = tiny_corpus(folder, texts=["abc" * 40 + "d" * i for i in range(12)], valid_fraction=0.3)
-    tokenizer = load_tokenizer(corpus.path / "tokenizer.json")
+    tokenizer = load_tokenizer(corpus.folder / "tokenizer.json")
     torch.manual_seed(1)
     section = tiny_section(init_std=0.2, **settings)
     model = TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
@@ -71,7 +71,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
     out = made.bundle.parent / "result.json"
     overrides = Overrides(num_lanes=1)._replace(**changes)
-    evaluate_trained(made.bundle, data=made.corpus.path, overrides=overrides, baselines=False, json_path=out)
+    evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, json_path=out)
     results: dict[str, dict[str, float]] = json.loads(out.read_text())
     return results
 

@@ -48,7 +48,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def config_for(bundle: Path, corpus: Corpus, **model: Any) -> Config:
     section = tiny_section(**{**SETTINGS, **model}).model_dump()
-    return Config.model_validate({"run": {"init": str(bundle)}, "data": {"path": str(corpus.path)}, "model": section})
+    return Config.model_validate({"run": {"init": str(bundle)}, "data": {"path": str(corpus.folder)}, "model": section})
 
 
 def test_the_weights_are_the_bundles(tmp_path: Path, corpus: Corpus) -> None:
