@@ -330,7 +330,7 @@ def test_what_defines_the_run_is_frozen_and_what_only_watches_it_is_free() -> No
         "run.seed": "frozen",
         "run.dir": "free",
         "model.width": "frozen",
-        "train.num_lanes": "frozen",
+        "train.num_lanes": "warned",
         "optim.lr": "warned",
         "checkpoint.every_steps": "free",
         "metrics.tensorboard": "free",
