@@ -22,6 +22,7 @@ from txl_dist import __version__
 from txl_dist.config import Config, load_config
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.verbs.data import prepare, verify
+from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.model import evaluate, export, generate, import_
 
 
@@ -72,6 +73,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "export": export,
     "import": import_,
     "generate": generate,
+    "inspect": inspect,
     "verify": verify,
 }
 

@@ -106,6 +106,11 @@ def check_config(config: Config) -> None:
         (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
         *_position_rules(config),
         (
+            len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
+            f"data.weights has {len(config.data.weights)} entries; give one for data.path and one for each of the "
+            f"{len(config.data.more_paths)} data.more_paths, or none",
+        ),
+        (
             not engine.offload_optimizer or engine.zero_stage >= 1,
             "engine.offload_optimizer=True needs engine.zero_stage 1, 2 or 3",
         ),

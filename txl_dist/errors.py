@@ -21,6 +21,10 @@ class DataError(TxlError, ValueError):
     """Text or shards are missing, damaged, empty or do not fit the tokenizer."""
 
 
+class UnreachableError(DataError):
+    """Data that may be whole cannot be reached now: an outage, a full disk. It is never skipped as damage."""
+
+
 class CheckpointError(TxlError, RuntimeError):
     """A checkpoint or a bundle is missing, damaged or belongs to something else."""
 

@@ -15,10 +15,15 @@ def canonical_hash(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def hashed_json(values: dict[str, Any]) -> bytes:
+    """The bytes of a JSON file that holds its own canonical hash: one spelling, so that any flipped bit shows."""
+    text = json.dumps(values | {"self_sha256": canonical_hash(values)}, sort_keys=True, indent=1)
+    return text.encode() + b"\n"
+
+
 def write_hashed_json(path: Path, values: dict[str, Any]) -> None:
     """Write JSON together with its own canonical hash, durably."""
-    text = json.dumps(values | {"self_sha256": canonical_hash(values)}, sort_keys=True, indent=1)
-    write_bytes(path, text.encode() + b"\n")
+    write_bytes(path, hashed_json(values))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

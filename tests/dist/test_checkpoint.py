@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.stream import Segment, StreamState
+from txl_dist.data.stream import CorpusState, StreamState, plain_segment
 from txl_dist.dist import Ranks, barrier
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
@@ -57,7 +57,7 @@ class Job:
     def step(self, step: int) -> list[float]:
         shape = (self.config.train.num_lanes, self.config.train.segment_len + 1)
         ids = np.random.default_rng(step).integers(0, self.vocab_size, shape)[self.lanes.start : self.lanes.stop]
-        batches = self.maker.microbatches(Segment(ids, ids * 0), lanes=self.plan.microbatch_lanes)
+        batches = self.maker.microbatches(plain_segment(ids), lanes=self.plan.microbatch_lanes)
         losses, memories = [], []
         for index, (batch, memory) in enumerate(zip(batches, self.memories, strict=True)):
             torch.manual_seed(1000 * step + 10 * self.ranks.rank + index)
@@ -71,7 +71,7 @@ class Job:
 
 def save_and_continue(ranks: Ranks, folder: str) -> Results:
     tokenizer = train_tokenizer("byte", lambda: ["some text"])
-    facts = CorpusFacts("data", tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
+    facts = CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
     results = []
     for stage, precision in CASES:
         config = tiny_config(
@@ -81,19 +81,25 @@ def save_and_continue(ranks: Ranks, folder: str) -> Results:
         job = Job(ranks, config, vocab_size=tokenizer.vocab_size)
         for step in range(3):
             job.step(step)
-        stream = StreamState(position=24, num_lanes=4, seed=1, fingerprint="data", split="train")
+        stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=24),))
         state = TrainState(step=3, tokens_seen=96, skipped_steps=0, stream=stream, memories=job.memories)
         probe = make_probe(job.engine, job.maker, memory_len=12)
-        save_checkpoint(
-            run, state, job.engine, config=config, corpus=facts, probe=probe, lanes=job.lanes, ranks=ranks
-        )
+        save_checkpoint(run, state, job.engine, config=config, corpus=facts, probe=probe, lanes=job.lanes, ranks=ranks)
         going_on = [job.step(step) for step in (3, 4, 5)]
 
         resumed = Job(ranks, config, vocab_size=tokenizer.vocab_size)
         checkpoint, rejected = newest_checkpoint(run)
         assert checkpoint is not None
         assert not rejected
-        loaded = load_checkpoint(checkpoint, resumed.engine, lanes=resumed.lanes, microbatch_lanes=2, device=ranks.device)
+        loaded = load_checkpoint(
+            checkpoint,
+            resumed.engine,
+            stream=stream,
+            lanes=resumed.lanes,
+            microbatch_lanes=2,
+            memory_len=config.train.memory_len,
+            device=ranks.device,
+        )
         assert (loaded.step, loaded.tokens_seen, loaded.stream) == (3, 96, stream)
         resumed.memories = loaded.memories
         again = [resumed.step(step) for step in (3, 4, 5)]
@@ -155,7 +161,7 @@ def load_poisoned(ranks: Ranks, folder: str, stage: int) -> str:
     job = Job(ranks, tiny_config(engine={"zero_stage": stage}), vocab_size=257)
     try:
         job.engine.load(Path(folder) / "engine")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  any kind is reported
         return str(error)
     return "loaded"
 
@@ -201,7 +207,7 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_built(save
     checkpoint = newest_checkpoint(saved[0] / "1-fp32")[0]
     assert checkpoint is not None
     tokenizer = train_tokenizer("byte", lambda: ["some text"])
-    facts = CorpusFacts("data", tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
+    facts = CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
 
     def check(**sections: Any) -> list[str]:
         model = {"dropout": 0.1, **sections.pop("model", {})}

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tests.dist.test_checkpoint import Job
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
-
 from txl_dist.config import Config, check_config
 from txl_dist.dist import Ranks, barrier
 

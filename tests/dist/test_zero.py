@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-
 from txl_dist.dist import Ranks
 
 pytestmark = pytest.mark.dist

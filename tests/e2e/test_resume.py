@@ -1,6 +1,7 @@
 """A run that was killed and started again is bit for bit the run that was not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ def consumed_ids(checkpoint: Path, corpus: Path) -> list[list[int]]:
     """The segment of all lanes that follows a checkpoint: equal streams have consumed equal ids."""
     state = StreamState.from_dict(json.loads((checkpoint / "state.json").read_text())["stream"])
     opened = open_corpus(corpus)
-    stream = LaneStream(opened, state.split, num_lanes=8, segment_len=24, seed=state.seed, lanes=range(8), state=state)
-    segments = [stream.segment_at(position).tokens for position in range(0, state.position + 1, 24)]
+    stream = LaneStream([opened.split(state.corpora[0].split)], state, segment_len=24, lanes=range(8))
+    (here,) = state.corpora
+    states = [replace(state, corpora=(replace(here, position=at),)) for at in range(0, here.position + 1, 24)]
+    segments = [stream.segment_at(state).tokens for state in states]
     return [segment.tolist() for segment in segments]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.stream import Segment
+from txl_dist.data.stream import plain_segment
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
@@ -70,7 +70,7 @@ def train_engine(
     for step in range(num_steps):
         piece = ids[lanes.start : lanes.stop, step * train.segment_len : (step + 1) * train.segment_len + 1]
         total = torch.zeros(())
-        batches = maker.microbatches(Segment(piece, np.zeros_like(piece)), lanes=plan.microbatch_lanes)
+        batches = maker.microbatches(plain_segment(piece), lanes=plan.microbatch_lanes)
         for index, batch in enumerate(batches):
             torch.manual_seed(derive_seed(1, "dropout", step, lanes.start + index * plan.microbatch_lanes))
             loss, memories[index] = engine.micro_step(

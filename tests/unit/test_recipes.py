@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import txl_dist
-from txl_dist.cli import VERBS
+from txl_dist.cli import VERBS, main
 from txl_dist.config import Config, check_config, config_changes, load_config, plan_batch
+from txl_dist.data.named import NAMED
+from txl_dist.data.settings import PrepareSettings
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
 from txl_dist.sections import TrainSection
@@ -21,34 +25,30 @@ CONFIGS = Path(txl_dist.__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 RECIPES = [name for name in NAMES if name != "quickstart"]
 
+VOCABULARIES = {
+    "enwik8": 204,
+    "text8": 27,
+    "wikitext-103": 267_735,
+    "wikitext-2": 33_278,
+    "lm1b": 793_471,
+    "ptb": 10_000,
+    "tinyshakespeare": 65,
+}
+"""Ids of a corpus as the papers read it, by its folder in data/."""
 PUBLISHED = {
-    "enwik8_base": (204, 41_055_436),
-    "enwik8_large": (204, 277_231_820),
-    "text8_base": (27, 40_964_635),
-    "text8_large": (27, 277_050_395),
-    "wt103_base": (267_735, 151_107_538),
-    "wt103_large": (267_735, 285_170_506),
-    "nvidia_wt103_base": (267_735, 191_950_298),
-    "nvidia_wt103_large": (267_735, 285_167_482),
-    "lm1b_base": (793_471, 357_812_082),
-    "lm1b_large": (793_471, 841_295_982),
+    "enwik8_base": 41_055_436,
+    "enwik8_large": 277_231_820,
+    "text8_base": 40_964_635,
+    "text8_large": 277_050_395,
+    "wt103_base": 151_107_538,
+    "wt103_large": 285_170_506,
+    "nvidia_wt103_base": 191_950_298,
+    "nvidia_wt103_large": 285_167_482,
+    "lm1b_base": 357_812_082,
+    "lm1b_large": 841_295_982,
 }
-"""Vocabulary and parameters of the peers' own code, counted there."""
-UNPUBLISHED = {"ptb": (10_000, 24_208_000), "wikitext2": (33_278, 26_810_078), "tinyshakespeare": (65, 838_001)}
-OWN = {
-    "enwik8_base": (257, 41_082_625),
-    "enwik8_large": (257, 277_286_145),
-    "text8_base": (29, 40_965_661),
-    "text8_large": (29, 277_052_445),
-    "wt103_base": (267_736, 151_107_949),
-    "wt103_large": (267_736, 285_170_523),
-    "nvidia_wt103_base": (267_736, 191_950_811),
-    "nvidia_wt103_large": (267_736, 285_167_499),
-    "ptb": (10_001, 24_208_401),
-    "wikitext2": (33_279, 26_810_479),
-    "tinyshakespeare": (67, 838_515),
-}
-"""With the vocabulary that `txl prepare` makes of the corpus."""
+"""Parameters of the peers' own code with these vocabularies, counted there."""
+UNPUBLISHED = {"ptb": 24_208_000, "wikitext2": 26_810_078, "tinyshakespeare": 838_001}
 
 
 def header(name: str) -> str:
@@ -60,6 +60,11 @@ def header(name: str) -> str:
 
 def recipe(name: str) -> Config:
     return load_config(CONFIGS / f"{name}.toml")
+
+
+def corpus_of(name: str) -> str:
+    """Name of the corpus, which is that of its folder."""
+    return Path(recipe(name).data.path).name
 
 
 def assumed_ranks(name: str) -> int:
@@ -76,9 +81,36 @@ def commands(name: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith("txl ")]
 
 
+def called(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What the header's commands, one of each verb, give to the verbs: the command line reads them, the verbs wait."""
+    calls: dict[str, dict[str, Any]] = {}
+    for verb in ("prepare", "evaluate"):
+        signature = inspect.signature(VERBS[verb])
+
+        @functools.wraps(VERBS[verb])
+        def record(*values: Any, verb: str = verb, signature: inspect.Signature = signature, **named: Any) -> None:
+            bound = signature.bind(*values, **named)
+            bound.apply_defaults()
+            calls[verb] = bound.arguments
+
+        monkeypatch.setitem(VERBS, verb, record)
+    found = commands(name)
+    assert [words[1] for words in found] == ["prepare", "evaluate"]
+    assert [main(words[1:]) for words in found] == [0, 0]
+    return calls
+
+
+def splits_of(prepared: Any) -> set[str]:
+    """Splits of the corpus that a command makes."""
+    name = PrepareSettings(prepared.inputs).name
+    if name is not None:
+        return {split for _, split in NAMED[name].file_names()}
+    given = {"train": prepared.inputs, "valid": prepared.valid_inputs, "test": prepared.test_inputs}
+    return {split for split, inputs in given.items() if inputs}
+
+
 def test_every_recipe_is_held_to_its_count() -> None:
     assert sorted(PUBLISHED.keys() | UNPUBLISHED.keys()) == RECIPES
-    assert sorted([*OWN, "lm1b_base", "lm1b_large"]) == RECIPES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,22 +144,17 @@ def test_a_recipe_states_its_batch_and_else_only_what_differs_from_the_defaults(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_number_of_parameters(name: str) -> None:
-    model = recipe(name).model
-    vocab_size, expected = (PUBLISHED | UNPUBLISHED)[name]
-    assert count_parameters(model, vocab_size=vocab_size) == expected
-    assert f"{expected:,}" in header(name)
-    if name in OWN:
-        vocab_size, expected = OWN[name]
-        assert count_parameters(model, vocab_size=vocab_size) == expected
-        assert f"{expected:,}" in header(name)
+    vocab_size, expected = VOCABULARIES[corpus_of(name)], (PUBLISHED | UNPUBLISHED)[name]
+    assert count_parameters(recipe(name).model, vocab_size=vocab_size) == expected
+    assert re.search(rf"^# Parameters: {expected:,} with the corpus' {vocab_size:,} ", header(name), re.MULTILINE)
 
 
 def test_the_headers_counts_of_other_forms_are_right() -> None:
     large = recipe("lm1b_large").model.model_copy(update={"share_biases": False, "project_same_width": False})
-    assert f"{count_parameters(large, vocab_size=793_471):,}" in header("lm1b_large")
+    assert f"{count_parameters(large, vocab_size=VOCABULARIES['lm1b']):,}" in header("lm1b_large")
     words = recipe("wt103_large").model
     untied = words.model_copy(update={"share_biases": False})
-    extra = count_parameters(untied, vocab_size=267_735) - PUBLISHED["wt103_large"][1]
+    extra = count_parameters(untied, vocab_size=VOCABULARIES["wikitext-103"]) - PUBLISHED["wt103_large"]
     assert f"{extra:,} more" in header("wt103_large")
     tiny = recipe("tinyshakespeare").model
     whole_tables = count_parameters(tiny.model_copy(update={"num_distances": 2 * 4096}), vocab_size=65)
@@ -135,18 +162,32 @@ def test_the_headers_counts_of_other_forms_are_right() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_commands_of_a_header_have_flags_that_exist_and_name_the_recipes_folders(name: str) -> None:
+def test_the_commands_of_a_header_are_understood_and_make_train_and_score_one_corpus(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = recipe(name)
-    found = commands(name)
-    assert {words[1] for words in found} == {"prepare", "evaluate"}
-    for _, verb, *words in found:
-        flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-        assert flags <= inspect.signature(VERBS[verb]).parameters.keys()
-    outputs = [words[words.index("--out") + 1].removeprefix("../") for words in found if words[1] == "prepare"]
-    scored = next(words for words in found if words[1] == "evaluate")
-    assert config.data.path in outputs
-    assert scored[2] == config.run.dir
-    assert "--data" not in scored or scored[scored.index("--data") + 1] in outputs
+    calls = called(name, monkeypatch)
+    prepared, scored = calls["prepare"]["arguments"], calls["evaluate"]
+    assert str(prepared.out) == config.data.path
+    assert str(scored["target"]) == config.run.dir
+    assert scored["data"] is None, "the run knows its own"
+    splits = splits_of(prepared)
+    assert {config.data.train_split, config.data.eval_split} <= splits
+    assert scored["split"] == ("test" if "test" in splits else "valid")
+    assert "test" in splits or name == "tinyshakespeare"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipes_corpus_has_the_tokenizer_of_the_papers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = called(name, monkeypatch)["prepare"]["arguments"]
+    settings = prepared.completed()
+    assert not settings.end_of_text, "it would be one more id"
+    if name == "ptb":
+        assert (settings.kind, settings.learning().keys()) == ("word", {"kind", "lower_case", "end_of_text"})
+    else:
+        own = PrepareSettings([corpus_of(name)]).completed()
+        assert settings.name == corpus_of(name)
+        assert (settings.kind, settings.learning()) == (own.kind, own.learning())
 
 
 def test_tiny_shakespeare_is_labmls_experiment() -> None:

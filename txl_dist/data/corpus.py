@@ -13,7 +13,6 @@ lie is the business of storage.py.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.shards import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -37,7 +37,7 @@ from txl_dist.data.shards import (
     counts_name,
 )
 from txl_dist.data.storage import REMEDY, Storage, StorageSettings, open_storage
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
 
@@ -48,37 +48,40 @@ class Shard:
     def __init__(self, storage: Storage, info: ShardInfo, *, dtype: np.dtype[Any], vocab_size: int) -> None:
         """Raises DataError if the tar or its records are missing or not those that the index describes."""
         self.name = storage.name_of(info.name)
-        records = storage.read(f"{info.name}.idx")
-        if hashlib.sha256(records).hexdigest() != info.idx_sha256:
-            raise DataError(f"{self.name}.idx is damaged: its sha256 is not the one in the index. {REMEDY}")
+        records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
         table = np.frombuffer(records, dtype=RECORD)
+        self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
+        """Where the tokens of each document lie in the tar, in bytes."""
         self.lengths: npt.NDArray[np.int64] = table["tokens"].astype(np.int64)
         """Tokens of each document."""
         self.starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
         """First token of each document, counted in the shard."""
-        self._offsets = table["offset"].astype(np.int64)
-        self._crc32s = table["crc32"]
+        self.crc32s: npt.NDArray[np.uint32] = table["crc32"]
         self._dtype = dtype
         self._vocab_size = vocab_size
         self._is_checked = np.zeros(len(table), dtype=bool)
 
     def document(self, index: int) -> Tokens:
         """Tokens of one document, a view into the file. Raises DataError if they are damaged."""
-        raw = self._payload.read(int(self._offsets[index]), int(self.lengths[index]) * self._dtype.itemsize)
+        num_bytes = int(self.lengths[index]) * self._dtype.itemsize
+        raw = self._payload.read(int(self.offsets[index]), num_bytes, crc32=int(self.crc32s[index]))
         if not self._is_checked[index]:
-            self._check(raw, index)
+            self.check(raw, index)
             self._is_checked[index] = True
         return raw.view(self._dtype)
 
-    def _check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
-        if zlib.crc32(raw.data) != int(self._crc32s[index]):
-            raise DataError(f"{self.name}, document {index}: damaged, its crc32 differs from the record. {REMEDY}")
+    def check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
+        """Raises DataError if these are not the bytes of a document."""
+        if zlib.crc32(raw.data) != int(self.crc32s[index]):
+            raise DataError(
+                f"{self.name}, document {index}: damaged, its crc32 differs from the record. {self._payload.remedy}"
+            )
         largest = int(raw.view(self._dtype).max())
         if largest >= self._vocab_size:
             raise DataError(
                 f"{self.name}, document {index}: id {largest} is outside the vocabulary of {self._vocab_size}. "
-                + REMEDY
+                + self._payload.remedy
             )
 
 
@@ -95,7 +98,7 @@ class Split:
         self.counts_sha256 = info.counts_sha256
         self.shards = tuple(info.shards)
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
-        self._corpus = corpus
+        self.corpus = corpus
 
     def bits_per_unit(self, loss: float) -> dict[str, float]:
         """A mean loss in nats per token as bits per byte and bits per character of the text.
@@ -104,28 +107,24 @@ class Split:
         Its first token, which nothing predicts, counts like an average one. For another loss, of a part of the
         split or of the text trained on, it is an estimate: that text may have more or fewer bytes per token.
         """
-        bits = loss / math.log(2) * self.tokens
-        return {"bits_per_byte": bits / self.text_bytes, "bits_per_character": bits / self.text_characters}
+        return bits_per_unit(loss, [self], shares=[1.0])
 
     def check_files(self) -> None:
         """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
-        self._corpus.storage.check_sizes(self.shards)
+        self.corpus.storage.check_sizes(self.shards)
 
     def open_shard(self, index: int) -> Shard:
         """Map one shard. Raises DataError if it is missing or damaged."""
-        corpus = self._corpus
+        corpus = self.corpus
         return Shard(corpus.storage, self.shards[index], dtype=corpus.dtype, vocab_size=corpus.vocab_size)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """A hint: these shards will be opened soon."""
-        self._corpus.storage.prefetch([self.shards[index] for index in indices])
+        self.corpus.storage.prefetch([self.shards[index] for index in indices])
 
     def counts(self) -> npt.NDArray[np.int64]:
         """How often each id occurs. Raises DataError if the file is missing or damaged."""
-        storage, file = self._corpus.storage, counts_name(self.name)
-        content = storage.read(file)
-        if hashlib.sha256(content).hexdigest() != self.counts_sha256:
-            raise DataError(f"{storage.name_of(file)} is damaged: its sha256 is not the one in the index. {REMEDY}")
+        content = self.corpus.storage.read(counts_name(self.name), sha256=self.counts_sha256)
         counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
         return counts
 
@@ -138,7 +137,7 @@ class Split:
 
     def read_all(self) -> Tokens:
         """All tokens in file order, in memory."""
-        tokens = np.empty(self.tokens, dtype=self._corpus.dtype)
+        tokens = np.empty(self.tokens, dtype=self.corpus.dtype)
         filled = 0
         for document in self.each_document():
             tokens[filled : filled + len(document)] = document
@@ -146,22 +145,74 @@ class Split:
         return tokens
 
 
+def bits_per_unit(loss: float, splits: Sequence[Split], *, shares: Sequence[float]) -> dict[str, float]:
+    """`Split.bits_per_unit` of a mixture, in which each split has this share of the tokens."""
+    bits, parts = loss / math.log(2), list(zip(splits, shares, strict=True))
+    return {
+        "bits_per_byte": bits / sum(share * split.text_bytes / split.tokens for split, share in parts),
+        "bits_per_character": bits / sum(share * split.text_characters / split.tokens for split, share in parts),
+    }
+
+
+class LostShard:
+    """In place of a shard that cannot be opened and may be skipped: one damaged document of as many tokens."""
+
+    def __init__(self, info: ShardInfo) -> None:
+        self.lengths = np.array([info.tokens], dtype=np.int64)
+        self.starts = np.zeros(1, dtype=np.int64)
+
+
 class Shards:
     """The shards of a split that are in use: opened when asked for, the longest unused one closed."""
 
-    def __init__(self, split: Split, *, max_open: int) -> None:
+    def __init__(self, split: Split, *, max_open: int, damage: DamagePolicy | None = None) -> None:
         self._split = split
         self._max_open = max_open
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._damage = damage or DamagePolicy()
+        self._open: OrderedDict[int, Shard | LostShard] = OrderedDict()
+        self._filler = np.zeros((), dtype=split.corpus.dtype) + (split.corpus.end_of_text or 0)
 
-    def __getitem__(self, index: int) -> Shard:
+    def lengths(self, index: int) -> npt.NDArray[np.int64]:
+        """Tokens of each document of a shard. Raises DataError if it cannot be opened, or not be skipped."""
+        return self._opened(index).lengths
+
+    def starts(self, index: int) -> npt.NDArray[np.int64]:
+        """First token of each document, counted in the shard. Raises DataError as `lengths` does."""
+        return self._opened(index).starts
+
+    def document(self, index: int, document: int) -> tuple[Tokens, bool]:
+        """(its tokens, whether they are whole); end-of-text in place of a damaged one that may be skipped.
+
+        Raises DataError.
+        """
+        shard = self._opened(index)
+        if isinstance(shard, Shard):
+            try:
+                return shard.document(document), True
+            except UnreachableError:
+                raise
+            except DataError as error:
+                self._damage.skip(error, shard=shard.name, document=document)
+        return np.broadcast_to(self._filler, int(shard.lengths[document])), False
+
+    def _opened(self, index: int) -> Shard | LostShard:
         shard = self._open.get(index)
         if shard is None:
-            shard = self._open[index] = self._split.open_shard(index)
+            shard = self._open[index] = self._open_shard(index)
             if len(self._open) > self._max_open:
                 self._open.popitem(last=False)
         self._open.move_to_end(index)
         return shard
+
+    def _open_shard(self, index: int) -> Shard | LostShard:
+        try:
+            return self._split.open_shard(index)
+        except UnreachableError:
+            raise
+        except DataError as error:
+            info = self._split.shards[index]
+            self._damage.skip(error, shard=info.name, document=-1, count=info.documents)
+            return LostShard(info)
 
 
 class Corpus:
@@ -170,6 +221,8 @@ class Corpus:
     def __init__(self, storage: Storage, index: dict[str, Any]) -> None:
         self.storage = storage
         self.location = storage.location
+        self.name = storage.location.rstrip("/").rpartition("/")[2]
+        """Last part of the location, for people."""
         self.vocab_size: int = index["vocab_size"]
         self.end_of_text: int | None = index["end_of_text"]
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
@@ -218,7 +271,7 @@ def open_corpus(location: str | Path, settings: StorageSettings | None = None) -
         content = storage.read(INDEX_NAME)
     except DataError as error:
         raise DataError(
-            f"{location} is no corpus: {error} Make one with `txl prepare`, or point data.path at one."
+            f"{location} is no corpus that can be read: {error} Make one with `txl prepare`, or point data.path at one."
         ) from error
     return Corpus(storage, parse_index(content, name=storage.name_of(INDEX_NAME)))
 

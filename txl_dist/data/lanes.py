@@ -12,14 +12,24 @@ of N tokens is cut into stripes of S = N // num_lanes tokens; lane l reads strip
                        ^ position S + p: all lanes change epoch together
 
 So a position is one integer p, the same for all lanes; (lane, p) is found by two binary searches; every lane has
-the same length, there is no short batch and nothing to agree on between ranks. What it gives up: a document that
-spans a stripe's border is cut (at most num_lanes - 1 in an epoch), and fewer than num_lanes tokens are left out.
+the same length, there is no short batch and nothing to agree on between ranks.
+
+Cutting anew (another number of lanes in the middle of an epoch): what no lane has read yet is a list of token ranges,
+`rest_of_epoch`. Joined, they are cut into the new stripes; behind these the lanes go on with the next whole epoch.
+
+    epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, the ranges behind it and "." are the rest
+    cut anew          | lane 0  | lane 1 ...
+
+What it gives up: a document that spans a stripe's border is cut (at most num_lanes - 1 in an epoch), and fewer than
+num_lanes tokens are left out of an epoch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +39,12 @@ from txl_dist.errors import ConfigError, DataError
 
 Int64s = npt.NDArray[np.int64]
 
-_SHARD_ORDER, _DOCUMENT_ORDER = 1, 2
+_SHARD_ORDER, _DOCUMENT_ORDER, _LANE_ORDER = 1, 2, 3
 _MASK = (1 << 64) - 1
 
 
 class Stretch(NamedTuple):
-    """Consecutive tokens of one document that one lane reads."""
+    """Consecutive tokens of one document that one lane reads, and where they lie."""
 
     epoch: int
     shard: int
@@ -43,9 +53,26 @@ class Stretch(NamedTuple):
     offset: int
     """First token, counted from the start of the document."""
     length: int
-    """Tokens until the document or the stripe ends."""
+    """Tokens until the document or the lane's piece of the epoch ends."""
     begin: int
-    """Lane position at which the document, or the piece of it inside this stripe, begins."""
+    """Lane position at which the document, or as much of it as this lane reads in one piece, begins."""
+    shard_left: int
+    """Tokens until the shard or the lane's piece of the epoch ends."""
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Token ranges [first, behind the last) of one epoch, ascending."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the lanes of one corpus lie: in `num_lanes` stripes of one epoch or of its rest, then of whole epochs."""
+
+    num_lanes: int
+    epoch: int = 0
+    """Epoch that was cut first."""
+    rest: Ranges = ()
+    """What of that epoch was cut; empty means all of it."""
 
 
 def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
@@ -81,6 +108,50 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
     return range(rank * share, (rank + 1) * share)
 
 
+def allot_lanes(num_lanes: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Lanes per corpus in proportion to the weights, by largest remainder: every batch holds the same shares.
+
+    Raises ConfigError if no weight is positive, or a positive one is too small for a lane.
+    """
+    total = math.fsum(weights)
+    if not total > 0:
+        raise ConfigError(f"data.weights={list(weights)} must have a positive one.")
+    shares = [weight / total * num_lanes for weight in weights]
+    lanes = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (lanes[i] - shares[i], i))
+    for i in by_remainder[: num_lanes - sum(lanes)]:
+        lanes[i] += 1
+    starved = [i for i, (weight, count) in enumerate(zip(weights, lanes, strict=True)) if weight > 0 and not count]
+    if starved:
+        raise ConfigError(
+            f"corpus {starved[0]} gets none of the {num_lanes} lanes: its share is {shares[starved[0]]:.2f} lanes. "
+            "Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
+        )
+    return tuple(lanes)
+
+
+def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int64s]:
+    """([lanes] corpus of each lane, [lanes] its number among the lanes of that corpus).
+
+    A frozen hash spreads the corpora over the lanes, and so over ranks; one corpus keeps its lanes in order.
+    """
+    in_order = np.repeat(np.arange(len(allotted)), allotted)
+    owners: Int64s = in_order[hashed_order(len(in_order), seed, 0, _LANE_ORDER)]
+    numbers = np.empty_like(owners)
+    for corpus, count in enumerate(allotted):
+        numbers[owners == corpus] = np.arange(count)
+    return owners, numbers
+
+
+def epochs_read(cut: Cut, position: int, *, num_tokens: int) -> float:
+    """How often a corpus of so many tokens has been read when its lanes have come to this position."""
+    rest_len = sum(end - first for first, end in cut.rest) or num_tokens
+    first_stripe_len = rest_len // cut.num_lanes if cut.num_lanes else rest_len
+    if position < first_stripe_len:
+        return cut.epoch + (num_tokens - rest_len + position * cut.num_lanes) / num_tokens
+    return cut.epoch + 1 + (position - first_stripe_len) / (num_tokens // max(cut.num_lanes, 1))
+
+
 class LanePlan:
     """Finds the tokens of every lane in a corpus of shards.
 
@@ -91,8 +162,8 @@ class LanePlan:
     def __init__(
         self,
         shard_tokens: Sequence[int] | Int64s,
+        cut: Cut,
         *,
-        num_lanes: int,
         seed: int,
         document_tokens: Callable[[int], Int64s],
         num_cached: int = 64,
@@ -100,13 +171,21 @@ class LanePlan:
         """Raises DataError if the corpus has fewer tokens than lanes."""
         self._shard_tokens = np.asarray(shard_tokens, dtype=np.int64)
         self.num_tokens = int(self._shard_tokens.sum())
-        if num_lanes > self.num_tokens:
+        if cut.num_lanes > self.num_tokens:
             raise DataError(
-                f"the corpus has {self.num_tokens} tokens, fewer than the {num_lanes} lanes. "
+                f"the corpus has {self.num_tokens} tokens, fewer than the {cut.num_lanes} lanes. "
                 "Prepare more text or lower train.num_lanes."
             )
-        self.num_lanes = num_lanes
-        self.stripe_len = self.num_tokens // num_lanes
+        self.cut = cut
+        rest = np.array(cut.rest or ((0, self.num_tokens),), dtype=np.int64)
+        self._rest_firsts = rest[:, 0]
+        lengths = rest[:, 1] - rest[:, 0]
+        self._rest_ends = np.cumsum(lengths)
+        self._rest_starts = self._rest_ends - lengths
+        self.stripe_len = self.num_tokens // cut.num_lanes
+        """Tokens of a lane in a whole epoch."""
+        self.first_stripe_len = int(self._rest_ends[-1]) // cut.num_lanes
+        """Tokens of a lane in the epoch that was cut first."""
         self._seed = seed
         self._document_tokens = document_tokens
         self._num_cached = num_cached
@@ -114,23 +193,86 @@ class LanePlan:
 
     def locate(self, lane: int, position: int) -> Stretch:
         """The stretch of tokens that begins at this position of the lane."""
-        epoch, in_stripe = divmod(position, self.stripe_len)
-        shard, in_shard = self._find(epoch, None, lane * self.stripe_len + in_stripe)
-        document, offset = self._find(epoch, shard, in_shard)
-        document_len = int(self._document_tokens(shard)[document])
+        epoch, token, in_piece, left = (int(value) for value in self.tokens_at(lane, position))
+        shard, in_shard, shard_left = self._find(epoch, None, token)
+        document, offset, document_left = self._find(epoch, shard, in_shard)
         return Stretch(
             epoch=epoch,
             shard=shard,
             document=document,
             offset=offset,
-            length=min(document_len - offset, self.stripe_len - in_stripe),
-            begin=position - min(offset, in_stripe),
+            length=min(document_left, left),
+            begin=position - min(offset, in_piece),
+            shard_left=min(shard_left, left),
         )
 
-    def _find(self, epoch: int, shard: int | None, token: int) -> tuple[int, int]:
+    def tokens_at(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        """(epoch, token in its order, tokens of the piece before it, tokens of the piece from it on) of lanes at
+        positions: integers, or arrays that broadcast. A piece is contiguous in the epoch."""
+        if isinstance(lane, int) and isinstance(position, int):
+            return (
+                self._token_in_rest(lane, position) if position < self.first_stripe_len else self._token(lane, position)
+            )
+        values = self._token_in_rest(lane, np.minimum(position, max(self.first_stripe_len - 1, 0)))
+        later = self._token(lane, np.maximum(position, self.first_stripe_len))
+        return tuple(np.where(position < self.first_stripe_len, a, b) for a, b in zip(values, later, strict=True))
+
+    def _token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        joined = lane * self.first_stripe_len + position
+        piece = np.minimum(self._rest_ends.searchsorted(joined, side="right"), len(self._rest_ends) - 1)
+        before = np.minimum(joined - self._rest_starts[piece], position)
+        left = np.minimum(self._rest_ends[piece] - joined, self.first_stripe_len - position)
+        return self.cut.epoch, self._rest_firsts[piece] + joined - self._rest_starts[piece], before, left
+
+    def _token(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
+        return self.cut.epoch + 1 + epochs, lane * self.stripe_len + in_stripe, in_stripe, self.stripe_len - in_stripe
+
+    def rest_of_epoch(self, position: int) -> tuple[int, Ranges]:
+        """(epoch, what no lane has read of it) when all lanes have come to this position; no ranges means all of it."""
+        if position < self.first_stripe_len:
+            epoch, stripe_len, total = self.cut.epoch, self.first_stripe_len, int(self._rest_ends[-1])
+            in_stripe = position
+        else:
+            epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
+            epoch, stripe_len, total = self.cut.epoch + 1 + epochs, self.stripe_len, self.num_tokens
+        lanes = np.arange(self.cut.num_lanes) * stripe_len
+        unread = [*zip((lanes + in_stripe).tolist(), (lanes + stripe_len).tolist(), strict=True)]
+        unread.append((self.cut.num_lanes * stripe_len, total))
+        if position < self.first_stripe_len:
+            unread = [piece for first, end in unread for piece in self._ranges_in_epoch(first, end)]
+        joined = _joined(unread)
+        return epoch, () if joined == ((0, self.num_tokens),) else joined
+
+    def shard_at(self, epoch: int, token: int) -> int:
+        """The shard that holds a token of the epoch's order."""
+        return self._find(epoch, None, token)[0]
+
+    def shard_after(self, lane: int, position: int, stretch: Stretch) -> int:
+        """The shard that a lane reads behind the one of the stretch at this position."""
+        epoch, token, _, _ = (int(value) for value in self.tokens_at(lane, position + stretch.shard_left))
+        return self.shard_at(epoch, token)
+
+    def order_of_shards(self, epoch: int) -> tuple[Int64s, Int64s]:
+        """([shards] shards in the epoch's order, [shards] first token of each)."""
+        return self._order(epoch, None)
+
+    def _ranges_in_epoch(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Ranges of the epoch that a range of the joined rest stands for."""
+        while first < end:
+            piece = int(self._rest_ends.searchsorted(first, side="right"))
+            stop = min(end, int(self._rest_ends[piece]))
+            shift = int(self._rest_firsts[piece] - self._rest_starts[piece])
+            yield first + shift, stop + shift
+            first = stop
+
+    def _find(self, epoch: int, shard: int | None, token: int) -> tuple[int, int, int]:
+        """(shard or document, tokens of it before this one, tokens of it from this one on)."""
         order, starts = self._order(epoch, shard)
         rank = int(starts.searchsorted(token, side="right")) - 1
-        return int(order[rank]), token - int(starts[rank])
+        found, before = int(order[rank]), token - int(starts[rank])
+        tokens = self._shard_tokens if shard is None else self._document_tokens(shard)
+        return found, before, int(tokens[found]) - before
 
     def _order(self, epoch: int, shard: int | None) -> tuple[Int64s, Int64s]:
         """Hashed order of the shards (None) or of one shard's documents, and the first token of each in it."""
@@ -149,3 +291,16 @@ class LanePlan:
         if len(self._orders) > self._num_cached:
             self._orders.popitem(last=False)
         return order, starts
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Ranges:
+    """Without empty ranges, touching ones made one."""
+    joined: list[tuple[int, int]] = []
+    for first, end in ranges:
+        if first == end:
+            continue
+        if joined and joined[-1][1] == first:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((first, end))
+    return tuple(joined)

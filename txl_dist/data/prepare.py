@@ -1,50 +1,65 @@
-"""Turns text into a corpus: read documents, split them by name, train the tokenizer, write shards, index last.
+"""Turns text into a corpus, of any size, with worker processes: a small MapReduce.
 
-The source is read two or three times (once per pass of tokenizer training, once to write), so nothing but one
-batch of documents is in memory. Documents keep the order of the input; training shuffles them by hash, shards and
-documents inside shards. Empty documents are dropped and counted; each other one ends in end-of-text, where the
+    read      this process cuts the inputs into parts of whole raw records              inputs.py
+    encode    workers decode, parse, split and tokenise; each part is sorted by key     documents.py  parts.py
+    assemble  duplicates, plan; workers gather, sort and write one shard each           duplicates.py  assembly.py
+    commit    counts, tokenizer.json, index.json, and one rename
+
+Train documents are shuffled over the whole corpus by a seeded hash; held-out ones keep the order of the input. What
+comes out depends on the inputs, the tokenizer, the seed, the shard length and the policies, never on the number of
+workers, the size of the parts, or how often it was killed: finished parts and shards are kept, and the same command
+goes on (scratch.py). Empty documents are dropped and counted; each other one ends in end-of-text, where the
 tokenizer has it.
+
+What it gives up: the disk holds the tokens twice for a while (the parts, and the shards made of them), and learning
+a tokenizer reads the inputs once or twice more, in this process.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from txl_dist.data.assembly import (
+    DROPPED,
+    Duplicated,
+    ShardTask,
+    find_duplicates,
+    hash_of_plan,
+    is_written,
+    plan_split,
+    read_written,
+    write_planned,
+)
 from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.documents import SPLITS, TRAIN
+from txl_dist.data.inputs import Cursor
+from txl_dist.data.job import Job, files_of_named, list_files, make_tokenizer
+from txl_dist.data.parts import Encoding, PartInfo, PartTask, encode_part, read_part_info
+from txl_dist.data.progress import Progress
+from txl_dist.data.scratch import CORPUS, check_target, claim_scratch, move_into_place
+from txl_dist.data.settings import PrepareSettings
 from txl_dist.data.shards import (
-    DEFAULT_SHARD_LEN,
     FORMAT_VERSION,
     INDEX_NAME,
     TOKENIZER_NAME,
     SplitInfo,
-    SplitWriter,
+    counts_name,
+    npy_bytes,
     token_dtype,
 )
-from txl_dist.data.sources import (
-    Document,
-    EncodingErrors,
-    Source,
-    check_given_once,
-    count_left_out,
-    in_valid_split,
-    open_source,
-)
-from txl_dist.data.verify import verify_corpus
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.data.sources import count_left_out, identities, is_repeatable
+from txl_dist.data.workers import Workers, start_workers
+from txl_dist.errors import DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
-from txl_dist.text.tokenizer import Tokenizer, TokenizerKind, load_tokenizer
-from txl_dist.text.training import batches_of_text, train_tokenizer
-
-TRAIN, VALID = "train", "valid"
+from txl_dist.log import logger
+from txl_dist.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -56,202 +71,183 @@ class PrepareSummary:
     """An identical corpus was already there and was left alone."""
     files_left_out: int
     """Files in the given folders whose suffix is none of a text. Not in the index: they change no content."""
+    parts_kept: int = 0
+    shards_kept: int = 0
+    """What an interrupted preparation had finished."""
 
     def lines(self) -> list[str]:
         """For people."""
         corpus = self.corpus
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
-        for name in corpus.split_names:
-            split = corpus.split(name)
-            lines.append(
-                f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes of "
-                f"text, {len(split.shards):,} shards"
-            )
+        lines += self._table()
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {key.replace('_', ' ')}: {count:,}" for key, count in counts.items() if count]
+        if self.parts_kept:
+            lines.append(
+                f"  kept from an interrupted preparation: {self.parts_kept:,} parts, {self.shards_kept:,} shards"
+            )
         return lines
 
-
-@dataclass(frozen=True)
-class _Splits:
-    """The documents of each split; `valid` comes from the same source unless it has its own."""
-
-    source: Source
-    valid_source: Source | None
-    valid_fraction: float
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (TRAIN, VALID) if self.valid_source or self.valid_fraction else (TRAIN,)
-
-    def train_texts(self) -> Iterator[str]:
-        return (document.text for document in self.read(TRAIN))
-
-    def read(self, split: str) -> Iterator[Document]:
-        if self.valid_source is not None:
-            return self.source() if split == TRAIN else self.valid_source()
-        return (
-            document
-            for document in self.source()
-            if in_valid_split(document.name, valid_fraction=self.valid_fraction) == (split == VALID)
-        )
+    def _table(self) -> list[str]:
+        rows: list[tuple[str, ...]] = [
+            ("split", "documents", "tokens", "bytes of text", "bytes/token", "longest", "shards")
+        ]
+        for name in sorted(self.corpus.split_names, key=SPLITS.index):
+            split = self.corpus.split(name)
+            numbers = (split.documents, split.tokens, split.text_bytes)
+            rate = f"{split.text_bytes / split.tokens:.2f}"
+            rows.append((name, *(f"{n:,}" for n in numbers), rate, f"{split.longest:,}", f"{len(split.shards):,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def prepare_corpus(
-    output: str | Path,
-    *,
-    inputs: Sequence[str | Path],
-    valid_inputs: Sequence[str | Path] = (),
-    valid_fraction: float = 0.05,
-    kind: TokenizerKind = "bpe",
-    vocab_size: int = 0,
-    min_frequency: int = 1,
-    tokenizer_path: str | Path | None = None,
-    jsonl_field: str = "text",
-    encoding_errors: EncodingErrors = "refuse",
-    shard_len: int = DEFAULT_SHARD_LEN,
-    overwrite: bool = False,
-) -> PrepareSummary:
-    """Write the corpus `output` from files, folders or the input `stdlib`.
+def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
+    """Write the corpus `output`. The keywords are the fields of `PrepareSettings`; `inputs` has no default.
 
-    The held-out split is `valid_inputs`, or else the documents whose name hashes below `valid_fraction`; 0 makes
-    none. `tokenizer_path` takes a given tokenizer.json instead of training one. `shard_len` is in tokens.
     Raises ConfigError for settings that are impossible or have no meaning; DataError if there is no text, a file is
-    given twice or cannot be read, the output cannot be written, or another corpus or folder is in the way.
+    given twice or cannot be read, the output cannot be written, another corpus or folder is in the way, another
+    process prepares it, or a worker dies.
     """
-    if not 0 <= valid_fraction < 1:
-        raise ConfigError(
-            f"valid_fraction={valid_fraction} must be at least 0 and below 1. Give the share of documents to hold out, "
-            "for instance 0.05, or 0 for no held-out split."
-        )
-    if shard_len < 1:
-        raise ConfigError(f"shard_len={shard_len} must be 1 or more: it is the number of tokens in a shard.")
-    if tokenizer_path is not None and (vocab_size, min_frequency) != (0, 1):
-        raise ConfigError(
-            f"vocab_size and min_frequency have no meaning with a given tokenizer file ({tokenizer_path}). Leave "
-            "them out, or leave the file out to train a tokenizer."
-        )
+    job_settings = PrepareSettings(**settings).completed()
     target = Path(output).absolute()
-    _check_target(target)
-    source = open_source(inputs, jsonl_field=jsonl_field, encoding_errors=encoding_errors)
-    valid_source = (
-        open_source(valid_inputs, jsonl_field=jsonl_field, encoding_errors=encoding_errors) if valid_inputs else None
+    check_target(target)
+    is_named = job_settings.name is not None
+    files = [] if is_named else list_files(job_settings)
+    given = [*job_settings.inputs, *job_settings.valid_inputs, *job_settings.test_inputs]
+    left_out = 0 if is_named else count_left_out(given)
+    stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
+    with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch:
+        job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files)
+        tokenizer = make_tokenizer(job)
+        with start_workers(job.num_workers()) as workers:
+            parts = _encode(job, tokenizer, workers, stamp=stamp)
+            _assemble(job, tokenizer, workers, parts)
+        is_unchanged = move_into_place(scratch / CORPUS, target, overwrite=job_settings.overwrite)
+    return PrepareSummary(
+        corpus=open_corpus(output),
+        is_unchanged=is_unchanged,
+        files_left_out=left_out,
+        parts_kept=job.kept["parts"],
+        shards_kept=job.kept["shards"],
     )
-    given = [*inputs, *valid_inputs]
-    check_given_once(given)
-    files_left_out = count_left_out(given)
-    splits = _Splits(source, valid_source, valid_fraction)
-    with _scratch_folder(target) as scratch:
-        if tokenizer_path is None:
-            tokenizer = train_tokenizer(kind, splits.train_texts, vocab_size=vocab_size, min_frequency=min_frequency)
-        else:
-            tokenizer = load_tokenizer(tokenizer_path)
-        _write_corpus(scratch, splits, tokenizer, shard_len=shard_len)
-        is_unchanged = _move_into_place(scratch, target, overwrite=overwrite)
-    return PrepareSummary(corpus=open_corpus(output), is_unchanged=is_unchanged, files_left_out=files_left_out)
 
 
-def _write_corpus(folder: Path, splits: _Splits, tokenizer: Tokenizer, *, shard_len: int) -> None:
-    counts: Counter[str] = Counter()
+def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
+    """All parts; those that are there already are kept."""
+    settings, so_far = job.settings, identities(job.files)
+    encoding = Encoding(
+        folder=str(job.scratch),
+        tokenizer=str(job.scratch / TOKENIZER_NAME),
+        fingerprint=tokenizer.fingerprint,
+        reading=settings.reading(),
+        seed=settings.seed,
+        has_bands=settings.duplicates != "ignore",
+        stamp=hashlib.sha256(f"{stamp} {tokenizer.fingerprint}".encode()).hexdigest(),
+    )
+
+    def hash_up_to(end: Cursor) -> str:
+        return so_far[end.file if end.offset else end.file - 1]
+
+    parts: list[PartInfo] = []
+    while (found := read_part_info(job.scratch, len(parts))) is not None:
+        begin = parts[-1].end if parts else Cursor()
+        is_own = found.stamp == encoding.stamp and found.begin == begin and found.end.file <= len(so_far)
+        if not is_own or found.inputs != hash_up_to(found.end):
+            break
+        parts.append(found)
+    job.kept["parts"] = len(parts)
+    if parts:
+        logger.info("%s: %d finished parts are kept", job.scratch, len(parts))
+    begin, stored = (parts[-1].end, parts[-1].stored_bytes) if parts else (Cursor(), 0)
+    tasks = (
+        PartTask(encoding, number, hash_up_to(part.end), part)
+        for number, part in enumerate(job.parts(begin), start=len(parts))
+    )
+    with Progress("encoding", total=job.total_bytes, done=stored) as progress:
+        for info in workers.in_order(encode_part, tasks):
+            parts.append(info)
+            progress.reach(info.stored_bytes)
+    return parts
+
+
+def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
+    """Write the corpus into its folder in the scratch folder, the index last."""
+    settings, scratch, folder = job.settings, job.scratch, job.scratch / CORPUS
     dtype = token_dtype(tokenizer.vocab_size)
-    end_of_text = tokenizer.end_of_text
-    infos: dict[str, SplitInfo] = {}
-    for name in splits.names:
-        writer = SplitWriter(folder, name, dtype=dtype, vocab_size=tokenizer.vocab_size, shard_len=shard_len)
-        for batch in batches_of_text(_kept(splits.read(name), counts)):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-                document = ids if end_of_text is None else np.append(ids, end_of_text)
-                if not len(document):  # a text of nothing but blanks, in words
-                    counts["empty"] += 1
-                    continue
-                writer.add(document, text_bytes=len(text.encode("utf-8")), text_characters=len(text))
-        infos[name] = writer.close()
-    _check_splits(infos)
+    duplicated = Duplicated({}, np.empty(0, np.uint64))
+    if settings.duplicates != "ignore":
+        duplicated = find_duplicates(scratch, parts, drop=settings.duplicates == "drop")
+    write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
+    plan = hash_of_plan(parts, duplicated.dropped, shard_len=settings.shard_len)
+    planned = {
+        split: plan_split(
+            scratch,
+            split,
+            parts,
+            dropped=duplicated.dropped,
+            shard_len=settings.shard_len,
+            dtype=dtype,
+            vocab_size=tokenizer.vocab_size,
+            plan=plan,
+        )
+        for split in job.splits
+    }
+    _check_splits({split: info for split, (info, _) in planned.items()})
+    _write_shards(job, workers, planned, folder)
+    for split, (info, _) in planned.items():
+        info.counts_sha256 = hashlib.sha256((folder / counts_name(split)).read_bytes()).hexdigest()
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
+    counts = sum((Counter(part.counts) for part in parts), Counter())
     index: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
         "tokenizer_sha256": tokenizer.fingerprint,
-        "splits": {name: info.to_dict() for name, info in infos.items()},
+        "splits": {split: info.to_dict() for split, (info, _) in planned.items()},
         "statistics": {
+            "documents_read": counts["read"],
             "empty_documents_dropped": counts["empty"],
             "documents_with_replacements": counts["replaced"],
             "documents_skipped": counts["skipped"],
+            **duplicated.statistics,
         },
     }
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
 
 
-def _kept(documents: Iterable[Document], counts: Counter[str]) -> Iterator[str]:
-    """Texts that are not empty; the others, and the damaged ones, are counted."""
-    for document in documents:
-        if document.damage:
-            counts[document.damage] += 1
-        elif not document.text:
-            counts["empty"] += 1
-        if document.text:
-            yield document.text
+def _write_shards(
+    job: Job, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
+) -> None:
+    """Write what is not written yet, and fill in what the index says of the shards."""
+    tasks = [task for _, own in planned.values() for task in own]
+    finished = {task.name for task in tasks if is_written(task)}
+    folder.mkdir(exist_ok=True)
+    for path in folder.iterdir():  # of another plan, or half written
+        if path.name.removesuffix(".idx") not in finished:
+            path.unlink()
+    job.kept["shards"] = len(finished)
+    written = workers.in_order(write_planned, (task for task in tasks if task.name not in finished))
+    itemsize = np.dtype(tasks[0].dtype).itemsize
+    with Progress("writing", total=itemsize * sum(info.tokens for info, _ in planned.values())) as progress:
+        for split, (info, own) in planned.items():
+            counts = np.zeros(own[0].vocab_size, dtype=np.int64)
+            for task in own:
+                shard = read_written(task) if task.name in finished else next(written)
+                info.shards.append(shard.info)
+                counts += shard.counts
+                progress.advance(itemsize * shard.info.tokens)
+            write_bytes(folder / counts_name(split), npy_bytes(counts))
 
 
 def _check_splits(infos: dict[str, SplitInfo]) -> None:
     if not infos[TRAIN].documents:
         raise DataError("the inputs hold no text for the train split. Check the paths and the valid fraction.")
-    if VALID in infos and not infos[VALID].documents:
-        raise DataError(
-            f"no document fell into the held-out split ({infos[TRAIN].documents} in train). Give held-out text with "
-            "`--valid PATH`, or have no held-out split with `--valid-fraction 0`."
-        )
-
-
-def _check_target(target: Path) -> None:
-    """Refuse early what the move at the end could not do. Only a corpus is ever overwritten."""
-    if target.exists() and not target.is_dir():
-        raise DataError(f"{target} is a file. Choose another output folder.")
-    is_empty = not target.exists() or not any(target.iterdir())
-    if not is_empty and not (target / INDEX_NAME).exists():
-        raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
-
-
-@contextmanager
-def _scratch_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target, removed unless it was moved away."""
-    scratch = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(scratch, ignore_errors=True)  # of a killed process: in a container the same id comes again
-        scratch.mkdir()
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {target.parent}: {error.strerror or error}. Choose another output folder."
-        ) from error
-    try:
-        yield scratch
-    except OSError as error:
-        raise DataError(f"cannot write {target}: {error}. Free some space or choose another output folder.") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _move_into_place(scratch: Path, target: Path, *, overwrite: bool) -> bool:
-    """True if an identical, intact corpus is there already."""
-    if (target / INDEX_NAME).exists():
-        is_same = (target / INDEX_NAME).read_bytes() == (scratch / INDEX_NAME).read_bytes()
-        if is_same and not verify_corpus(target):
-            return True
-        # Preparing again is the remedy for a damaged corpus, so that one is replaced without asking.
-        if not is_same and not overwrite:
+    for split, info in infos.items():
+        if not info.documents:
             raise DataError(
-                f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`."
+                f"no document fell into the split {split} ({infos[TRAIN].documents} in train). Give held-out text with "
+                f"`--{split} PATH`, or have no such split with `--{split}-fraction 0`."
             )
-        old = target.with_name(f".{target.name}.old-{os.getpid()}")
-        target.rename(old)
-        scratch.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        scratch.rename(target)  # an empty folder in the way is replaced
-    flush_folder(target.parent)
-    return False

@@ -3,18 +3,19 @@
     CORPUS/
       index.json                 written last: everything else is described and hashed here
       tokenizer.json
-      train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000001.npy ...
+      train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000017.npy ...
       train-000000.tar.idx       one 16-byte record per document
       train-counts.npy           how often each id occurs in the split (int64)
       valid-000000.tar ...
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids
   on; each document ends with end-of-text. Documents below 4,096 tokens share a sample, whose `KEY.docs.npy` lists
-  their starts (uint32): a sample of its own would cost a short document more in headers than in tokens.
+  their starts (uint32): a sample of its own would cost a short document more in headers than in tokens. KEY is the
+  number of the sample's first document in its split, in 9 digits.
 - A record says where the document's tokens lie in the tar, so that a reader maps the file and never parses it.
 - Equal input gives equal bytes: fixed times and owners in the tar, canonical JSON.
-- The whole corpus is written beside its place and moved there in one rename. A kill leaves a folder `.NAME.tmp-PID`
-  that nobody takes for a corpus; it may be removed.
+- The whole corpus is written beside its place and moved there in one rename. A kill leaves the folder `.NAME.prepare`,
+  that nobody takes for a corpus: the same command goes on from it, and it may be removed.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import hashlib
 import io
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.files import flush_to_disk, sha256_of_file, write_bytes
+from txl_dist.files import flush_to_disk, replace_file
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
@@ -39,8 +40,8 @@ TOKENIZER_NAME = "tokenizer.json"
 RECORD = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("crc32", "<u4")])
 SHORT_DOCUMENT_LEN = 4096
 PACKED_SAMPLE_LEN = 1 << 16
-DEFAULT_SHARD_LEN = 1 << 25
-"""Tokens after which a new shard begins."""
+NPY_HEADER_BYTES = 128
+"""Of a 1-D array; a multiple of 64, so that tokens are aligned."""
 
 Tokens = npt.NDArray[Any]
 """1-D uint16 or uint32."""
@@ -93,131 +94,111 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-class SplitWriter:
-    """Writes the documents of one split into shards, in the order in which they come."""
+class WrittenShard(NamedTuple):
+    """A shard that `write_shard` wrote."""
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        *,
-        dtype: np.dtype[Any],
-        vocab_size: int,
-        shard_len: int = DEFAULT_SHARD_LEN,
-    ) -> None:
-        self._folder = folder
-        self._split = split
-        self._dtype = dtype
-        self._shard_len = shard_len
-        self._num_samples = 0
-        self._pack: list[Tokens] = []
-        self._pack_len = 0
-        self._shard: _OpenShard | None = None
-        self._counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
-        self.info = SplitInfo()
-
-    def add(self, tokens: npt.NDArray[Any], *, text_bytes: int, text_characters: int) -> None:
-        """Append one document, end-of-text included."""
-        document = np.ascontiguousarray(tokens, dtype=self._dtype)
-        self.info.text_bytes += text_bytes
-        self.info.text_characters += text_characters
-        self.info.longest = max(self.info.longest, len(document))
-        self._counts += np.bincount(document, minlength=len(self._counts))
-        is_short = len(document) < SHORT_DOCUMENT_LEN
-        if not is_short or self._pack_len + len(document) > PACKED_SAMPLE_LEN:
-            self._flush_pack()
-        self._pack.append(document)
-        self._pack_len += len(document)
-        shard_tokens = self._pack_len + (self._shard.num_tokens if self._shard else 0)
-        if not is_short or shard_tokens >= self._shard_len:
-            self._flush_pack()
-
-    def close(self) -> SplitInfo:
-        """Finish the last shard and return what the index should say."""
-        self._flush_pack()
-        self._close_shard()
-        content = _npy_bytes(self._counts)
-        write_bytes(self._folder / counts_name(self._split), content)
-        self.info.counts_sha256 = hashlib.sha256(content).hexdigest()
-        return self.info
-
-    def _flush_pack(self) -> None:
-        if not self._pack:
-            return
-        if self._shard is None:
-            self._shard = _OpenShard(self._folder / f"{self._split}-{len(self.info.shards):06d}.tar")
-        self._shard.write(f"{self._num_samples:09d}", self._pack)
-        self._num_samples += 1
-        self._pack, self._pack_len = [], 0
-        if self._shard.num_tokens >= self._shard_len:
-            self._close_shard()
-
-    def _close_shard(self) -> None:
-        if self._shard is None:
-            return
-        shard = self._shard.close()
-        self._shard = None
-        self.info.shards.append(shard)
-        self.info.documents += shard.documents
-        self.info.tokens += shard.tokens
+    info: ShardInfo
+    counts: npt.NDArray[np.int64]
+    """[vocabulary] how often each id occurs in it."""
 
 
-class _OpenShard:
-    """One tar being written, and the lengths and checksums of its documents."""
+def write_shard(
+    folder: Path, name: str, documents: Sequence[Tokens], *, first_document: int, dtype: np.dtype[Any], vocab_size: int
+) -> WrittenShard:
+    """Write documents, end-of-text included, as NAME and its records, each in one rename.
 
-    def __init__(self, path: Path) -> None:
-        from webdataset import TarWriter  # type: ignore[import-untyped,unused-ignore]  # late: it imports torch
-
-        self._path = path
-        self._stream = path.open("wb")
-        # mtime=0: no PAX header of 1 KiB per member, and equal bytes for equal input.
-        self._tar = TarWriter(self._stream, encoder=False, mtime=0)
-        self._samples: list[list[tuple[int, int]]] = []
-        self.num_tokens = 0
-
-    def write(self, key: str, documents: list[Tokens]) -> None:
-        """One sample; several documents come with their starts."""
-        lengths = [len(document) for document in documents]
-        sample = {"__key__": key, "npy": _npy_bytes(np.concatenate(documents))}
-        if len(documents) > 1:
-            starts = np.cumsum([0, *lengths[:-1]])
-            sample["docs.npy"] = _npy_bytes(starts.astype("<u4"))
-        self._tar.write(sample)
-        self._samples.append([(len(document), zlib.crc32(document.tobytes())) for document in documents])
-        self.num_tokens += sum(lengths)
-
-    def close(self) -> ShardInfo:
-        """Write the records and describe both files."""
-        self._tar.close()
-        flush_to_disk(self._stream)
-        self._stream.close()
-        records = np.array(list(self._records()), dtype=RECORD)
-        idx_path = self._path.with_name(self._path.name + ".idx")
-        write_bytes(idx_path, records.tobytes())
-        return ShardInfo(
-            name=self._path.name,
-            bytes=self._path.stat().st_size,
-            documents=len(records),
-            tokens=int(records["tokens"].sum(dtype=np.int64)),
-            sha256=sha256_of_file(self._path),
-            idx_sha256=sha256_of_file(idx_path),
-        )
-
-    def _records(self) -> Iterator[tuple[int, int, int]]:
-        """Offsets are read back from the finished tar rather than computed from assumptions about its writer."""
-        with self._path.open("rb") as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
-            payloads = [member.offset_data for member in tar if not member.name.endswith(".docs.npy")]
-            for offset, documents in zip(payloads, self._samples, strict=True):
-                stream.seek(offset)
-                np.lib.format.read_magic(stream)
-                _, _, dtype = np.lib.format.read_array_header_1_0(stream)
-                position = stream.tell()
-                for length, crc32 in documents:
-                    yield position, length, crc32
-                    position += length * dtype.itemsize
+    `first_document` is the number of the first one in its split: samples are named by the number of their first
+    document, so a shard needs to know nothing about the shards before it.
+    """
+    counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
+    temporary = folder / f"{name}.tmp"
+    with temporary.open("wb") as stream:
+        tar = _TarStream(stream)
+        records, number = [], first_document
+        for sample in _samples(documents):
+            tokens = np.concatenate(sample).astype(dtype, copy=False)
+            counts += np.bincount(tokens, minlength=vocab_size)
+            starts = np.cumsum([0, *map(len, sample[:-1])])
+            offset = tar.add(f"{number:09d}.npy", npy_bytes(tokens)) + NPY_HEADER_BYTES
+            if len(sample) > 1:
+                tar.add(f"{number:09d}.docs.npy", npy_bytes(starts.astype("<u4")))
+            for start, document in zip(starts.tolist(), sample, strict=True):
+                crc32 = zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data)
+                records.append((offset + start * dtype.itemsize, len(document), crc32))
+            number += len(sample)
+        tar.close()
+        flush_to_disk(stream)
+    temporary.replace(folder / name)
+    table = np.array(records, dtype=RECORD)
+    replace_file(folder / f"{name}.idx", table.tobytes())
+    info = ShardInfo(
+        name=name,
+        bytes=tar.num_bytes,
+        documents=len(table),
+        tokens=int(table["tokens"].sum(dtype=np.int64)),
+        sha256=tar.sha256(),
+        idx_sha256=hashlib.sha256(table.tobytes()).hexdigest(),
+    )
+    return WrittenShard(info, counts)
 
 
-def _npy_bytes(array: npt.NDArray[Any]) -> bytes:
+def npy_bytes(array: npt.NDArray[Any]) -> bytes:
+    """The bytes of a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return buffer.getvalue()
+
+
+def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
+    """Documents that share a sample: short ones, up to 65,536 tokens together."""
+    pack: list[Tokens] = []
+    held = 0
+    for document in documents:
+        is_short = len(document) < SHORT_DOCUMENT_LEN
+        if pack and (not is_short or held + len(document) > PACKED_SAMPLE_LEN):
+            yield pack
+            pack, held = [], 0
+        if not is_short:
+            yield [document]
+            continue
+        pack.append(document)
+        held += len(document)
+    if pack:
+        yield pack
+
+
+class _TarStream:
+    """Writes a tar with the headers of webdataset's own writer, which would import torch, and hashes it on the way."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def add(self, name: str, content: bytes) -> int:
+        """Append a member and return where its content begins."""
+        info = tarfile.TarInfo(name)
+        info.size, info.mode, info.uname, info.gname = len(content), 0o444, "bigdata", "bigdata"
+        # USTAR, no PAX header of 1 KiB per member; a fixed time (0): equal bytes for equal input.
+        self._write(info.tobuf(tarfile.USTAR_FORMAT))
+        offset = self.num_bytes
+        self._write(content)
+        self._pad(tarfile.BLOCKSIZE)
+        return offset
+
+    def close(self) -> None:
+        """End the archive; the stream stays open."""
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._pad(tarfile.RECORDSIZE)
+
+    def sha256(self) -> str:
+        """Of all that was written."""
+        return self._digest.hexdigest()
+
+    def _pad(self, size: int) -> None:
+        self._write(bytes(-self.num_bytes % size))
+
+    def _write(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._digest.update(data)
+        self.num_bytes += len(data)

@@ -1,86 +1,103 @@
-"""Where text comes from: files, folders, JSONL, compressed forms of these, and the standard library of Python.
+"""Which files the inputs of `txl prepare` stand for: files, folders, globs, URLs, stdin, commands, the built-in text.
 
-A source is a function that starts a new pass and yields one `Document` after the other, in a fixed order, holding
-one document at a time. A document's name decides its split (`in_valid_split`), so adding documents never moves
-others. Text is UTF-8, taken as it is: no newline or Unicode normalisation, a byte order mark stays.
+    a.txt  b.jsonl.zst  c.parquet     as they are; the suffix says how they are read, any other suffix is plain text
+    folder/                           its files of the known suffixes, sorted; links to folders are not followed
+    'data/**/*.jsonl.gz'              sorted; quoted, or the shell has already expanded it
+    https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
+    -                                 stdin
+    pipe:COMMAND                      what a shell command prints; only if the protocol `pipe` is allowed by name
+    stdlib                            the built-in corpus: the standard library of the running Python
 
-What is not UTF-8 is refused, unless the caller asks to `replace` (U+FFFD) or `skip`: then the document says so in
-`damage`, and whoever consumes it counts. A folder gives its files of the known suffixes; `count_left_out` says how
-many others lie there. Links to folders are not followed.
+Nothing is opened here. The order of the list is the order of the documents; each file's `identity` says whether it
+is still the same when an interrupted preparation goes on.
 """
 
 from __future__ import annotations
 
-import gzip
+import glob
 import hashlib
-import io
-import json
 import os
-import sys
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn
 
+from txl_dist.data.documents import Cut, Form
+from txl_dist.data.remote import filesystem_of, retrying
 from txl_dist.errors import DataError
-
-EncodingErrors = Literal["refuse", "replace", "skip"]
 
 STDLIB = "stdlib"
 """Input name of the built-in corpus."""
-TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl"})
+STDIN = "-"
+PIPE = "pipe:"
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl", ".parquet"})
 """Files that are taken from a folder, as they are or compressed; a file named by itself may have any suffix."""
-COMPRESSED_SUFFIXES = frozenset({".gz", ".zst"})
+COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".xz"})
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_URL_MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+"""What a file system may know about the version of a file."""
 
 
-class Document(NamedTuple):
-    """One text. A skipped document is yielded without its text, so that it can be counted."""
+class SourceFile(NamedTuple):
+    """One file to read."""
 
-    name: str
-    text: str
-    damage: Literal["", "replaced", "skipped"] = ""
+    path: str
+    """Local path, URL, `-`, or `pipe:COMMAND`."""
+    split: str
+    form: Form
+    size: int | None
+    """Bytes as stored; None if unknown."""
+    identity: str
+    """Changes when the content does. Empty: nobody can tell."""
+
+    @property
+    def suffix(self) -> str:
+        """`.gz` of x.jsonl.gz."""
+        return "" if self.path == STDIN or self.path.startswith(PIPE) else Path(_path_of(self.path)).suffix
 
 
-Source = Callable[[], Iterator[Document]]
+class Listing(NamedTuple):
+    """How inputs are listed."""
+
+    documents: Cut = "file"
+    """How plain text is cut into documents."""
+    stdin_format: Literal["text", "jsonl"] = "text"
+    """What stdin and commands give."""
+    allow_protocols: tuple[str, ...] = ()
+    """Protocols of URLs beyond the usual ones that may be used, `pipe` for instance."""
 
 
-def open_source(
-    inputs: Sequence[str | Path], *, jsonl_field: str = "text", encoding_errors: EncodingErrors = "refuse"
-) -> Source:
-    """A source over files and folders in the given order; the input `stdlib` is the built-in corpus.
+def list_sources(inputs: Sequence[str | Path], listing: Listing, *, split: str) -> list[SourceFile]:
+    """The files of the inputs in reading order.
 
-    Raises DataError at once if there is no input or one does not exist, and while reading, if it cannot be read.
+    Raises DataError if an input does not exist, may not be used, or cannot be listed.
     """
-    if not inputs:
-        raise DataError(f"there are no inputs. Give files, folders, or {STDLIB} for the built-in text.")
-    for given in inputs:
-        if given != STDLIB and not os.path.exists(given):
-            raise DataError(f"input {given} does not exist. Give a file, a folder, or {STDLIB} for the built-in text.")
-
-    def read() -> Iterator[Document]:
-        for given in inputs:
-            for path, name in _files_of(given):
-                try:
-                    yield from _read_file(path, name, jsonl_field=jsonl_field, encoding_errors=encoding_errors)
-                except _read_errors() as error:
-                    raise DataError(
-                        f"cannot read {path}: {error}. Mend or remove the file, then prepare again."
-                    ) from error
-
-    return read
+    found: list[SourceFile] = []
+    for given in map(str, inputs):
+        stream_form: Form = "jsonl" if listing.stdin_format == "jsonl" else listing.documents
+        if given == STDIN:
+            found.append(SourceFile(STDIN, split, stream_form, None, ""))
+        elif given.startswith(PIPE):
+            if "pipe" not in listing.allow_protocols:
+                raise DataError(
+                    f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`."
+                )
+            found.append(SourceFile(given, split, stream_form, None, ""))
+        else:
+            files = _of_url(given, listing) if is_url(given) else _of_paths(given)
+            found += [SourceFile(path, split, _form(path, listing), size, mark) for path, size, mark in files]
+    return found
 
 
-def check_given_once(inputs: Sequence[str | Path]) -> None:
-    """Raise DataError if two of the inputs, those of the held-out split among them, lead to the same file."""
+def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
+    """Raise DataError if two of the (input, its files), those of held-out splits among them, share a file."""
     found: dict[str, int] = {}
-    for number, given in enumerate(inputs):
-        for path, _ in _files_of(given):
-            first = found.setdefault(os.path.realpath(path), number)
+    for number, (given, files) in enumerate(inputs):
+        for path in (file.path for file in files):
+            first = found.setdefault(path if is_url(path) else os.path.realpath(path), number)
             if first != number:
                 raise DataError(
-                    f"{path} is given twice, by the inputs {inputs[first]} and {given}; held-out text must not be "
+                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}; held-out text must not be "
                     "trained on, nor any text count twice. Give each file once."
                 )
 
@@ -88,30 +105,99 @@ def check_given_once(inputs: Sequence[str | Path]) -> None:
 def count_left_out(inputs: Sequence[str | Path]) -> int:
     """Files below the given folders that are not taken, because of their suffix. The built-in corpus has none."""
     folders = [Path(given) for given in inputs if given != STDLIB and Path(given).is_dir()]
-    return sum(_text_suffix(name) not in TEXT_SUFFIXES for folder in folders for name in _walk(folder))
+    return sum(text_suffix(name) not in TEXT_SUFFIXES for folder in folders for name in _walk(folder))
 
 
-def in_valid_split(name: str, *, valid_fraction: float) -> bool:
-    """Whether a document of this name is held out: a frozen function of the name."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < valid_fraction * 2.0**64
+def is_repeatable(files: Iterable[SourceFile]) -> bool:
+    """Whether all of the input can be read again and proven to be the same."""
+    return all(file.identity for file in files)
 
 
-def _files_of(given: str | Path) -> Iterator[tuple[Path, str]]:
-    """Files of one input with their names, which do not depend on where the input lies."""
+def identities(files: Sequence[SourceFile]) -> list[str]:
+    """For each file a hash of everything read up to it: equal hashes mean equal input so far."""
+    state, hashes = hashlib.sha256(), []
+    for file in files:
+        state.update(repr((file.path, file.split, file.form, file.size, file.identity)).encode())
+        hashes.append(state.hexdigest())
+    return hashes
+
+
+def text_suffix(name: str) -> str:
+    """`.jsonl` for x.jsonl and for x.jsonl.gz."""
+    path = Path(name)
+    return Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+
+
+def is_url(given: str) -> bool:
+    """Whether an input is neither a path nor a name."""
+    return "://" in given
+
+
+def _path_of(location: str) -> str:
+    """A URL without its query."""
+    return location.split("?")[0].split("#")[0] if is_url(location) else location
+
+
+def _form(path: str, listing: Listing) -> Form:
+    suffix = text_suffix(_path_of(path))
+    forms: dict[str, Form] = {".jsonl": "jsonl", ".parquet": "parquet"}
+    return forms.get(suffix, listing.documents)
+
+
+def _of_paths(given: str) -> Iterator[tuple[str, int | None, str]]:
+    """Path, size and identity of each local file of one input."""
+    for path in _paths_of(given):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}. Mend or remove the file.") from error
+        yield str(path), status.st_size, f"{status.st_mtime_ns}"
+
+
+def _paths_of(given: str) -> Iterator[Path]:
+    path = Path(given)
     if given == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
-        for relative in _walk(folder, left_out=_STDLIB_LEFT_OUT):
-            if relative.endswith(".py"):
-                yield folder / relative, f"{STDLIB}/{relative}"
-        return
-    path = Path(given)
-    if not path.is_dir():
-        yield path, path.name
-        return
-    for relative in _walk(path):
-        if _text_suffix(relative) in TEXT_SUFFIXES:
-            yield path / relative, relative
+        yield from (folder / name for name in _walk(folder, left_out=_STDLIB_LEFT_OUT) if name.endswith(".py"))
+    elif path.is_dir():
+        yield from (path / name for name in _walk(path) if text_suffix(name) in TEXT_SUFFIXES)
+    elif os.path.exists(given):
+        yield path
+    elif glob.has_magic(given):
+        matches = [Path(match) for match in sorted(glob.glob(given, recursive=True)) if os.path.isfile(match)]
+        if not matches:
+            raise DataError(f"no file matches {given}. Check the pattern; `**` stands for folders at any depth.")
+        yield from matches
+    else:
+        raise DataError(f"input {given} does not exist. Give a file, a folder, or {STDLIB} for the built-in text.")
+
+
+def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str]]:
+    """URL, size and identity of each file of one URL; globs and folders only where the store can list."""
+    filesystem, path = filesystem_of(given, allow=listing.allow_protocols)
+    can_list = not given.startswith(("http://", "https://"))
+
+    def look() -> dict[str, Any]:
+        if can_list and glob.has_magic(path):
+            return dict(filesystem.glob(path, detail=True))
+        about = filesystem.info(path)
+        if not can_list or about.get("type") != "directory":
+            return {path: about}
+        return {name: info for name, info in filesystem.find(path, detail=True).items() if _is_text(name)}
+
+    infos = retrying(look, what=given, retries=3)
+    if not infos:
+        raise DataError(f"no file matches {given}. Check the pattern, or give the URL of a file.")
+    for name, about in sorted(infos.items()):
+        if about.get("type") != "directory":
+            url = filesystem.unstrip_protocol(name) if can_list else given
+            size = about.get("size")
+            mark = next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
+            yield url, size, mark or f"size {size}"
+
+
+def _is_text(name: str) -> bool:
+    return text_suffix(name) in TEXT_SUFFIXES
 
 
 def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
@@ -131,94 +217,3 @@ def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
 
 def _raise(error: OSError) -> NoReturn:
     raise error
-
-
-def _read_errors() -> tuple[type[Exception], ...]:
-    """What reading a file may raise; the error of zstandard is known only once it is in use."""
-    known: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
-    library = sys.modules.get("zstandard")
-    return known if library is None else (*known, library.ZstdError)
-
-
-def _text_suffix(name: str) -> str:
-    """`.jsonl` for x.jsonl and for x.jsonl.gz."""
-    path = Path(name)
-    return Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
-
-
-def _read_file(path: Path, name: str, *, jsonl_field: str, encoding_errors: EncodingErrors) -> Iterator[Document]:
-    with _open_bytes(path) as stream:
-        if _text_suffix(path.name) != ".jsonl":
-            yield _decode(stream.read(), name=name, where=str(path), encoding_errors=encoding_errors)
-            return
-        for number, line in enumerate(stream, start=1):
-            where = f"{path}, line {number}"
-            decoded = _decode(line, name=f"{name}:{number}", where=where, encoding_errors=encoding_errors)
-            if decoded.damage == "skipped":
-                yield decoded
-            elif decoded.text.strip():
-                record = _parse_record(decoded.text, field=jsonl_field, where=where)
-                document_name = str(record.get("id", decoded.name))
-                yield _without_surrogates(
-                    Document(document_name, record[jsonl_field], decoded.damage), where, encoding_errors
-                )
-
-
-def _open_bytes(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path))
-    if path.suffix == ".zst":
-        try:
-            import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        except ImportError as error:
-            raise DataError(
-                f"reading {path} needs the package zstandard. Run `pip install zstandard`, or decompress the file."
-            ) from error
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-        return io.BufferedReader(reader)
-    return path.open("rb")
-
-
-def _decode(data: bytes, *, name: str, where: str, encoding_errors: EncodingErrors) -> Document:
-    try:
-        return Document(name, data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        if encoding_errors == "refuse":
-            raise _not_utf8(where, f"byte {error.start} (0x{data[error.start]:02x})") from error
-    if encoding_errors == "skip":
-        return Document(name, "", "skipped")
-    return Document(name, data.decode("utf-8", errors="replace"), "replaced")
-
-
-def _without_surrogates(document: Document, where: str, encoding_errors: EncodingErrors) -> Document:
-    """JSON can spell half a surrogate pair, which no UTF-8 can hold: the same policy applies."""
-    try:
-        document.text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        if encoding_errors == "refuse":
-            raise _not_utf8(where, f"character {error.start} (a lone surrogate)") from error
-        if encoding_errors == "skip":
-            return document._replace(text="", damage="skipped")
-        paired = document.text.encode("utf-16", "surrogatepass").decode("utf-16", errors="replace")
-        return document._replace(text=paired, damage="replaced")
-    return document
-
-
-def _not_utf8(where: str, what: str) -> DataError:
-    return DataError(
-        f"{where}: {what} is not valid UTF-8. Convert the file, or prepare with `--encoding-errors replace` "
-        "(U+FFFD in its place) or `--encoding-errors skip` (leave the document out)."
-    )
-
-
-def _parse_record(line: str, *, field: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}). Mend or remove the line.") from error
-    except RecursionError:
-        raise DataError(f"{where}: JSON nested too deeply. Mend or remove the line.") from None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{where}: no text in the field {field!r} (found: {known}). Name the field with --jsonl-field.")
-    return record

@@ -1,71 +1,108 @@
-"""Segments for training and evaluation, each with what is needed to go on behind it.
+"""Segments for training, each with what is needed to go on behind it.
 
 Key properties:
 - `LaneStream` yields (segment, state): the state to store once that very segment was trained on. What was
   prefetched meanwhile does not matter.
-- A segment is a function of (corpus, split, num_lanes, seed, lanes, position): resuming costs milliseconds anywhere,
-  ranks exchange nothing, and any number of ranks together reads the same global batches.
-- `EvalStream` reads a split once, in file order, and scores every target exactly once, however it is cut.
+- A segment is a function of (corpora, state, lanes, segment_len): resuming costs milliseconds anywhere, ranks
+  exchange nothing, and any number of ranks together reads the same global batches.
+- Several corpora are mixed by lane: each lane reads one corpus, each corpus has its own position and epochs, and every
+  batch holds them in the same proportion. Other weights or another number of lanes are a new cut (`continued`): what
+  no lane has read yet is dealt out anew, no token twice and none left out.
 
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
 
-What it gives up: worker processes. One thread (`prefetch`) reads far faster than any model trains.
+What it gives up: at the border of two pieces (of stripes, or of what was dealt out anew) a lane jumps: one target in a
+piece belongs to other text. With document masks it is not scored.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.corpus import Corpus, Shards
-from txl_dist.data.lanes import LanePlan, Stretch, lanes_of_rank
-from txl_dist.errors import CheckpointError, DataError
+from txl_dist.data.corpus import Shards, Split
+from txl_dist.data.damage import DamagePolicy
+from txl_dist.data.lanes import Cut, LanePlan, Ranges, Stretch, allot_lanes, owners_of_lanes
+from txl_dist.data.shards import Tokens
+from txl_dist.errors import CheckpointError, DataError, UnreachableError
 
-Item = TypeVar("Item")
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
-STATE_VERSION = 1
-_POLL_S = 0.1
+STATE_VERSION = 2
+STEPS_AT_ONCE = 8
+MAX_TOKENS_AT_ONCE = 1 << 20
 
 
 class Segment(NamedTuple):
-    """One step's tokens of some lanes."""
+    """The tokens of some lanes for one forward pass."""
 
     tokens: Int64s
     """[lanes, T+1]: inputs are [:, :-1], targets [:, 1:]; one token overlaps with the next segment."""
     documents: Int64s
-    """[lanes, T+1]: for each token the lane position at which its document, or the piece of it inside this stripe,
+    """[lanes, T+1]: for each token the lane position at which its document, or the piece of it that the lane reads,
     begins. Unique in the lane, ascending, and a function of the position: nothing to store."""
+    scored: Bools
+    """[lanes, T]: the target counts; not where a damaged document was replaced, nor where an evaluation pads."""
 
 
-class EvalSegment(NamedTuple):
-    """One forward pass of evaluation; tokens and documents as in `Segment`, padded with tokens that are not scored."""
+def plain_segment(tokens: Int64s) -> Segment:
+    """[lanes, T+1] tokens of one document each, all targets counting."""
+    return Segment(tokens, np.zeros_like(tokens), np.ones((tokens.shape[0], tokens.shape[1] - 1), dtype=bool))
 
-    tokens: Int64s
-    documents: Int64s
-    scored: npt.NDArray[np.bool_]
-    """[lanes, T]: the target counts. T is the segment's length and what it overlaps the one before."""
+
+@dataclass(frozen=True)
+class CorpusState:
+    """Where the lanes of one corpus are."""
+
+    name: str
+    """For people; the fingerprint decides."""
+    fingerprint: str
+    """Data fingerprint of the corpus."""
+    split: str
+    num_lanes: int
+    """Lanes that read it; 0 while it is paused."""
+    position: int = 0
+    """Tokens that each of these lanes has been trained on since they were cut."""
+    epoch: int = 0
+    """Epoch in which they were cut."""
+    rest: Ranges = ()
+    """What of that epoch was cut; empty means all of it."""
+
+    def cut(self) -> Cut:
+        """For `LanePlan`."""
+        return Cut(num_lanes=self.num_lanes, epoch=self.epoch, rest=self.rest)
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where the lanes are, for a checkpoint: one integer, and what must be equal for it to mean the same."""
+    """Where all lanes are, for a checkpoint. Lanes belong to corpora as `owners_of_lanes` says."""
 
-    position: int
-    """Tokens that each lane has been trained on."""
-    num_lanes: int
     seed: int
-    fingerprint: str
-    """Data fingerprint of the corpus."""
-    split: str
-    version: int = STATE_VERSION
+    corpora: tuple[CorpusState, ...]
+    version: int = field(default=STATE_VERSION)
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of all corpora."""
+        return sum(corpus.num_lanes for corpus in self.corpora)
+
+    def advanced(self, num_tokens: int) -> StreamState:
+        """The state after every lane has been trained on so many tokens more."""
+        moved = (replace(one, position=one.position + num_tokens) if one.num_lanes else one for one in self.corpora)
+        return replace(self, corpora=tuple(moved))
+
+    def has_lanes_of(self, other: StreamState) -> bool:
+        """Whether every lane reads the same corpus, and goes on where it was: then its memory is still true."""
+        return [(one.fingerprint, one.split, one.num_lanes) for one in self.corpora] == [
+            (one.fingerprint, one.split, one.num_lanes) for one in other.corpora
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -80,201 +117,223 @@ class StreamState:
                 "Continue with the program that wrote the checkpoint."
             )
         try:
-            return StreamState(**values)
-        except TypeError as error:
+            corpora = [
+                CorpusState(**{**one, "rest": tuple((int(first), int(end)) for first, end in one["rest"])})
+                for one in values["corpora"]
+            ]
+            return StreamState(**{**values, "corpora": tuple(corpora)})
+        except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"the stream state of the checkpoint is damaged: {error}.") from error
 
 
+def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_lanes: int, seed: int) -> StreamState:
+    """The state of a new run. No weights means in proportion to the tokens. Raises ConfigError for bad weights."""
+    allotted = allot_lanes(num_lanes, weights or [split.tokens for split in splits])
+    return StreamState(
+        seed=seed,
+        corpora=tuple(
+            CorpusState(name=split.corpus.name, fingerprint=split.corpus.fingerprint, split=split.name, num_lanes=count)
+            for split, count in zip(splits, allotted, strict=True)
+        ),
+    )
+
+
+def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) -> StreamState:
+    """Where `wanted`, the first state of the present settings, goes on behind `old`, the state of a checkpoint.
+
+    A corpus that keeps its number of lanes keeps its place; one that does not is cut anew; a new one begins.
+    Raises CheckpointError if the seed differs, or a corpus that was read is missing: its data would be lost.
+    """
+    if old.seed != wanted.seed:
+        raise CheckpointError(
+            f"the checkpoint's stream has the seed {old.seed}, this run {wanted.seed}. Restore run.seed."
+        )
+    before = {(one.fingerprint, one.split): one for one in old.corpora}
+    missing = before.keys() - {(one.fingerprint, one.split) for one in wanted.corpora}
+    if missing:
+        lost = [one for key, one in before.items() if key in missing]
+        names = ", ".join(f"{one.name} (split {one.split}, fingerprint {one.fingerprint[:12]})" for one in lost)
+        raise CheckpointError(
+            f"the checkpoint was trained on data that is not given now: {names}. Restore it in data.path or "
+            "data.more_paths (a weight of 0 in data.weights pauses a corpus), or start a new run."
+        )
+    return replace(
+        wanted,
+        corpora=tuple(
+            _continued_corpus(before[key], new, split) if (key := (new.fingerprint, new.split)) in before else new
+            for new, split in zip(wanted.corpora, splits, strict=True)
+        ),
+    )
+
+
+def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> CorpusState:
+    if old.num_lanes == new.num_lanes:
+        return replace(old, name=new.name)
+    if not old.num_lanes:  # was paused: its rest was listed then
+        return replace(old, name=new.name, num_lanes=new.num_lanes)
+    plan = LanePlan(split.shard_tokens, old.cut(), seed=0, document_tokens=lambda shard: np.empty(0, np.int64))
+    epoch, rest = plan.rest_of_epoch(old.position)
+    return replace(new, epoch=epoch, rest=rest)
+
+
 class LaneStream:
-    """The endless training stream of some lanes of a split."""
+    """The endless training stream of some lanes."""
 
     def __init__(
         self,
-        corpus: Corpus,
-        split: str,
+        splits: Sequence[Split],
+        state: StreamState,
         *,
-        num_lanes: int,
         segment_len: int,
-        seed: int,
         lanes: range,
-        state: StreamState | None = None,
+        damage: DamagePolicy | None = None,
+        mark_documents: bool = True,
+        num_buffers: int = 0,
     ) -> None:
-        """Raises DataError if the split has fewer tokens than lanes, CheckpointError if `state` is of other data."""
-        self.segment_len = segment_len
-        self.lanes = lanes
-        start = StreamState(position=0, num_lanes=num_lanes, seed=seed, fingerprint=corpus.fingerprint, split=split)
-        if state is not None:
-            _check_same_stream(state, start)
-            start = state
-        self.state = start
-        opened = corpus.split(split)
-        # Each lane is in one shard, at a segment's border in two.
-        max_open = 2 * len(lanes) + 2
-        self._shards = Shards(opened, max_open=max_open)
-        self.plan = LanePlan(
-            opened.shard_tokens,
-            num_lanes=num_lanes,
-            seed=seed,
-            document_tokens=lambda shard: self._shards[shard].lengths,
-            num_cached=2 * max_open,
-        )
+        """`splits` are those of `state.corpora`, in the same order. Who masks no documents need not have them marked:
+        then all are 0. With `num_buffers` the segments are views of a ring: each holds until so many more were taken
+        from the iterator. 0: each holds for ever.
+
+        Raises DataError if a split has fewer tokens than lanes.
+        """
+        self.segment_len, self.lanes, self.state = segment_len, lanes, state
+        self._num_buffers, self._mark_documents = num_buffers, mark_documents
+        owners, numbers = owners_of_lanes([one.num_lanes for one in state.corpora], seed=state.seed)
+        owners, numbers = owners[lanes.start : lanes.stop], numbers[lanes.start : lanes.stop]
+        readers = {
+            index: _CorpusReader(
+                splits[index],
+                state.corpora[index].cut(),
+                seed=state.seed,
+                num_own_lanes=int((owners == index).sum()),
+                damage=damage or DamagePolicy(),
+            )
+            for index in np.unique(owners).tolist()
+        }
+        self._corpus_of_row: list[int] = owners.tolist()
+        self._rows = [
+            _LaneReader(readers[owner], number) for owner, number in zip(owners.tolist(), numbers.tolist(), strict=True)
+        ]
 
     def __iter__(self) -> Iterator[tuple[Segment, StreamState]]:
         """Endless. The state is that after training on the segment."""
-        values = self.state.to_dict()
-        while True:
-            segment = self.segment_at(values["position"])
-            values["position"] += self.segment_len
-            yield segment, StreamState(**values)
+        state, size = self.state, self.segment_len
+        # Several steps of a lane lie together in its shard: reading them at once is three times faster.
+        steps = max(1, min(STEPS_AT_ONCE, MAX_TOKENS_AT_ONCE // (size * len(self.lanes))))
+        ring = [self._buffer(steps) for _ in range(-(-self._num_buffers // steps) + 1 if self._num_buffers else 0)]
+        for turn in itertools.count():
+            block = ring[turn % len(ring)] if ring else self._buffer(steps)
+            for step in range(self._read_steps(state, block, steps)):
+                state = state.advanced(size)
+                yield _steps_of(block, step * size, size), state
 
-    def segment_at(self, position: int) -> Segment:
-        """The segment whose first input is at this lane position."""
-        shape = len(self.lanes), self.segment_len + 1
-        segment = Segment(tokens=np.empty(shape, np.int64), documents=np.empty(shape, np.int64))
-        for row, lane in enumerate(self.lanes):
-            filled = 0
-            while filled <= self.segment_len:
-                stretch = self.plan.locate(lane, position + filled)
-                tokens, documents = segment.tokens[row, filled:], segment.documents[row, filled:]
-                filled += _copy_stretch(stretch, self._shards, tokens, documents)
+    def _read_steps(self, state: StreamState, block: Segment, steps: int) -> int:
+        """Fill a block; returns how many of its steps can be trained on. Raises DataError if the first one cannot."""
+        try:
+            self._read(state, block)
+        except UnreachableError:
+            raise
+        except DataError:
+            if steps == 1:
+                raise
+            # The steps before the damage are whole, and come first.
+            self._read(state, _steps_of(block, 0, self.segment_len))
+            return 1
+        return steps
+
+    def segment_at(self, state: StreamState) -> Segment:
+        """The segment that is trained on next at a state of the same cut as ours."""
+        segment = self._buffer()
+        self._read(state, segment)
         return segment
 
+    def stretch_at(self, lane: int, state: StreamState) -> tuple[int, Stretch]:
+        """(index of the corpus, where in it) of the first token of `segment_at` in one of our lanes, for people."""
+        row = self.lanes.index(lane)
+        corpus = self._corpus_of_row[row]
+        return corpus, self._rows[row].locate(state.corpora[corpus].position)
 
-def _check_same_stream(state: StreamState, wanted: StreamState) -> None:
-    differences = [
-        f"{name} was {old}, is {new}"
-        for (name, old), new in zip(state.to_dict().items(), wanted.to_dict().values(), strict=True)
-        if name != "position" and old != new
-    ]
-    if differences:
-        raise CheckpointError(
-            f"the checkpoint's position belongs to another stream: {'; '.join(differences)}. "
-            "Restore the corpus and the settings of that run, or start a new run."
+    def _read(self, state: StreamState, segment: Segment) -> None:
+        segment.scored.fill(True)
+        positions = [one.position for one in state.corpora]
+        for row, (reader, corpus) in enumerate(zip(self._rows, self._corpus_of_row, strict=True)):
+            reader.read(positions[corpus], segment, row, mark=self._mark_documents)
+
+    def _buffer(self, steps: int = 1) -> Segment:
+        shape = len(self.lanes), self.segment_len * steps + 1
+        return Segment(
+            tokens=np.empty(shape, np.int64),
+            documents=np.zeros(shape, np.int64),
+            scored=np.ones((shape[0], shape[1] - 1), dtype=bool),
         )
 
 
-def _copy_stretch(stretch: Stretch, shards: Shards, tokens: Int64s, documents: Int64s) -> int:
-    """Copy as much of the stretch as fits to the front of the rows; returns how much."""
-    count = min(stretch.length, len(tokens))
-    document = shards[stretch.shard].document(stretch.document)
-    tokens[:count] = document[stretch.offset : stretch.offset + count]
-    documents[:count] = stretch.begin
-    return count
+def _steps_of(block: Segment, first: int, count: int) -> Segment:
+    """A view of `count` inputs from the first one on, and of their targets."""
+    end = first + count
+    return Segment(block.tokens[:, first : end + 1], block.documents[:, first : end + 1], block.scored[:, first:end])
 
 
-class EvalStream:
-    """A split read once in file order, cut into `num_lanes` stripes of equal length.
+class _CorpusReader:
+    """What the lanes of one corpus share on a rank: its plan and its open shards."""
 
-    Of N tokens all but the first are targets. Lane l scores the targets of its stripe, beginning with an empty
-    memory; so fewer lanes give more context, more lanes are faster. Short lanes, and lanes added so that every rank
-    has equally many, are padded with id 0 and not scored: every rank makes the same number of forward passes.
-    """
+    def __init__(self, split: Split, cut: Cut, *, seed: int, num_own_lanes: int, damage: DamagePolicy) -> None:
+        self._split = split
+        # Each lane is in one shard, at a segment's border in two.
+        max_open = 2 * num_own_lanes + 2
+        self.shards = Shards(split, max_open=max_open, damage=damage)
+        self.plan = LanePlan(
+            split.shard_tokens,
+            cut,
+            seed=seed,
+            document_tokens=self.shards.lengths,
+            num_cached=2 * max_open,
+        )
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        split: str,
-        *,
-        num_lanes: int,
-        segment_len: int,
-        overlap_len: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        max_tokens: int = 0,
-    ) -> None:
-        """`max_tokens` reads only the first so many tokens of the split; 0 reads all. Raises DataError if there
-        are fewer than two tokens."""
-        opened = corpus.split(split)
-        num_tokens = min(opened.tokens, max_tokens) if max_tokens else opened.tokens
-        if num_tokens < 2:
-            raise DataError(
-                f"split {split!r} of {corpus.location} gives {num_tokens} tokens to evaluate; two are the fewest. "
-                "Prepare more held-out text or raise eval.max_tokens."
-            )
-        self.segment_len, self.overlap_len = segment_len, overlap_len
-        self.num_targets = num_tokens - 1
-        self.stripe_len = -(-self.num_targets // num_lanes)
-        self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
-        self._shards = Shards(opened, max_open=2 * len(self.lanes) + 2)
-        self._shard_starts = np.cumsum(opened.shard_tokens) - opened.shard_tokens
-
-    def __len__(self) -> int:
-        """Forward passes, equal on all ranks."""
-        return (self.stripe_len + self.segment_len - 1) // self.segment_len
-
-    def __iter__(self) -> Iterator[EvalSegment]:
-        for step in range(len(self)):
-            yield self._segment_at(step * self.segment_len)
-
-    def _segment_at(self, position: int) -> EvalSegment:
-        overlap = min(position, self.overlap_len)
-        shape = len(self.lanes), overlap + self.segment_len
-        scored = np.zeros(shape, dtype=bool)
-        tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
-        documents = np.zeros_like(tokens)
-        for row, lane in enumerate(self.lanes):
-            lane_len = min(self.stripe_len, self.num_targets - lane * self.stripe_len)
-            num_scored = min(self.segment_len, lane_len - position)
-            if num_scored <= 0:
-                documents[row] = max(lane_len, 0) + 1
-                continue
-            scored[row, overlap : overlap + num_scored] = True
-            filled = 0
-            while filled <= overlap + num_scored:
-                end = slice(filled, overlap + num_scored + 1)
-                stretch = self._locate(lane, position - overlap + filled)
-                filled += _copy_stretch(stretch, self._shards, tokens[row, end], documents[row, end])
-            # Padding is a document of its own: with document masks no token sees it, and it sees no empty row.
-            documents[row, filled:] = lane_len + 1
-        return EvalSegment(tokens=tokens, documents=documents, scored=scored)
-
-    def _locate(self, lane: int, position: int) -> Stretch:
-        token = lane * self.stripe_len + position
-        index = int(self._shard_starts.searchsorted(token, side="right")) - 1
-        shard = self._shards[index]
-        in_shard = token - int(self._shard_starts[index])
-        document = int(shard.starts.searchsorted(in_shard, side="right")) - 1
-        offset = in_shard - int(shard.starts[document])
-        length = int(shard.lengths[document]) - offset
-        return Stretch(0, index, document, offset=offset, length=length, begin=position - min(offset, position))
+    def prefetch_after(self, lane: int, position: int, stretch: Stretch) -> None:
+        """Tell the storage which shard the lane will read next."""
+        self._split.prefetch([self.plan.shard_after(lane, position, stretch)])
 
 
-def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, None]:
-    """The same items, made ahead by one background thread, at most `depth` of them waiting.
+class _LaneReader:
+    """One lane. Between calls it keeps the stretch it reads, for speed: what it yields depends on the position only."""
 
-    The thread starts with the first `next`. An exception in it is raised here, behind the items made before it.
-    Closing the iterator ends the thread; it waits for the item that is being made.
-    """
-    waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
-    stop = threading.Event()
+    def __init__(self, corpus: _CorpusReader, lane: int) -> None:
+        self._corpus = corpus
+        self._lane = lane
+        self._start = self._begin = 0
+        self._shard = -1
+        self._tokens: Tokens = np.empty(0, np.uint16)
+        self._is_whole = True
 
-    def put(kind: str, value: Any) -> None:
-        while not stop.is_set():
-            try:
-                return waiting.put((kind, value), timeout=_POLL_S)
-            except queue.Full:
-                continue
+    def locate(self, position: int) -> Stretch:
+        """Where the lane is at a position. Raises DataError."""
+        return self._corpus.plan.locate(self._lane, position)
 
-    def work() -> None:
-        try:
-            for item in iterable:
-                put("item", item)
-                if stop.is_set():
-                    return
-            put("end", None)
-        except BaseException as error:  # noqa: BLE001  whatever ends the thread is raised in the consumer
-            put("error", error)
+    def read(self, position: int, segment: Segment, row: int, *, mark: bool) -> None:
+        """Fill a row of the segment from this position on. Raises DataError for damage that may not be skipped."""
+        tokens = segment.tokens[row]
+        filled, wanted = 0, len(tokens)
+        while filled < wanted:
+            first = position - self._start
+            if not 0 <= first < len(self._tokens):
+                self._move(position)
+                first = 0
+            piece = self._tokens[first : first + wanted - filled]
+            end = filled + len(piece)
+            tokens[filled:end] = piece
+            if mark:
+                segment.documents[row, filled:end] = self._begin
+            if not self._is_whole:
+                segment.scored[row, max(filled - 1, 0) : end] = False
+            position += len(piece)
+            filled = end
 
-    thread = threading.Thread(target=work, name="txl-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, value = waiting.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise value
-            yield value
-    finally:
-        stop.set()
-        thread.join()
+    def _move(self, position: int) -> None:
+        stretch = self.locate(position)
+        if stretch.shard != self._shard:
+            self._corpus.prefetch_after(self._lane, position, stretch)
+            self._shard = stretch.shard
+        tokens, self._is_whole = self._corpus.shards.document(stretch.shard, stretch.document)
+        self._tokens = tokens[stretch.offset : stretch.offset + stretch.length]
+        self._start, self._begin = position, stretch.begin

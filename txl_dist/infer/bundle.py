@@ -102,7 +102,7 @@ class Bundle:
             seed=seed,
             stop_at=self.tokenizer.end_of_text,
         )
-        return itertools.chain([self.tokenizer.joint(prompt)], self.tokenizer.decode_stream(tokens))
+        return itertools.chain([self.tokenizer.joint(prompt)], self.tokenizer.decode_stream(tokens, after=ids))
 
     def _ids(self, text: str) -> list[int]:
         """Behind an end-of-text, unless there is none or the model never saw what precedes a document."""

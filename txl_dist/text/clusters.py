@@ -1,4 +1,4 @@
-"""Which tokens of a step fall into which cluster of the adaptive embedding and softmax, found on the host.
+"""The clusters of the adaptive embedding and softmax: where to cut the vocabulary, and which tokens fall into which.
 
 The tokens are known before the step runs, so nothing on the device needs to wait for a `nonzero()`. Each cluster's
 rows are padded to a multiple of a fixed number and are never empty: every cluster then runs on every step on every
@@ -20,6 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.errors import ConfigError, DataError
+
+GRID_LEN = 512
+"""Candidates for a cutoff."""
 
 
 class ClusterRows(NamedTuple):
@@ -66,3 +69,73 @@ def _padded(flat: npt.NDArray[Any], *, low: int, high: int, multiple: int) -> Cl
     inside = np.zeros(size, dtype=np.int64)
     inside[: members.size] = flat[members].astype(np.int64) - low
     return ClusterRows(rows=rows, ids=inside)
+
+
+def cluster_shares(counts: npt.ArrayLike, edges: Sequence[int]) -> tuple[float, ...]:
+    """Share of the tokens in each cluster, from how often each id occurs; they sum to 1. Raises DataError without."""
+    below = _shares_below(counts)
+    return tuple(float(below[high] - below[low]) for low, high in itertools.pairwise(edges))
+
+
+def best_cutoffs(
+    counts: npt.ArrayLike,
+    *,
+    num_clusters: int,
+    width: int,
+    div_value: int = 1,
+    model_width: int = 0,
+    step_len: int = 1 << 14,
+    multiple: int = 128,
+) -> tuple[int, ...]:
+    """The cutoffs that cost least per token in expectation, for ids in order of frequency.
+
+    In multiply-adds, after Grave et al. 2017 (Efficient softmax approximation for GPUs, section 4), with n_i the ids
+    of cluster i, p_i its share of the tokens, w_i = width // div_value**i its width and W the width of the model:
+
+        (n_0 + num_clusters - 1) w_0  +  sum over tails i >= 1 of  q_i w_i (n_i + 2 W),     q_i = max(p_i, r / S)
+
+    The first term is the head, which every token pays; 2 W w_i are the projections at the output and at the input.
+    q_i is the floor that their model gives small matrices: of the S = `step_len` tokens on a device, a cluster pays
+    for r = `multiple` even if fewer are its own (see `partition_by_cluster`). Left out: memory, looking up rows, that
+    wide products run faster than narrow ones, and the loss: with div_value > 1 it gives frequent words narrower
+    embeddings than papers do. The optimum is flat: round numbers nearby cost the same.
+
+    Found by dynamic programming, exact among 512 ids in geometric progression (all ids of a smaller vocabulary).
+    Raises ConfigError if there cannot be so many clusters.
+    """
+    below = _shares_below(counts)
+    vocab_size = len(below) - 1
+    model_width = model_width or width
+    if not 1 <= num_clusters <= vocab_size or width // div_value ** (num_clusters - 1) == 0:
+        raise ConfigError(
+            f"{vocab_size} ids of width {width} cannot be cut into num_clusters={num_clusters} with "
+            f"div_value={div_value}: each needs an id and a width. Ask for fewer clusters."
+        )
+    grid = np.unique(np.geomspace(1, vocab_size, num=GRID_LEN).astype(np.int64)) if vocab_size > GRID_LEN else None
+    edges_G = np.arange(1, vocab_size + 1) if grid is None else grid
+    shares_GG = np.maximum(below[edges_G][None, :] - below[edges_G][:, None], multiple / step_len)
+    sizes_GG = edges_G[None, :] - edges_G[:, None]
+    # cost_G[g]: the least for all ids below edges_G[g], with the clusters so far; came_from: their last edges. The
+    # columns of the head that stand for clusters cost the same whatever the cutoffs.
+    cost_G = edges_G * float(width)
+    came_from = []
+    for i in range(1, num_clusters):
+        table_width = width // div_value**i
+        tail_GG = np.where(sizes_GG > 0, shares_GG * table_width * (sizes_GG + 2 * model_width), np.inf)
+        total_GG = cost_G[:, None] + tail_GG
+        came_from.append(total_GG.argmin(axis=0))
+        cost_G = total_GG.min(axis=0)
+    last, cutoffs = len(edges_G) - 1, []
+    for previous in reversed(came_from):
+        last = int(previous[last])
+        cutoffs.append(int(edges_G[last]))
+    return tuple(reversed(cutoffs))
+
+
+def _shares_below(counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """[V + 1]: share of the tokens whose id is smaller."""
+    sums = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
+    if sums[-1] <= 0:
+        raise DataError("there are no tokens to count. Check that the corpus is not empty.")
+    shares: npt.NDArray[np.float64] = sums / sums[-1]
+    return shares

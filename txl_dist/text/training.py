@@ -1,8 +1,11 @@
 """Makes a tokenizer from the training split: choose the symbols, count them, number them by frequency.
 
-The texts are read once (byte, char, word) or twice (bpe: to learn the merges, then to count what they produce) and
-never held in memory, so `texts` is a function that starts a new pass. The result depends on nothing but the texts
-and the arguments. Empty texts are no documents and are ignored.
+The texts are read once (byte, char, word) or twice (bpe, unigram: to learn the pieces, then to count what they
+produce) and never held in memory, so `texts` is a function that starts a new pass. The result depends on nothing but
+the texts and the arguments. Empty texts are no documents and are ignored.
+
+What it gives up: unigram holds the suffixes of all distinct words while it learns; and what bpe and unigram learn is
+the library's business, so that another version of it may learn other pieces.
 """
 
 from __future__ import annotations
@@ -17,65 +20,93 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.tokenizer import (
-    END_OF_LINE,
-    END_OF_TEXT,
-    UNKNOWN,
-    Tokenizer,
-    TokenizerKind,
-    build_tokenizer,
-    byte_symbols,
-    cut_pieces,
-    split_words,
-)
+from txl_dist.text.base import END_OF_TEXT, UNKNOWN, Tokenizer, byte_symbols
+from txl_dist.text.subwords import byte_level, cut_pieces
+from txl_dist.text.tokenizer import TokenizerKind, build_tokenizer
 from txl_dist.text.vocab import by_frequency, most_frequent
+from txl_dist.text.words import END_OF_LINE, split_words
 
 Texts = Callable[[], Iterable[str]]
 
-DEFAULT_BPE_SIZE = 4096
+DEFAULT_SUBWORDS = 4096
 BATCH_LEN = 1 << 20
 """Characters that are encoded at once."""
+PLAIN_MARKS: dict[str, Any] = {"line_start": None, "line_end": END_OF_LINE, "unknown": UNKNOWN}
+SENTENCE_MARKS: dict[str, Any] = {"line_start": "<S>", "line_end": "<S>", "unknown": "<UNK>"}
+"""Those of lm1b."""
+_KINDS_WITH = {
+    "vocab_size": ("word", "bpe", "unigram"),
+    "min_frequency": ("word", "bpe"),
+    "lower_case": ("char", "word"),
+    "only_seen": ("byte", "char"),
+    "sentence_marks": ("word",),
+}
+"""The kinds for which a setting means something."""
 
 
-def train_tokenizer(kind: TokenizerKind, texts: Texts, *, vocab_size: int = 0, min_frequency: int = 1) -> Tokenizer:
+def train_tokenizer(
+    kind: TokenizerKind,
+    texts: Texts,
+    *,
+    vocab_size: int = 0,
+    min_frequency: int = 1,
+    lower_case: bool = False,
+    end_of_text: bool = True,
+    only_seen: bool = False,
+    sentence_marks: bool = False,
+) -> Tokenizer:
     """A tokenizer for the texts.
 
-    `vocab_size` is the largest number of ids, end-of-text included: 0 means 4,096 for bpe and no limit for word;
-    byte and char have the size they have. `min_frequency` is the fewest occurrences of a word, or of a BPE merge.
-    Raises ConfigError for an impossible size and DataError if there is no text.
+    `vocab_size` is the largest number of ids, all marks included: 0 means 4,096 for bpe and unigram and no limit for
+    word; byte and char have the size they have. `min_frequency` is the fewest occurrences of a word, or of a BPE
+    merge. Without `end_of_text` documents join without a mark, as the peers join theirs. `only_seen` gives byte and
+    char no id for what the texts do not hold, and no `<unk>`. A word vocabulary always has its symbol for unknown
+    words, which held-out text may need: where the text itself spells it, as WikiText and PTB do, it is that one.
+    `sentence_marks` are lm1b's: `<S>` on both sides of each line, and `<UNK>`.
+    Raises ConfigError for an impossible size or a setting that the kind does not have, DataError without text.
     """
-    if kind not in get_args(TokenizerKind):
-        raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(get_args(TokenizerKind))}.")
-    if kind in ("byte", "char") and vocab_size:
-        raise ConfigError(f"vocab_size={vocab_size} has no meaning for a {kind} tokenizer; leave it out.")
-    if min_frequency < 1:
-        raise ConfigError(f"min_frequency={min_frequency} must be 1 or more; 1 keeps everything.")
-    smallest = {"byte": 0, "char": 0, "word": 4, "bpe": 257}[kind]
+    _refuse_impossible(
+        kind,
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        lower_case=lower_case,
+        only_seen=only_seen,
+        sentence_marks=sentence_marks,
+    )
+    marks = SENTENCE_MARKS if sentence_marks else PLAIN_MARKS
+    num_marks = end_of_text + (len({*marks.values()} - {None}) if kind == "word" else 0)
+    smallest = num_marks + (1 if kind == "word" else 256)
     if vocab_size and vocab_size < smallest:
         raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")
-    documents = _CountedTexts(texts)
-    values: dict[str, Any] = {"kind": kind}
+    max_size = vocab_size - num_marks if vocab_size else 0
+    documents = CountedTexts(texts, lower_case=lower_case)
+    values: dict[str, Any] = {"lower_case": lower_case, "only_seen": only_seen, **marks}
     if kind == "byte":
-        counts = _count_bytes(documents)
+        counts = _count_bytes(documents, only_seen=only_seen)
     elif kind == "char":
-        counts = {UNKNOWN: 0, **Counter(chain.from_iterable(documents))}
+        values["unknown"] = None if only_seen else UNKNOWN
+        counts = ({} if only_seen else {UNKNOWN: 0}) | Counter(chain.from_iterable(documents))
     elif kind == "word":
-        counts = _count_words(documents, vocab_size=vocab_size, min_frequency=min_frequency)
+        # These spellings in a text are no words of their own: they count as the unknown.
+        refused = {marks["unknown"]} | ({END_OF_TEXT} if end_of_text else set())
+        counts = _count_words(documents, marks, refused, max_size=max_size, min_frequency=min_frequency)
+    elif kind == "bpe":
+        size = max_size or DEFAULT_SUBWORDS - num_marks
+        counts, values["merges"] = _learn_bpe(documents, size=size, min_frequency=min_frequency)
     else:
-        counts, values["merges"] = _learn_bpe(
-            documents, vocab_size=vocab_size or DEFAULT_BPE_SIZE, min_frequency=min_frequency
-        )
-    if not documents.count:
-        raise DataError("there is no text to train a tokenizer on. Check the inputs and the split.")
-    # A literal <|endoftext|> in the text was never counted as the symbol: here its count is that of the documents.
-    return _number({**counts, END_OF_TEXT: documents.count}, values)
+        counts, values["scores"] = _learn_unigram(documents, size=max_size or DEFAULT_SUBWORDS - num_marks)
+    if end_of_text:
+        # Its literal spelling in a text was never counted as the symbol.
+        counts |= {END_OF_TEXT: documents.count}
+    return _number(kind, counts, values, end_of_text=end_of_text)
 
 
-class _CountedTexts:
-    """Texts without the empty ones; `count` is their number in the last pass."""
+class CountedTexts:
+    """Texts without the empty ones; `count` is their number in the last pass. Raises DataError if there is none."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: Texts, *, lower_case: bool = False) -> None:
         self._texts = texts
+        self._lower_case = lower_case
         self.count = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -83,57 +114,104 @@ class _CountedTexts:
         for text in self._texts():
             if text:
                 self.count += 1
-                yield text
+                yield text.lower() if self._lower_case else text
+        if not self.count:
+            raise DataError("there is no text to make a tokenizer from. Check the inputs and the split.")
 
 
-def _number(counts: dict[str, int], values: dict[str, Any]) -> Tokenizer:
+def _refuse_impossible(kind: str, **given: int) -> None:
+    if kind not in get_args(TokenizerKind):
+        raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(get_args(TokenizerKind))}.")
+    if given["min_frequency"] < 1 or given["vocab_size"] < 0:
+        name = "vocab_size" if given["vocab_size"] < 0 else "min_frequency"
+        raise ConfigError(f"{name}={given[name]} must be {0 if name == 'vocab_size' else 1} or more.")
+    for name, kinds in _KINDS_WITH.items():
+        if given[name] != (name == "min_frequency") and kind not in kinds:
+            known = " and ".join(kinds)
+            raise ConfigError(f"{name} has no meaning for a {kind} tokenizer, only for {known}; leave it out.")
+
+
+def _number(kind: str, counts: dict[str, int], values: dict[str, Any], *, end_of_text: bool = False) -> Tokenizer:
+    """The tokenizer with its ids in order of frequency; scores by symbol become a list, end-of-text having none."""
     symbols = by_frequency(counts)
-    return build_tokenizer({**values, "symbols": symbols, "end_of_text": symbols.index(END_OF_TEXT)})
+    mark = symbols.index(END_OF_TEXT) if end_of_text else None
+    scores = {"scores": [values["scores"].get(symbol) for symbol in symbols]} if "scores" in values else {}
+    return build_tokenizer({**values, **scores, "kind": kind, "symbols": symbols, "end_of_text": mark})
 
 
-def _count_bytes(texts: Iterable[str]) -> dict[str, int]:
+def _count_bytes(texts: Iterable[str], *, only_seen: bool) -> dict[str, int]:
     total: npt.NDArray[np.int64] = np.zeros(256, dtype=np.int64)
     for text in texts:
-        total += np.bincount(np.frombuffer(text.encode("utf-8"), dtype=np.uint8), minlength=256)
-    return dict(zip(byte_symbols(), total.tolist(), strict=True))
+        content = text.encode("utf-8", errors="surrogateescape")
+        total += np.bincount(np.frombuffer(content, dtype=np.uint8), minlength=256)
+    counts = zip(byte_symbols(), total.tolist(), strict=True)
+    return {symbol: count for symbol, count in counts if count or not only_seen}
 
 
-def _count_words(texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> dict[str, int]:
-    words = Counter(chain.from_iterable(map(split_words, texts)))
+def _count_words(
+    texts: Iterable[str], marks: dict[str, Any], refused: set[str], *, max_size: int, min_frequency: int
+) -> dict[str, int]:
+    start, end = marks["line_start"], marks["line_end"]
+    words = Counter(chain.from_iterable(split_words(text, line_start=start, line_end=end) for text in texts))
     total = words.total()
-    lines = words.pop(END_OF_LINE, 0)
-    # These spellings in a text are no words of their own: they count as <unk>.
-    del words[UNKNOWN], words[END_OF_TEXT]
-    # Three places are taken: end-of-text, <eos>, and <unk> for every occurrence that has no id of its own.
-    kept = most_frequent(words, max_size=vocab_size - 3 if vocab_size else 0, min_frequency=min_frequency)
-    return {**kept, END_OF_LINE: lines, UNKNOWN: total - lines - sum(kept.values())}
+    counts = {mark: words.pop(mark, 0) for mark in {start, end} - {None}}
+    for spelling in refused:
+        del words[spelling]
+    counts |= most_frequent(words, max_size=max_size, min_frequency=min_frequency)
+    return counts | {marks["unknown"]: total - sum(counts.values())}
 
 
-def _learn_bpe(texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> tuple[dict[str, int], list[str]]:
-    from tokenizers import Tokenizer as LibraryTokenizer
+def _learn_bpe(texts: CountedTexts, *, size: int, min_frequency: int) -> tuple[dict[str, int], list[str]]:
+    """Counts by symbol, and the merges."""
     from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
 
-    library = LibraryTokenizer(BPE())
-    library.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trainer = BpeTrainer(
-        vocab_size=vocab_size - 1,  # end-of-text is not the library's business
+        vocab_size=size,
         min_frequency=min_frequency,
         initial_alphabet=list(byte_symbols()),
         special_tokens=[],
         show_progress=False,
     )
-    library.train_from_iterator(chain.from_iterable(map(cut_pieces, texts)), trainer)
-    model = json.loads(library.to_str())["model"]
+    model = _learn(BPE(), trainer, texts)
     merges = [" ".join(pair) for pair in model["merges"]]
     # A first numbering only serves to count.
-    first = _number({**model["vocab"], END_OF_TEXT: 0}, {"kind": "bpe", "merges": merges})
-    total: npt.NDArray[np.int64] = np.zeros(first.vocab_size, dtype=np.int64)
+    first = _number("bpe", model["vocab"], {"merges": merges})
+    return dict(zip(first.symbols, count_ids(first, texts).tolist(), strict=True)), merges
+
+
+def _learn_unigram(texts: CountedTexts, *, size: int) -> tuple[dict[str, int], dict[str, float]]:
+    """Counts and scores by symbol; what the library leaves to the order of its hash tables is taken out."""
+    from tokenizers.models import Unigram
+    from tokenizers.trainers import UnigramTrainer
+
+    trainer = UnigramTrainer(
+        vocab_size=size, initial_alphabet=list(byte_symbols()), special_tokens=[], show_progress=False
+    )
+    scores: dict[str, float] = dict(_learn(Unigram(), trainer, texts)["vocab"])
+    # Bytes that it did not learn get the lowest score plus 0.0001 for each before them, in any order; and sums of
+    # probabilities differ in their last digits.
+    lowest = min(scores.values())
+    unlearnt = {symbol for symbol in byte_symbols() if scores[symbol] < lowest + 0.0001 * 256}
+    scores = {symbol: round(lowest if symbol in unlearnt else score, 6) for symbol, score in scores.items()}
+    first = _number("unigram", dict.fromkeys(scores, 0), {"scores": scores})
+    return dict(zip(first.symbols, count_ids(first, texts).tolist(), strict=True)), scores
+
+
+def _learn(model: Any, trainer: Any, texts: CountedTexts) -> dict[str, Any]:
+    library = byte_level(model)
+    library.train_from_iterator(chain.from_iterable(map(cut_pieces, texts)), trainer)
+    learnt: dict[str, Any] = json.loads(library.to_str())["model"]
+    return learnt
+
+
+def count_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> npt.NDArray[np.int64]:
+    """[V] int64: how often each id occurs in the texts."""
+    total: npt.NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for batch in batches_of_text(texts):
-        for ids in first.encode_batch(batch):
-            total += np.bincount(ids, minlength=first.vocab_size)
-    return dict(zip(first.symbols, total.tolist(), strict=True)), merges
+        for ids in tokenizer.encode_batch(batch):
+            total += np.bincount(ids, minlength=tokenizer.vocab_size)
+    return total
 
 
 def batches_of_text(texts: Iterable[str], *, batch_len: int = BATCH_LEN) -> Iterator[list[str]]:

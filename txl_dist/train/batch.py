@@ -1,17 +1,18 @@
 """From a segment (numpy, host) to the micro-batches of a rank (tensors, device).
 
 The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` runs in
-the prefetch thread; `to_device` is the only part on the training thread.
+the prefetch thread, `pinned` too; `to_device` is the only part on the training thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from txl_dist.data.stream import EvalSegment, Segment
+from txl_dist.data.stream import Segment
 from txl_dist.model.adaptive_embedding import Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster
@@ -29,14 +30,14 @@ class BatchMaker(NamedTuple):
         count = segment.tokens.shape[0]
         return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, count, lanes)]
 
-    def batch(self, segment: Segment | EvalSegment, *, rows: slice = slice(None)) -> Batch:
-        """One batch of some lanes, all targets counting unless an evaluation's segment says otherwise.
+    def batch(self, segment: Segment, *, rows: slice = slice(None)) -> Batch:
+        """One batch of some lanes; it shares the segment's memory where it can.
 
         With document masks the first token of a document is not scored: nothing of its own document precedes it.
         """
         tokens, targets = segment.tokens[rows, :-1], segment.tokens[rows, 1:]
         documents = segment.documents[rows]
-        counts = segment.scored[rows] if isinstance(segment, EvalSegment) else np.ones(tokens.shape, dtype=bool)
+        counts = segment.scored[rows]
         if self.mask_documents:
             counts = counts & (documents[:, 1:] == documents[:, :-1])
         return Batch(
@@ -54,14 +55,20 @@ def batch_maker(model: TransformerXL, *, mask_documents: bool) -> BatchMaker:
     return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents)
 
 
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """A copy in pinned memory, for the reader thread; a no-op on the CPU.
+
+    torch keeps a ring of such buffers, and gives one out again only when the copy from it has ended.
+    """
+    return batch if device.type == "cpu" else _mapped(batch, torch.Tensor.pin_memory)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Pin and copy, without waiting for the device; a no-op on the CPU."""
-    if device.type == "cpu":
-        return batch
+    """Copy without waiting for the device, if the batch is pinned; a no-op on the CPU."""
+    return batch if device.type == "cpu" else _mapped(batch, lambda value: value.to(device, non_blocking=True))
 
-    def move(value: torch.Tensor) -> torch.Tensor:
-        return value.pin_memory().to(device, non_blocking=True)
 
+def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     def move_partition(partition: Partition | None) -> Partition | None:
         return None if partition is None else tuple(ClusterRows(*map(move, cluster)) for cluster in partition)
 

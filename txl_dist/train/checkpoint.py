@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -32,8 +32,8 @@ from torch import Tensor
 
 import txl_dist
 from txl_dist.config import Config, config_fingerprint, config_to_toml, load_config
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.stream import StreamState
+from txl_dist.data.corpus import Corpus, Split
+from txl_dist.data.stream import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.manifest import check_folder, commit_folder, describe_file, files_of, problems_of, write_manifest
@@ -51,7 +51,6 @@ _NAME = re.compile(r"step_(\d{9})")
 class CorpusFacts(NamedTuple):
     """What a checkpoint must remember of the corpus it was trained on."""
 
-    fingerprint: str
     tokenizer_json: str
     tokenizer_fingerprint: str
     vocab_size: int
@@ -60,7 +59,7 @@ class CorpusFacts(NamedTuple):
 def corpus_facts(corpus: Corpus) -> CorpusFacts:
     """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
     tokenizer = corpus.load_tokenizer()
-    return CorpusFacts(corpus.fingerprint, tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
+    return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
@@ -190,7 +189,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
-    Raises CheckpointError if corpus, tokenizer, number of ranks, stage or precision differ from those that saved it,
+    Raises CheckpointError if tokenizer, number of ranks, stage or precision differ from those that saved it,
     ConfigError if another frozen setting does.
     """
     state = read_state(folder)
@@ -199,12 +198,6 @@ def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world
             f"{folder} was trained with another tokenizer than {config.data.path} was prepared with "
             f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
             f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
-        )
-    if state["stream"]["fingerprint"] != corpus.fingerprint:
-        raise CheckpointError(
-            f"{folder} was trained on other data than {config.data.path} holds (fingerprints "
-            f"{state['stream']['fingerprint'][:12]} and {corpus.fingerprint[:12]}). Point --data.path to the corpus "
-            "of the run, or use another --run.dir."
         )
     here = {"world_size": world_size, "zero_stage": config.engine.zero_stage, "precision": config.engine.precision}
     different = [f"{key} {state[key]} -> {value}" for key, value in here.items() if state[key] != value]
@@ -216,27 +209,57 @@ def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world
     return refuse_frozen_changes(load_config(folder / "config.toml"), config, made=str(folder))
 
 
+def continued_stream(folder: Path, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
+    """(where the stream goes on, what the user should know) for the first state of the present settings.
+
+    Raises CheckpointError if the checkpoint's data or seed are others.
+    """
+    saved = StreamState.from_dict(read_state(folder)["stream"])
+    state = continued(saved, wanted, splits)
+    if state.has_lanes_of(saved):
+        return state, []
+    return state, ["the lanes are cut anew: each goes on with text that none has read, with an empty memory"]
+
+
 def load_checkpoint(
-    folder: Path, engine: Engine, *, lanes: range, microbatch_lanes: int, device: torch.device
+    folder: Path,
+    engine: Engine,
+    *,
+    stream: StreamState,
+    lanes: range,
+    microbatch_lanes: int,
+    memory_len: int,
+    device: torch.device,
 ) -> TrainState:
-    """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed."""
+    """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
+
+    `stream` is that of `continued_stream`. If its lanes were cut anew, memories are empty.
+    """
     engine.load(folder / "engine")
     state = together(lambda: read_state(folder))
-    whole = together(lambda: load_memory(folder, lanes=lanes, device=device))
-    memories = [
-        Memory(
-            whole.hidden_LBMD[:, start : start + microbatch_lanes].contiguous(),
-            whole.document_BM[start : start + microbatch_lanes].contiguous(),
-        )
-        for start in range(0, len(lanes), microbatch_lanes)
-    ]
+    if stream.has_lanes_of(StreamState.from_dict(state["stream"])):
+        memories = together(lambda: _load_memories(folder, lanes=lanes, size=microbatch_lanes, device=device))
+    else:
+        starts = range(0, len(lanes), microbatch_lanes)
+        memories = [engine.empty_memory(num_lanes=microbatch_lanes, memory_len=memory_len) for _ in starts]
     return TrainState(
         step=state["step"],
         tokens_seen=state["tokens_seen"],
         skipped_steps=state["skipped_steps"],
-        stream=StreamState.from_dict(state["stream"]),
+        stream=stream,
         memories=tuple(memories),
     )
+
+
+def _load_memories(folder: Path, *, lanes: range, size: int, device: torch.device) -> list[Memory]:
+    whole = load_memory(folder, lanes=lanes, device=device)
+    return [
+        Memory(
+            whole.hidden_LBMD[:, start : start + size].contiguous(),
+            whole.document_BM[start : start + size].contiguous(),
+        )
+        for start in range(0, len(lanes), size)
+    ]
 
 
 def load_memory(folder: Path, *, lanes: range, device: torch.device | str = "cpu") -> Memory:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
+from txl_dist.data.corpus import Split
+from txl_dist.data.stream import StreamState
 from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import check_job, remarks
+from txl_dist.train.job import check_job, first_stream, remarks, train_splits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -27,6 +29,16 @@ def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Itera
         f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
         f"ZeRO-{engine.zero_stage}, {engine.precision}"
     )
+
+
+def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamState) -> Iterator[str]:
+    """A line per corpus: its lanes, and how often the run reads it."""
+    for split, one in zip(splits, stream.corpora, strict=True):
+        read = one.num_lanes * config.train.segment_len * config.train.max_steps / split.tokens
+        yield (
+            f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
+            f"shards; {one.num_lanes} lanes, {read:.2f} epochs in {config.train.max_steps:,} steps"
+        )
 
 
 def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
@@ -62,10 +74,12 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterat
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
-    plan, corpus = check_job(config, device=device, world_size=world_size)
+    plan, corpora = check_job(config, device=device, world_size=world_size)
+    corpus = corpora[0]
     if config.run.init:
         initial_weights(config, corpus)
     yield config_to_toml(config)
     yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
+    yield from describe_data(config, splits=train_splits(config, corpora), stream=first_stream(config, corpora))
     yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size)
     yield from (f"warning: {sentence}" for sentence in remarks(config, plan=plan))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import Config
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.stream import EvalStream
+from txl_dist.data.corpus import Split
+from txl_dist.data.evaluation import EvalStream
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -44,14 +44,14 @@ class Evaluation(NamedTuple):
 def evaluate(
     losses: Losses,
     empty_memory: Callable[..., Memory],
-    corpus: Corpus,
+    split: Split,
     *,
     maker: BatchMaker,
     config: Config,
     ranks: Ranks,
     memory_len: int | None = None,
 ) -> Evaluation:
-    """Score data.eval_split. All ranks call it together and get the same result.
+    """Score a held-out split. All ranks call it together and get the same result.
 
     `losses` gives nll_BT and the next memory without gradients; `memory_len` overrides the configuration.
     """
@@ -59,8 +59,7 @@ def evaluate(
     if memory_len is None:
         memory_len = config.train.memory_len if config.eval.memory_len < 0 else config.eval.memory_len
     stream = EvalStream(
-        corpus,
-        config.data.eval_split,
+        split,
         num_lanes=config.eval.num_lanes,
         segment_len=config.eval.segment_len or config.train.segment_len,
         overlap_len=config.eval.overlap_len,
@@ -76,5 +75,5 @@ def evaluate(
         total += torch.stack([(nll_BT.double() * batch.scored_BT).sum(), batch.scored_BT.sum().double()])
     nats, count = all_reduce_sum(total).tolist()
     loss = nats / max(1.0, count)
-    bits = corpus.split(config.data.eval_split).bits_per_unit(loss)
+    bits = split.bits_per_unit(loss)
     return Evaluation(loss=loss, tokens=int(count), **bits, seconds=time.perf_counter() - start_s)

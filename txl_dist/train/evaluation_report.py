@@ -22,6 +22,7 @@ from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import read_trained
+from txl_dist.train.job import storage_settings
 
 Result = dict[str, float]
 
@@ -58,7 +59,7 @@ def evaluate_trained(
     model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
     config = _with_overrides(config, overrides, target=target)
     model = _as_evaluated(model, config.model, where=where)
-    corpus = open_corpus(config.data.path)
+    corpus = open_corpus(config.data.path, storage_settings(config))
     if corpus.tokenizer_sha256 != tokenizer_fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
@@ -163,6 +164,7 @@ def _origin(source: dict[str, Any]) -> str:
 
 def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides: Overrides) -> dict[str, Result]:
     results = {}
+    split = corpus.split(config.data.eval_split)
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         module = SegmentLoss(model).to(ranks.device).eval()
 
@@ -179,7 +181,7 @@ def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides
         for name, memory_len in {"model": config.eval.memory_len, "memory off": 0}.items():
             if name == "model" or overrides.without_memory:
                 result = evaluate(
-                    losses, first_memory, corpus, maker=maker, config=config, ranks=ranks, memory_len=memory_len
+                    losses, first_memory, split, maker=maker, config=config, ranks=ranks, memory_len=memory_len
                 )
                 results[name] = {key: float(value) for key, value in result._asdict().items()}
     return results

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
-from txl_dist.data.stream import Segment
+from txl_dist.data.stream import plain_segment
 from txl_dist.errors import CheckpointError
 from txl_dist.infer.bundle import is_bundle, load, network_of, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
@@ -42,7 +42,7 @@ def make_probe(engine: Engine, maker: BatchMaker, *, memory_len: int) -> dict[st
     losses = []
     for start in (0, PROBE_LEN):
         piece = tokens[:, start : start + PROBE_LEN + 1].numpy()
-        batch = maker.batch(Segment(tokens=piece, documents=piece * 0))
+        batch = maker.batch(plain_segment(piece))
         nll_BT, memory = engine.losses(to_device(batch, memory.document_BM.device), memory)
         losses.append(nll_BT.cpu())
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}

@@ -2,35 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.corpus import Corpus, Split, open_corpus
+from txl_dist.data.storage import StorageSettings
+from txl_dist.data.stream import StreamState, first_state
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import has_projections
+from txl_dist.rng import derive_seed
 
 
-def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, Corpus]:
-    """Check settings against each other, the hardware, the ranks and the corpus. Raises TxlError."""
+def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, tuple[Corpus, ...]]:
+    """Check settings against each other, the hardware, the ranks and the corpora. Raises TxlError.
+
+    Returns the batch arithmetic and the corpora, that of data.path first.
+    """
     check_config(config)
     check_hardware(config, device=device)
     plan = plan_batch(config.train, world_size=world_size)
-    corpus = open_corpus(config.data.path)
-    check_vocabulary(config.model, vocab_size=corpus.vocab_size)
-    split = corpus.split(config.data.train_split)
-    needed = config.train.num_lanes * (config.train.segment_len + 1)
-    if split.tokens < needed:
-        raise ConfigError(
-            f"split {split.name!r} of {config.data.path} has {split.tokens:,} tokens; train.num_lanes="
-            f"{config.train.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a "
-            f"target) need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
-        )
-    if config.data.eval_split and corpus.split(config.data.eval_split).tokens < 2:
-        raise ConfigError(
-            f"split {config.data.eval_split!r} of {config.data.path} has fewer than two tokens to evaluate. "
-            'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
-        )
-    return plan, corpus
+    corpora = open_corpora(config)
+    check_vocabulary(config.model, vocab_size=corpora[0].vocab_size)
+    for split, state in zip(train_splits(config, corpora), first_stream(config, corpora).corpora, strict=True):
+        needed = state.num_lanes * (config.train.segment_len + 1)
+        if split.tokens < needed:
+            raise ConfigError(
+                f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens; train.num_lanes="
+                f"{state.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a target) "
+                f"need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
+            )
+    for split in eval_splits(config, corpora):
+        if split.tokens < 2:
+            raise ConfigError(
+                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
+                'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
+            )
+    return plan, corpora
+
+
+def open_corpora(config: Config) -> tuple[Corpus, ...]:
+    """Every corpus of the run, that of data.path first. Raises DataError, or ConfigError if they do not go together."""
+    settings = storage_settings(config)
+    corpora = tuple(open_corpus(path, settings) for path in (config.data.path, *config.data.more_paths))
+    for corpus in corpora[1:]:
+        if corpus.tokenizer_sha256 != corpora[0].tokenizer_sha256:
+            raise ConfigError(
+                f"{corpus.location} and {corpora[0].location} were prepared with different tokenizers. Prepare one "
+                "with `--tokenizer-file` and the tokenizer.json of the other."
+            )
+    if len({corpus.fingerprint for corpus in corpora}) < len(corpora):
+        raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
+    return corpora
+
+
+def storage_settings(config: Config) -> StorageSettings:
+    """How corpora at URLs are reached."""
+    data = config.data
+    return StorageSettings(data.cache_dir, data.cache_gib, data.retries, data.allow_protocols)
+
+
+def train_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
+    """What is trained on. Raises DataError if a corpus has no such split."""
+    return tuple(corpus.split(config.data.train_split) for corpus in corpora)
+
+
+def eval_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
+    """What is evaluated: the split of data.path, which must be there, and of each further corpus that has it."""
+    name = config.data.eval_split
+    more = tuple(corpus.split(name) for corpus in corpora[1:] if name in corpus.split_names)
+    return (corpora[0].split(name), *more) if name else ()
+
+
+def first_stream(config: Config, corpora: Sequence[Corpus]) -> StreamState:
+    """Where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
+    return first_state(
+        train_splits(config, corpora),
+        weights=config.data.weights,
+        num_lanes=config.train.num_lanes,
+        seed=derive_seed(config.run.seed, "documents"),
+    )
 
 
 def check_hardware(config: Config, *, device: torch.device) -> None:

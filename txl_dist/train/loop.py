@@ -10,7 +10,7 @@ bit for bit without any generator state.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,30 +18,33 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.stream import LaneStream, StreamState, prefetch
+from txl_dist.data.corpus import Corpus, Split, bits_per_unit
+from txl_dist.data.damage import DamagePolicy
+from txl_dist.data.lanes import epochs_read, lanes_of_rank
+from txl_dist.data.prefetch import prefetch
+from txl_dist.data.stream import LaneStream, StreamState
 from txl_dist.dist import Ranks, all_reduce_sum, barrier, gather_objects, joined_ranks, on_first, together
 from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
-from txl_dist.train.batch import batch_maker, to_device
+from txl_dist.train.batch import batch_maker, pinned, to_device
 from txl_dist.train.checkpoint import (
     CorpusFacts,
     check_checkpoint,
     choose_checkpoint,
+    continued_stream,
     corpus_facts,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
 )
-from txl_dist.train.describe import describe_batch
+from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine import Engine, ZeroEngine
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import make_probe
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import check_job, remarks
+from txl_dist.train.job import check_job, eval_splits, first_stream, remarks, train_splits
 from txl_dist.train.metrics import Interval, Reporter, check_finite, eta_s
 from txl_dist.train.run_dir import check_run_dir, open_run_dir
 from txl_dist.train.schedule import learning_rate
@@ -66,34 +69,50 @@ def train(config: Config, *, resume: str = "auto") -> None:
     """
     with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
         start_logging(rank=ranks.rank)
-        plan, corpus = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
-        checkpoint, facts, warnings = on_first(lambda: _check_run(config, corpus, plan, resume=resume))
+        plan, corpora = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
+        start = on_first(lambda: _check_run(config, corpora, plan, resume=resume))
+        checkpoint, warnings = start.checkpoint, start.warnings
         begins_with = config.run.init and checkpoint is None
-        weights = together(lambda: initial_weights(config, corpus)) if begins_with else None
+        weights = together(lambda: initial_weights(config, corpora[0])) if begins_with else None
         on_first(lambda: _open_run(config, checkpoint, warnings=warnings + remarks(config, plan=plan)))
-        for line in describe_batch(config, plan=plan, vocab_size=corpus.vocab_size):
+        for line in (
+            *describe_batch(config, plan=plan, vocab_size=start.facts.vocab_size),
+            *describe_data(config, splits=train_splits(config, corpora), stream=start.stream),
+        ):
             logger.info(line)
         if weights is not None:
             logger.info("the weights begin as those of %s", config.run.init)
-        engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks, weights=weights)
-        Run(config, plan, ranks, corpus, facts, engine).go(checkpoint)
+        engine = ZeroEngine(config, vocab_size=start.facts.vocab_size, plan=plan, ranks=ranks, weights=weights)
+        Run(config, plan, ranks, corpora, start, engine).go()
+
+
+class Start(NamedTuple):
+    """What rank 0 decided before anything was built."""
+
+    checkpoint: Path | None
+    stream: StreamState
+    """Where the lanes begin, or go on."""
+    facts: CorpusFacts
+    warnings: list[str]
 
 
 class Run:
     """One training run on one rank: the parts that stay the same while the state moves on."""
 
     def __init__(
-        self, config: Config, plan: BatchPlan, ranks: Ranks, corpus: Corpus, facts: CorpusFacts, engine: Engine
+        self, config: Config, plan: BatchPlan, ranks: Ranks, corpora: Sequence[Corpus], start: Start, engine: Engine
     ) -> None:
-        self.config, self.plan, self.ranks = config, plan, ranks
-        self.corpus, self.facts, self.engine, self.run_dir = corpus, facts, engine, Path(config.run.dir)
+        self.config, self.plan, self.ranks, self.start = config, plan, ranks, start
+        self.engine, self.run_dir = engine, Path(config.run.dir)
+        self.splits, self.eval_splits = train_splits(config, corpora), eval_splits(config, corpora)
+        self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
 
-    def go(self, checkpoint: Path | None) -> None:
+    def go(self) -> None:
         """Train from a checkpoint, or from the beginning, to the end."""
         config, max_steps = self.config, self.config.train.max_steps
-        state = self._start(checkpoint)
+        state = self._first_state()
         reporter = Reporter(
             self.run_dir,
             start_step=state.step,
@@ -122,9 +141,9 @@ class Run:
                 if is_last or _due(state.step, config.checkpoint.every_steps):
                     with interval.paused():
                         reporter.write("event", self._save(state))
-                if config.data.eval_split and (is_last or _due(state.step, config.eval.every_steps)):
+                if is_last or _due(state.step, config.eval.every_steps):
                     with interval.paused():
-                        reporter.write("eval", self._evaluate(state))
+                        self._evaluate(state, reporter)
         finally:
             inputs.close()
             reporter.close()
@@ -133,41 +152,42 @@ class Run:
             logger.info("done: %d steps, %s tokens, in %s", state.step, f"{state.tokens_seen:,}", self.run_dir)
         barrier()
 
-    def _start(self, checkpoint: Path | None) -> TrainState:
-        if checkpoint is not None:
+    def _first_state(self) -> TrainState:
+        train = self.config.train
+        if self.start.checkpoint is not None:
             return load_checkpoint(
-                checkpoint,
+                self.start.checkpoint,
                 self.engine,
+                stream=self.start.stream,
                 lanes=self.lanes,
                 microbatch_lanes=self.plan.microbatch_lanes,
+                memory_len=train.memory_len,
                 device=self.ranks.device,
             )
-        train = self.config.train
         memories = [
             self.engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
             for _ in range(self.plan.num_microbatches)
         ]
-        return TrainState(
-            step=0, tokens_seen=0, skipped_steps=0, stream=self._stream(None).state, memories=tuple(memories)
-        )
-
-    def _stream(self, state: StreamState | None) -> LaneStream:
-        config = self.config
-        return LaneStream(
-            self.corpus,
-            config.data.train_split,
-            num_lanes=config.train.num_lanes,
-            segment_len=config.train.segment_len,
-            seed=derive_seed(config.run.seed, "documents"),
-            lanes=self.lanes,
-            state=state,
-        )
+        return TrainState(step=0, tokens_seen=0, skipped_steps=0, stream=self.start.stream, memories=tuple(memories))
 
     def _inputs(self, state: TrainState) -> Iterator[StepInput]:
         """Runs in the reader thread."""
-        for segment, stream in self._stream(state.stream):
+        if self.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.ranks.device)  # pinning must not open a context on the first GPU
+        stream = LaneStream(
+            self.splits,
+            state.stream,
+            segment_len=self.config.train.segment_len,
+            lanes=self.lanes,
+            damage=self.damage,
+            mark_documents=self.maker.mask_documents,
+            # Those that wait, the one that is trained on and the one that is being filled.
+            num_buffers=self.config.data.prefetch_depth + 2,
+        )
+        for segment, stream_state in stream:
             batches = self.maker.microbatches(segment, lanes=self.plan.microbatch_lanes)
-            yield StepInput(batches, int(sum(batch.scored_BT.sum() for batch in batches)), stream)
+            num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
+            yield StepInput([pinned(batch, self.ranks.device) for batch in batches], num_scored, stream_state)
 
     def _step(
         self, state: TrainState, step_input: StepInput, *, lr: float
@@ -195,34 +215,47 @@ class Run:
 
     def _normalizer(self, step_input: StepInput) -> Tensor | float:
         """What a micro-batch's summed loss is divided by, so that the mean over micro-batches and ranks is the mean
-        over all scored tokens. Document masks score different numbers of tokens on different ranks."""
-        if not self.maker.mask_documents:
+        over all scored tokens. With document masks, or damage skipped, ranks score different numbers of tokens."""
+        if not self.maker.mask_documents and self.config.data.on_damage == "fail":
             return float(self.plan.microbatch_lanes * self.config.train.segment_len)
         scored = torch.tensor(float(step_input.num_scored), device=self.ranks.device)
         return all_reduce_sum(scored).clamp(min=1.0) / (self.plan.num_microbatches * self.plan.world_size)
 
     def _train_record(self, state: TrainState, interval: Interval, *, lr: float) -> dict[str, float]:
-        values = interval.report(step=state.step, tokens_per_step=self.plan.tokens_per_step)
+        values = interval.report(
+            step=state.step, tokens_per_step=self.plan.tokens_per_step, num_skipped=self.damage.num_skipped
+        )
+        shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
         return {
             "step": state.step,
             **values,
-            **self.corpus.split(self.config.data.train_split).bits_per_unit(values["loss"]),
+            **bits_per_unit(values["loss"], self.splits, shares=shares),
             "lr": lr,
             "tokens_seen": state.tokens_seen,
             "skipped_steps": state.skipped_steps,
+            **self._epochs(state.stream),
             "eta_s": eta_s(state.step, max_steps=self.config.train.max_steps, step_ms=values["step_ms"]),
         }
 
-    def _evaluate(self, state: TrainState) -> dict[str, float]:
-        result = evaluate(
-            self.engine.losses,
-            self.engine.empty_memory,
-            self.corpus,
-            maker=self.maker,
-            config=self.config,
-            ranks=self.ranks,
-        )
-        return result.record(state.step)
+    def _epochs(self, stream: StreamState) -> dict[str, float]:
+        """How often each corpus has been read."""
+        epochs = [
+            epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+            for one, split in zip(stream.corpora, self.splits, strict=True)
+        ]
+        return {_labelled("epoch", split, self.splits): value for split, value in zip(self.splits, epochs, strict=True)}
+
+    def _evaluate(self, state: TrainState, reporter: Reporter) -> None:
+        for split in self.eval_splits:
+            result = evaluate(
+                self.engine.losses,
+                self.engine.empty_memory,
+                split,
+                maker=self.maker,
+                config=self.config,
+                ranks=self.ranks,
+            )
+            reporter.write(_labelled("eval", split, self.eval_splits), result.record(state.step))
 
     def _save(self, state: TrainState) -> dict[str, float | str]:
         start_s = time.perf_counter()
@@ -236,7 +269,7 @@ class Run:
             state,
             self.engine,
             config=self.config,
-            corpus=self.facts,
+            corpus=self.start.facts,
             probe=probe,
             lanes=self.lanes,
             ranks=self.ranks,
@@ -255,24 +288,28 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _check_run(
-    config: Config, corpus: Corpus, plan: BatchPlan, *, resume: str
-) -> tuple[Path | None, CorpusFacts, list[str]]:
-    """On rank 0: check shards, tokenizer, run directory and checkpoint; nothing is written. Raises TxlError.
+def _labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
+    """The word, for a corpus besides the first with its name behind it."""
+    number = splits.index(split)
+    names = [one.corpus.name for one in splits]
+    return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")
 
-    Returns (the checkpoint to continue, what checkpoints must remember of the corpus, warnings).
-    """
-    for name in (config.data.train_split, config.data.eval_split):
-        if name:
-            corpus.split(name).check_files()
+
+def _check_run(config: Config, corpora: Sequence[Corpus], plan: BatchPlan, *, resume: str) -> Start:
+    """On rank 0: check shards, tokenizer, run directory and checkpoint; nothing is written. Raises TxlError."""
+    splits = train_splits(config, corpora)
+    for split in (*splits, *eval_splits(config, corpora)):
+        split.check_files()
     run_dir = Path(config.run.dir)
     check_run_dir(run_dir, config)
-    facts = corpus_facts(corpus)
+    facts, stream = corpus_facts(corpora[0]), first_stream(config, corpora)
     checkpoint, rejected = choose_checkpoint(run_dir, resume)
     warnings = [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
-    return checkpoint, facts, warnings
+        stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)
+        warnings += remarks_on_lanes
+    return Start(checkpoint, stream, facts, warnings)
 
 
 def _open_run(config: Config, checkpoint: Path | None, *, warnings: list[str]) -> None:

@@ -45,12 +45,12 @@ class Interval:
         yield
         self._start_s += time.perf_counter() - start_s
 
-    def report(self, *, step: int, tokens_per_step: int) -> dict[str, float]:
-        """Means over the interval and all ranks. Waits for the device.
+    def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> dict[str, float]:
+        """Means over the interval and all ranks, and the sum of the documents skipped. Waits for the device.
 
         Raises TrainingError on all ranks if the loss of any is not finite.
         """
-        mine = (float(self._loss), float(self._grad_norm), self._wait_s)  # the sync point
+        mine = (float(self._loss), float(self._grad_norm), self._wait_s, num_skipped)  # the sync point
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
         parts = gather_objects(mine)
         loss = sum(part[0] for part in parts) / len(parts) / steps
@@ -63,6 +63,7 @@ class Interval:
             "tokens_per_s": steps * tokens_per_step / span_s,
             "step_ms": 1000 * span_s / steps,
             "data_wait_pct": 100 * wait_s / span_s,
+            "skipped_documents": sum(part[3] for part in parts),
         }
 
 
@@ -211,6 +212,8 @@ def format_record(kind: str, record: dict[str, Any], *, max_steps: int) -> str:
         ]
         if record["skipped_steps"]:
             parts.append(f"skipped {record['skipped_steps']}")
+        if record["skipped_documents"]:
+            parts.append(f"damaged documents {record['skipped_documents']}")
     else:
         parts.append(f"{record['tokens']:,} tokens in {record['seconds']:.1f} s")
     return "  ".join(parts)

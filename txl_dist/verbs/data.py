@@ -2,85 +2,147 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from txl_dist.errors import DataError
+from txl_dist.data.settings import PrepareSettings
+from txl_dist.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from txl_dist.data.storage import StorageSettings
 
 
-def prepare(
-    inputs: Positional[tuple[str, ...]],
-    /,
-    out: Path,
-    valid: tuple[str, ...] = (),
-    valid_fraction: float = 0.05,
-    tokenizer: Literal["byte", "char", "word", "bpe"] = "bpe",
-    vocab_size: int = 0,
-    min_frequency: int = 1,
-    tokenizer_file: Path | None = None,
-    jsonl_field: str = "text",
-    encoding_errors: Literal["refuse", "replace", "skip"] = "refuse",
-    shard_len: int = 2**25,
-    overwrite: bool = False,
-) -> None:
-    """Turn text into a corpus: tar shards, index.json and tokenizer.json.
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(PrepareSettings):
+    """The settings of a preparation, some under shorter names."""
 
-    Args:
-        inputs: Files, folders, .jsonl, .gz; or `stdlib`, the source text of this Python's standard library.
-        out: Folder of the corpus.
-        valid: Inputs of the held-out split; without them documents are held out by a hash of their name.
-        valid_fraction: Share of documents to hold out.
-        tokenizer: Kind of tokenizer to train on the training split; ids are in frequency order.
-        vocab_size: Largest vocabulary of word and bpe; 0 means 4096 for bpe and no limit for word.
-        min_frequency: Fewest occurrences of a word, or of a bpe merge.
-        tokenizer_file: Use this tokenizer.json instead of training one.
-        jsonl_field: Field of a .jsonl record that holds the text.
-        encoding_errors: What happens to a file that is not UTF-8.
-        shard_len: Tokens per shard.
-        overwrite: Replace another corpus in the way.
-    """
+    inputs: Positional[tuple[str, ...]]
+    """Files, folders, quoted globs, URLs; .gz .zst .xz .jsonl .parquet; `-`, `pipe:COMMAND`; `stdlib`, the source text
+    of this Python's standard library; or one of enwik8, text8, wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
+    out: Path
+    """Folder of the corpus."""
+    valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
+    """Inputs of the held-out split; without them documents are held out by a hash of their content."""
+    test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
+    """The same for a second held-out split."""
+    source: Annotated[str, arg(name="from")] = ""
+    """Local archive, file or folder of a named corpus, in place of a download."""
+    kind: Annotated[Literal["auto", "byte", "char", "word", "bpe", "unigram"], arg(name="tokenizer")] = "auto"
+    """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe."""
+    tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
+    """Use this tokenizer.json, of ours or of Hugging Face, or sentencepiece .model, instead of learning one."""
+    reindex: bool = False
+    """Make no shards: the inputs, or all of --out, are tars of tokens in the folder --out, which get their records and
+    an index there. Needs --tokenizer-file, the one that made the tokens."""
+
+
+def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
+    """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
+    if arguments.reindex:
+        return _reindex(arguments)
     from txl_dist.data.prepare import prepare_corpus
+    from txl_dist.log import start_logging
 
-    summary = prepare_corpus(
-        out,
-        inputs=inputs,
-        valid_inputs=valid,
-        valid_fraction=valid_fraction,
-        kind=tokenizer,
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        tokenizer_path=tokenizer_file,
-        jsonl_field=jsonl_field,
-        encoding_errors=encoding_errors,
-        shard_len=shard_len,
-        overwrite=overwrite,
-    )
+    start_logging()
+    settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
+    print("\n".join(prepare_corpus(arguments.out, **settings).lines()))
+
+
+def _reindex(arguments: PrepareArguments) -> None:
+    from txl_dist.data.progress import Progress
+    from txl_dist.data.reindex import bytes_of_tars, reindex_corpus
+    from txl_dist.log import start_logging
+
+    known = ("inputs", "out", "tokenizer_path", "overwrite", "reindex")
+    others = [field for field in dataclasses.fields(arguments) if field.name not in known]
+    unused = [field.name for field in others if getattr(arguments, field.name) != field.default]
+    if unused or arguments.tokenizer_path is None:
+        raise ConfigError(
+            "--reindex takes tars of tokens as they are: give the tokenizer that made them with --tokenizer-file"
+            + (f", and leave out {', '.join(unused)}, which would have no effect." if unused else ".")
+        )
+    start_logging()
+    with Progress("reading tars", total=bytes_of_tars(arguments.out, arguments.inputs)) as progress:
+        summary = reindex_corpus(
+            arguments.out,
+            inputs=arguments.inputs,
+            tokenizer_path=arguments.tokenizer_path,
+            overwrite=arguments.overwrite,
+            on_bytes=progress.advance,
+        )
     print("\n".join(summary.lines()))
 
 
-def verify(path: Positional[Path], /) -> None:
+def verify(
+    path: Positional[str],
+    /,
+    num_workers: int = 0,
+    cache_dir: str = "",
+    allow_protocols: tuple[str, ...] = (),
+) -> None:
     """Check every hash of a corpus, a run, a checkpoint or a bundle; exit code 1 and a list if something is damaged.
 
     Args:
-        path: Folder of a corpus, a run, a checkpoint or a bundle.
+        path: Folder of a corpus, a run, a checkpoint or a bundle; or URL of a corpus.
+        num_workers: Processes for a corpus, a shard at a time each; 0 means one per core, or none for a small one.
+        cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
+        allow_protocols: URL schemes to allow beyond the usual ones.
     """
-    from txl_dist.data.verify import verify_corpus
+    from txl_dist.data.storage import StorageSettings
+
+    num_problems = 0
+    settings = StorageSettings(cache_dir=cache_dir, allow_protocols=allow_protocols)
+    for problem in _each_problem(path, settings, num_workers=num_workers):
+        print(problem, flush=True)
+        num_problems += 1
+    if num_problems:
+        raise SystemExit(1)
+    print(f"{path}: whole")
+
+
+def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
     from txl_dist.manifest import MANIFEST, problems_of
 
-    if not path.is_dir():
+    folder = Path(path)
+    if "://" in path or path.startswith("pipe:"):
+        yield from _problems_of_corpus(path, settings, num_workers=num_workers)
+    elif not folder.is_dir():
         raise DataError(f"{path} is no folder. Name a corpus, a run, a checkpoint or a bundle.")
-    if (path / "config.toml").is_file() and not (path / MANIFEST).is_file():  # a run
-        folders = sorted((path / "checkpoints").glob("step_?????????"))
-        problems = [f"{folder}: {problem}" for folder in folders for problem in problems_of(folder)]
-        problems = problems if folders else [f"{path} is a run without checkpoints"]
-    elif (path / "txl_tokenizer.json").is_file():
+    elif (folder / "config.toml").is_file() and not (folder / MANIFEST).is_file():  # a run
+        checkpoints = sorted((folder / "checkpoints").glob("step_?????????"))
+        if not checkpoints:
+            yield f"{path} is a run without checkpoints"
+        for checkpoint in checkpoints:
+            yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
+    elif (folder / "txl_tokenizer.json").is_file():
         raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
-    elif (path / MANIFEST).is_file() or (path / "model.safetensors").is_file():
-        problems = problems_of(path)
+    elif (folder / MANIFEST).is_file() or (folder / "model.safetensors").is_file():
+        yield from problems_of(folder)
     else:
-        problems = verify_corpus(path)
-    print("\n".join(problems) if problems else f"{path}: whole")
-    if problems:
-        raise SystemExit(1)
+        yield from _problems_of_corpus(path, settings, num_workers=num_workers)
+
+
+def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
+    from txl_dist.data.corpus import open_corpus
+    from txl_dist.data.progress import Progress
+    from txl_dist.data.verify import bytes_of_shards, each_problem, strangers
+    from txl_dist.data.workers import num_cores
+    from txl_dist.log import start_logging
+
+    start_logging()
+    try:
+        corpus = open_corpus(location, settings)
+    except DataError as error:
+        yield str(error)
+        return
+    total = bytes_of_shards(corpus)
+    num_workers = num_workers or (num_cores() if total > 1 << 30 else 1)
+    with Progress("verifying", total=total) as progress:
+        yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
+    if names := strangers(corpus):
+        print(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")

@@ -16,9 +16,10 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.documents import Reading, content_digest, split_of
+from txl_dist.data.lanes import hash64
 from txl_dist.data.prepare import prepare_corpus
-from txl_dist.data.shards import RECORD, SplitWriter, token_dtype
-from txl_dist.data.sources import in_valid_split
+from txl_dist.data.shards import RECORD, token_dtype, write_shard
 from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.tokenizer import WordTokenizer
@@ -33,19 +34,27 @@ def documents_of(corpus: Corpus, split: str) -> list[list[int]]:
     return [document.tolist() for document in corpus.split(split).each_document()]
 
 
-def test_each_split_holds_its_documents_in_input_order_with_end_of_text(corpus: Corpus) -> None:
+def test_each_split_holds_its_documents_with_end_of_text_train_shuffled_held_out_in_input_order(corpus: Corpus) -> None:
     tokenizer = corpus.load_tokenizer()
     texts = random_texts(count=60)
-    for split in ("train", "valid"):
-        own = [
-            text for i, text in enumerate(texts) if in_valid_split(f"doc{i}", valid_fraction=0.2) == (split == "valid")
-        ]
+    splits = [
+        split_of(content_digest(text.encode()), given_for="train", reading=Reading(valid_fraction=0.2))
+        for text in texts
+    ]
+    shuffled = np.argsort(hash64(0, np.arange(60)), kind="stable").tolist()
+    assert shuffled != sorted(shuffled)
+    for split, order in (("train", shuffled), ("valid", range(60))):
+        own = [texts[i] for i in order if splits[i] == split]
         assert documents_of(corpus, split) == [[*tokenizer.encode(text), tokenizer.end_of_text] for text in own]
         opened = corpus.split(split)
         assert opened.documents == len(own)
         assert opened.text_bytes == sum(len(text.encode()) for text in own)
+        assert opened.longest == max(len(text.encode()) for text in own) + 1
         assert opened.tokens == opened.text_bytes + len(own) == opened.shard_tokens.sum() == len(opened.read_all())
-    assert len(corpus.split("train").shards) > 3
+        assert np.array_equal(opened.counts(), np.bincount(opened.read_all(), minlength=corpus.vocab_size))
+    shard_tokens = corpus.split("train").shard_tokens
+    assert len(shard_tokens) > 3
+    assert shard_tokens.max() - shard_tokens.min() <= 2 * corpus.split("train").longest, "of about equal size"
 
 
 def test_a_plain_webdataset_reads_every_shard_and_the_same_documents(tmp_path: Path) -> None:
@@ -54,28 +63,28 @@ def test_a_plain_webdataset_reads_every_shard_and_the_same_documents(tmp_path: P
     texts = [*random_texts(count=30), "long " * 3000, *random_texts(count=30, seed=1)]
     corpus = tiny_corpus(tmp_path, texts=texts, shard_len=4000)
     for split in corpus.split_names:
-        found, keys = [], []
+        found, keys, firsts = [], [], []
         for shard in corpus.split(split).shards:
             for sample in webdataset.WebDataset(str(corpus.folder / shard.name), shardshuffle=False).decode():
                 keys.append(sample["__key__"])
                 starts = sample.get("docs.npy", np.zeros(1, dtype=np.uint32))
+                firsts.append(len(found))
                 assert sample["npy"].dtype == np.uint16
                 assert starts.dtype == np.uint32
                 found += [part.tolist() for part in np.split(sample["npy"], starts[1:].astype(int))]
         assert found == documents_of(corpus, split)
-        assert keys == [f"{i:09d}" for i in range(len(keys))]
+        assert keys == [f"{first:09d}" for first in firsts], "named by their first document"
 
 
 def test_large_vocabularies_are_written_as_uint32(tmp_path: Path) -> None:
     assert token_dtype(65_536) == np.uint16
-    writer = SplitWriter(tmp_path, "train", dtype=token_dtype(65_537), vocab_size=70_001)
     documents = [np.arange(70_000), np.array([65_536, 1])]
-    for document in documents:
-        writer.add(document, text_bytes=1, text_characters=1)
-    info = writer.close()
+    dtype = token_dtype(65_537)
+    written = write_shard(tmp_path, "train-000000.tar", documents, first_document=0, dtype=dtype, vocab_size=70_001)
     records = np.fromfile(tmp_path / "train-000000.tar.idx", dtype=RECORD)
     raw = (tmp_path / "train-000000.tar").read_bytes()
-    assert info.tokens == 70_002
+    assert written.info.tokens == 70_002 == written.counts.sum()
+    assert written.counts[65_536] == 2
     for record, document in zip(records, documents, strict=True):
         assert np.array_equal(np.frombuffer(raw, "<u4", count=record["tokens"], offset=record["offset"]), document)
 
@@ -161,7 +170,9 @@ def test_an_edited_index_is_refused(corpus: Corpus) -> None:
 
 
 def test_another_tokenizer_in_the_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    tiny_corpus(tmp_path, name="other", texts=["b" * 50] * 20).load_tokenizer().save(corpus.folder / "tokenizer.json")
+    tiny_corpus(tmp_path, name="other", texts=["b" * length for length in range(1, 60)]).load_tokenizer().save(
+        corpus.folder / "tokenizer.json"
+    )
     with pytest.raises(DataError, match="not the tokenizer"):
         corpus.load_tokenizer()
 
@@ -194,12 +205,17 @@ def test_preparing_again_mends_a_damaged_corpus(tmp_path: Path) -> None:
     assert verify_corpus(corpus.folder) == []
 
 
-def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_preparation_leaves_nothing_but_finished_work(tmp_path: Path) -> None:
     source = tmp_path / "x.jsonl"
     source.write_text('{"text": "fine"}\n' * 50 + "{\n")
+    given = tiny_corpus(tmp_path, name="given").folder / "tokenizer.json"
+    before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match="line 51"):
         prepare_corpus(tmp_path / "out", inputs=[source], kind="byte")
-    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(DataError, match="line 51"):
+        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, part_bytes=100)
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / ".out.prepare"])
 
 
 def test_folders_and_files_that_are_no_corpus_are_never_replaced(tmp_path: Path) -> None:
@@ -217,9 +233,14 @@ def test_empty_and_damaged_documents_are_counted(tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = prepare_corpus(out, inputs=[tmp_path], kind="byte", valid_fraction=0.0, encoding_errors="skip")
     assert summary.corpus.statistics == {
+        "documents_read": 21,
         "empty_documents_dropped": 5,
         "documents_with_replacements": 0,
         "documents_skipped": 1,
+        "exact_duplicates": 0,
+        "held_out_duplicates": 0,
+        "duplicates_dropped": 0,
+        "near_duplicates": 8,  # the same word again and again
     }
     assert summary.corpus.split_names == ("train",)
     assert summary.corpus.split("train").documents == 15
@@ -299,6 +320,10 @@ def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path:
         ({"min_frequency": 0}, "min_frequency=0 must be 1 or more"),
         ({"tokenizer_path": given, "vocab_size": 300}, "no meaning .* Leave them out"),
         ({"tokenizer_path": given, "min_frequency": 2}, "no meaning .* Leave them out"),
+        ({"tokenizer_path": given, "kind": "byte"}, "kind have no meaning .* Leave them out"),
+        ({"valid_fraction": 0.5, "test_fraction": 0.5}, "nothing to train on"),
+        ({"tokenizer_fraction": 0.0}, "tokenizer_fraction=0.0 must be above 0"),
+        ({"num_workers": -1}, "num_workers and part_bytes must be 0 or more"),
     ]
     for settings, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from txl_dist.data.lanes import LanePlan, hash64, hashed_order, lanes_of_rank
+from txl_dist.data.lanes import (
+    Cut,
+    LanePlan,
+    allot_lanes,
+    epochs_read,
+    hash64,
+    hashed_order,
+    lanes_of_rank,
+    owners_of_lanes,
+)
 from txl_dist.errors import ConfigError, DataError
 
 DOCUMENTS = [[5, 1, 9], [30], [2, 2, 2, 2, 1], [7, 4]]
@@ -15,7 +26,7 @@ NUM_TOKENS = sum(map(sum, DOCUMENTS))
 def make_plan(num_lanes: int, *, seed: int = 3) -> LanePlan:
     lengths = [np.array(shard, dtype=np.int64) for shard in DOCUMENTS]
     totals = [int(shard.sum()) for shard in lengths]
-    return LanePlan(totals, num_lanes=num_lanes, seed=seed, document_tokens=lengths.__getitem__, num_cached=3)
+    return LanePlan(totals, Cut(num_lanes), seed=seed, document_tokens=lengths.__getitem__, num_cached=3)
 
 
 def naive_epoch(epoch: int, *, seed: int = 3) -> list[tuple[int, int, int]]:
@@ -84,3 +95,110 @@ def test_ranks_share_the_lanes_without_gap_or_overlap() -> None:
 def test_more_lanes_than_tokens_are_refused() -> None:
     with pytest.raises(DataError, match=f"{NUM_TOKENS} tokens, fewer than the {NUM_TOKENS + 1} lanes"):
         make_plan(NUM_TOKENS + 1)
+
+
+@given(
+    shards=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=6),
+    seed=st.integers(0, 2**63 - 1),
+    cuts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 70)), min_size=1, max_size=5),
+)
+@settings(max_examples=150, deadline=None)
+def test_however_often_lanes_are_cut_anew_each_epoch_is_read_once(
+    shards: list[list[int]], seed: int, cuts: list[tuple[int, int]]
+) -> None:
+    lengths = [np.array(shard, dtype=np.int64) for shard in shards]
+    num_tokens = sum(map(sum, shards))
+    read: list[tuple[int, int, int, int]] = []
+    cut, left_out = Cut(1), 0
+    for num_lanes, position in cuts:
+        cut = Cut(min(num_lanes, num_tokens), cut.epoch, cut.rest)
+        totals = [int(shard.sum()) for shard in lengths]
+        plan = LanePlan(totals, cut, seed=seed, document_tokens=lengths.__getitem__, num_cached=2)
+        for lane in range(cut.num_lanes):
+            at = 0
+            while at < position:
+                stretch = plan.locate(lane, at)
+                assert stretch.begin <= at
+                count = min(stretch.length, position - at)
+                read += [(*stretch[:3], stretch.offset + i) for i in range(count)]
+                at += count
+        epoch, rest = plan.rest_of_epoch(position)
+        assert list(rest) == sorted(rest)
+        left_out += (epoch - cut.epoch) * cut.num_lanes
+        cut = Cut(cut.num_lanes, epoch, rest)
+    assert len(set(read)) == len(read), "no token twice in an epoch"
+    unread = sum(end - first for first, end in cut.rest) or num_tokens
+    missing = num_tokens * (cut.epoch + 1) - unread - len(read)
+    assert 0 <= missing <= left_out, "fewer than num_lanes tokens are left out of an epoch, none of the present one"
+
+
+def test_a_cut_in_the_middle_of_an_epoch_goes_on_with_what_no_lane_has_read() -> None:
+    plan = make_plan(4)
+    epoch, rest = plan.rest_of_epoch(plan.stripe_len + 5)
+    starts = [lane * plan.stripe_len for lane in range(4)]
+    assert epoch == 1
+    assert rest[:3] == tuple((start + 5, start + plan.stripe_len) for start in starts[:3])
+    assert rest[3] == (starts[3] + 5, NUM_TOKENS), "what four lanes would have left out is dealt out too"
+    assert plan.rest_of_epoch(plan.stripe_len) == (1, ()), "at a border the whole next epoch"
+    lengths = [np.array(shard, dtype=np.int64) for shard in DOCUMENTS]
+    anew = LanePlan(
+        [int(shard.sum()) for shard in lengths], Cut(3, epoch, rest), seed=3, document_tokens=lengths.__getitem__
+    )
+    order = naive_epoch(1)
+    unread = [order[token] for first, end in rest for token in range(first, end)]
+    assert anew.first_stripe_len == len(unread) // 3
+    for lane in range(3):
+        for at in range(anew.first_stripe_len):
+            assert anew.locate(lane, at)[1:4] == unread[lane * anew.first_stripe_len + at]
+    assert anew.locate(2, anew.first_stripe_len)[:1] == (2,), "then the next whole epoch"
+
+
+@given(
+    num_lanes=st.integers(1, 40),
+    rest=st.sampled_from([(), ((3, 9), (20, 41), (50, 66))]),
+    data=st.data(),
+)
+def test_many_lanes_and_positions_at_once_are_found_as_one_by_one(
+    num_lanes: int, rest: tuple[tuple[int, int], ...], data: st.DataObject
+) -> None:
+    plan = LanePlan([40, 26], Cut(num_lanes, 2, rest), seed=0, document_tokens=lambda shard: np.ones(40, np.int64))
+    lanes = np.array(data.draw(st.lists(st.integers(0, num_lanes - 1), min_size=1, max_size=9)))
+    positions = np.array(data.draw(st.lists(st.integers(0, 300), min_size=len(lanes), max_size=len(lanes))))
+    together = np.array(plan.tokens_at(lanes, positions)).T.tolist()
+    one_by_one = [[int(v) for v in plan.tokens_at(int(lane), int(p))] for lane, p in zip(lanes, positions, strict=True)]
+    assert together == one_by_one
+
+
+def test_lanes_are_allotted_by_weight_and_every_weight_gets_its_share() -> None:
+    assert allot_lanes(32, [0.7, 0.3]) == (22, 10)
+    assert allot_lanes(8, [5]) == (8,)
+    assert allot_lanes(3, [1, 1]) == (2, 1), "a tie falls to the first"
+    assert allot_lanes(6, [1, 0, 2]) == (2, 0, 4), "a weight of 0 pauses a corpus"
+    with pytest.raises(ConfigError, match="corpus 1 gets none of the 4 lanes"):
+        allot_lanes(4, [1000, 1, 500])
+    with pytest.raises(ConfigError, match="positive"):
+        allot_lanes(4, [0, 0])
+
+
+@given(weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=6), num_lanes=st.integers(200, 1000))
+def test_no_share_is_off_by_a_lane_or_more(weights: list[float], num_lanes: int) -> None:
+    lanes = allot_lanes(num_lanes, weights)
+    assert sum(lanes) == num_lanes
+    assert all(abs(n - w / sum(weights) * num_lanes) < 1 for n, w in zip(lanes, weights, strict=True))
+
+
+def test_owners_are_frozen_spread_and_number_the_lanes_of_each_corpus() -> None:
+    owners, numbers = owners_of_lanes([5, 0, 3], seed=7)
+    assert owners.tolist() == [0, 0, 2, 0, 0, 0, 2, 2]
+    for corpus, count in enumerate([5, 0, 3]):
+        assert numbers[owners == corpus].tolist() == list(range(count))
+    assert owners_of_lanes([4], seed=7)[1].tolist() == [0, 1, 2, 3]
+
+
+def test_epochs_are_counted_over_cuts() -> None:
+    assert epochs_read(Cut(4), 0, num_tokens=100) == 0
+    assert epochs_read(Cut(4), 30, num_tokens=100) == pytest.approx(1.2)
+    rest = ((10, 25), (35, 50), (60, 75), (85, 100))
+    assert epochs_read(Cut(2, 0, rest), 0, num_tokens=100) == pytest.approx(0.4)
+    assert epochs_read(Cut(2, 0, rest), 30, num_tokens=100) == pytest.approx(1)
+    assert epochs_read(Cut(0, 3, rest), 0, num_tokens=100) == pytest.approx(3.4), "paused"

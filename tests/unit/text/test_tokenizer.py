@@ -26,12 +26,12 @@ from txl_dist.text.tokenizer import (
 )
 from txl_dist.text.training import train_tokenizer
 
-KINDS = ("byte", "char", "word", "bpe")
+KINDS = ("byte", "char", "word", "bpe", "unigram")
 TEXTS = [*random_texts(count=40), "the cat sat on the mat\n" * 20, "the <unk> cat\n"]
 
 
 def make(kind: Any, texts: list[str] = TEXTS) -> Tokenizer:
-    return train_tokenizer(kind, lambda: texts, vocab_size=300 if kind == "bpe" else 0)
+    return train_tokenizer(kind, lambda: texts, vocab_size=300 if kind in ("bpe", "unigram") else 0)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def tokenizers() -> dict[str, Tokenizer]:
     return {kind: make(kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
 def test_any_unicode_text_comes_back_exactly(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     generator = random.Random(1)
     everything = [chr(p) for p in range(0x110000) if not 0xD800 <= p < 0xE000]
@@ -128,10 +128,10 @@ def test_byte_has_all_bytes_whatever_was_seen() -> None:
     assert make("byte", ["a"]).vocab_size == 257
 
 
-def test_bpe_keeps_to_its_size_and_compresses(tokenizers: dict[str, Tokenizer]) -> None:
-    bpe = tokenizers["bpe"]
-    assert bpe.vocab_size == 300
-    assert len(bpe.encode("the cat sat on the mat")) < 15
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_subwords_keep_to_their_size_and_compress(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    assert tokenizers[kind].vocab_size == 300
+    assert len(tokenizers[kind].encode("the cat sat on the mat")) < 15
 
 
 def test_word_vocabulary_is_cut_by_size_and_frequency() -> None:
@@ -154,15 +154,15 @@ def test_pieces_join_to_the_text_and_end_at_lines_then_blanks_then_anywhere() ->
     assert cut_pieces("abcdefghi", piece_len=7) == ["abcdefg", "hi"]
 
 
-def test_a_long_text_in_one_line_comes_back(tokenizers: dict[str, Tokenizer]) -> None:
-    bpe = tokenizers["bpe"]
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_long_text_in_one_line_comes_back(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     text = random_text(random.Random(5), length=150_000, alphabet=ALPHABET.replace("\n", ""))
-    assert bpe.decode(bpe.encode(text)) == text
+    assert tokenizers[kind].decode(tokenizers[kind].encode(text)) == text
 
 
 def test_a_damaged_foreign_or_missing_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    good = json.loads(make("byte").to_json())
+    good, unigram = (json.loads(make(kind).to_json()) for kind in ("byte", "unigram"))
     cases = [
         "{",
         "[]",
@@ -171,6 +171,10 @@ def test_a_damaged_foreign_or_missing_file_is_named(tmp_path: Path) -> None:
         json.dumps(good | {"kind": "sentencepiece"}),
         json.dumps(good | {"end_of_text": 999}),
         json.dumps(good | {"symbols": good["symbols"][1:]}),
+        json.dumps(good | {"symbols": good["symbols"][:-1]}),
+        json.dumps(unigram | {"scores": unigram["scores"][1:]}),
+        json.dumps(unigram | {"scores": [None, *unigram["scores"][1:]]}),
+        json.dumps({"format_version": 1, "kind": "huggingface", "content": "{}", "foreign_ids": [], "end_of_text": 0}),
     ]
     for content in cases:
         path.write_text(content)
@@ -181,8 +185,9 @@ def test_a_damaged_foreign_or_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_impossible_requests_are_refused() -> None:
-    with pytest.raises(DataError, match="no text"):
-        make("byte", ["", ""])
+    for kind in KINDS:
+        with pytest.raises(DataError, match="no text"):
+            make(kind, ["", ""])
     with pytest.raises(ConfigError, match="257"):
         train_tokenizer("bpe", lambda: TEXTS, vocab_size=100)
     with pytest.raises(ConfigError, match="no meaning"):
@@ -198,7 +203,7 @@ def test_a_prompt_of_words_does_not_end_its_line_and_its_continuation_stands_apa
     assert [tokenizer.joint(text) for text in ("one", "one ", "one\n", "")] == [" ", "", "", ""]
 
 
-@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "unigram"])
 def test_a_prompt_of_any_other_kind_is_its_text(kind: TokenizerKind) -> None:
     tokenizer = train_tokenizer(kind, lambda: ["one two\nthree"])
     assert tokenizer.encode_prompt("one two").tolist() == tokenizer.encode("one two").tolist()
@@ -212,8 +217,9 @@ def test_files_without_the_newer_settings_keep_their_bytes_and_fingerprints(
     assert make("word", texts).to_json() == (
         '{"end_of_text":1,"format_version":1,"kind":"word","symbols":["<eos>","<|endoftext|>","cat","the","<unk>"]}'
     )
+    extras = {"bpe": {"merges"}, "unigram": {"scores"}}
     for kind, tokenizer in tokenizers.items():
-        keys = {"format_version", "kind", "symbols", "end_of_text"} | ({"merges"} if kind == "bpe" else set())
+        keys = {"format_version", "kind", "symbols", "end_of_text"} | extras.get(kind, set())
         assert set(json.loads(tokenizer.to_json())) == keys
 
 

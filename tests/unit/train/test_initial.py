@@ -97,7 +97,8 @@ def test_another_model_is_refused_with_the_settings_that_differ(
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path, corpus: Corpus) -> None:
     write(tmp_path / "bundle", corpus, tiny_section(**SETTINGS))
-    other = tiny_corpus(tmp_path, name="other", kind="char", texts=["other text, other characters"] * 40)
+    texts = [f"other text {i}, other characters" for i in range(40)]
+    other = tiny_corpus(tmp_path, name="other", kind="char", texts=texts)
     with pytest.raises(DataError, match=r"--tokenizer-file .*bundle/tokenizer\.json"):
         initial_weights(config_for(tmp_path / "bundle", other), other)
 

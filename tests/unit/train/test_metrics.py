@@ -32,6 +32,7 @@ TRAIN_RECORD: dict[str, Any] = {
     "lr": 2.5e-4,
     "tokens_seen": 81920,
     "skipped_steps": 0,
+    "skipped_documents": 0,
     "eta_s": 3725.9,
 }
 EVAL_RECORD: dict[str, Any] = {
@@ -60,12 +61,12 @@ def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, float, floa
 
 def test_a_report_is_the_mean_over_steps_and_ranks_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ranks_are(monkeypatch, (9.0, 99.0, 0.5), (6.0, 99.0, 0.1))
+    ranks_are(monkeypatch, (9.0, 99.0, 0.5, 1), (6.0, 99.0, 0.1, 2))
     interval = Interval()
     for loss in (1.0, 2.0, 3.0):
         interval.add(loss=torch.tensor(loss), grad_norm=torch.tensor(2 * loss), wait_s=0.05)
         clock.now_s += 0.5
-    values = interval.report(step=3, tokens_per_step=100)
+    values = interval.report(step=3, tokens_per_step=100, num_skipped=4)
     assert values == pytest.approx(
         {
             "loss": (6.0 + 9.0 + 6.0) / 3 / 3,
@@ -74,6 +75,7 @@ def test_a_report_is_the_mean_over_steps_and_ranks_and_the_slowest_wait(monkeypa
             "tokens_per_s": 200.0,
             "step_ms": 500.0,
             "data_wait_pct": 100 * 0.5 / 1.5,
+            "skipped_documents": 4 + 1 + 2,  # of all ranks
         }
     )
 
@@ -119,6 +121,8 @@ def test_the_line_of_a_training_record() -> None:
         "12,346 tok/s  wait 1.3%  eta 1:02:05"
     )
     assert format_record("train", {**TRAIN_RECORD, "skipped_steps": 3}, max_steps=1000).endswith("  skipped 3")
+    damaged = {**TRAIN_RECORD, "skipped_documents": 2}
+    assert format_record("train", damaged, max_steps=1000).endswith("  damaged documents 2")
 
 
 def test_the_line_of_an_evaluation_and_of_an_event() -> None:

@@ -1,0 +1,84 @@
+"""Several corpora, another number of lanes half way, damage: through the launcher and the command line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import write_texts
+from tests.helpers.corpora import flip_bit
+from tests.helpers.launch import train, txl
+from txl_dist.data.corpus import open_corpus
+from txl_dist.data.shards import RECORD
+from txl_dist.train.checkpoint import list_checkpoints, read_state
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Other text, prepared with the tokenizer of the first corpus."""
+    folder = tmp_path_factory.mktemp("second")
+    texts = write_texts(folder / "texts", seed=8, count=20)
+    tokenizer = ["--tokenizer-file", str(corpus / "tokenizer.json")]
+    result = txl("prepare", str(texts), "--out", "more", "--valid-fraction", "0.1", *tokenizer, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder / "more"
+
+
+def records(run: Path, kind: str) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_a_mixture_goes_on_with_more_lanes_and_other_weights(
+    tmp_path: Path, config_file: Path, corpus: Path, second: Path
+) -> None:
+    mixture = [str(config_file), "--data.more_paths", str(second), "--run.dir", "run"]
+    train(*mixture, "--data.weights", "6", "2", "--train.max_steps", "10", cwd=tmp_path)
+    run = tmp_path / "run"
+    before = read_state(list_checkpoints(run)[-1])["stream"]
+    assert [(one["name"], one["num_lanes"], one["position"]) for one in before["corpora"]] == [
+        ("corpus", 6, 10 * 24),
+        ("more", 2, 10 * 24),
+    ]
+    assert {"epoch", "epoch_more"} <= records(run, "train")[-1].keys()
+    assert len(records(run, "eval")) == len(records(run, "eval_more")) == 1
+
+    words = ["--data.weights", "3", "1", "--train.num_lanes", "16", "--train.max_steps", "14"]
+    train(*mixture, *words, cwd=tmp_path)
+    log = (tmp_path / "launcher.log").read_text(encoding="utf-8")
+    assert "train.num_lanes changed from 8 to 16" in log
+    assert "cut anew" in log
+    checkpoint = list_checkpoints(run)[-1]
+    after = read_state(checkpoint)
+    for one, folder, old_lanes in zip(after["stream"]["corpora"], (corpus, second), (6, 2), strict=True):
+        assert (one["num_lanes"], one["position"]) == (2 * old_lanes, 4 * 24)
+        unread = sum(end - first for first, end in one["rest"])
+        assert unread == open_corpus(folder).split("train").tokens - old_lanes * 10 * 24, "what no lane has read"
+    assert after["tokens_seen"] == 10 * 8 * 24 + 4 * 16 * 24
+    assert sorted(path.name for path in (checkpoint / "lanes").iterdir()) == [
+        "00000-00007.safetensors",
+        "00008-00015.safetensors",
+    ]
+    assert txl("verify", "run", cwd=tmp_path).returncode == 0
+
+
+def test_a_run_may_skip_a_damaged_document_and_says_so(tmp_path: Path, config_file: Path, corpus: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(corpus, damaged)
+    shard = open_corpus(damaged).split("train").shards[0].name
+    offsets = np.fromfile(damaged / f"{shard}.idx", dtype=RECORD)["offset"]
+    for offset in offsets[:6]:
+        flip_bit(damaged / shard, offset=int(offset))
+    words = ["train", str(config_file), "--data.path", str(damaged), "--train.microbatch_lanes", "8"]
+    refused = txl(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert f"{shard}, document" in refused.stderr
+    assert "crc32" in refused.stderr
+    skipping = txl(*words, "--data.on_damage", "skip", "--run.dir", "other", "--train.max_steps", "40", cwd=tmp_path)
+    assert skipping.returncode == 0, skipping.stderr
+    assert "skipped 1 damaged of at most 10" in skipping.stderr
+    assert 0 < records(tmp_path / "other", "train")[-1]["skipped_documents"] <= 6

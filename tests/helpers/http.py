@@ -1,0 +1,127 @@
+"""A web server for tests: a folder, and the ways in which servers fail."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+
+class FileServer:
+    """Serves a folder. Its fields may be changed at any time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = ""
+        self.requests: Counter[str] = Counter()
+        """GETs of each file."""
+        self.has_ranges = True
+        """Otherwise the whole file comes, with status 200, whatever range was asked for."""
+        self.failures: Counter[str] = Counter()
+        """Next GETs of a file that are answered with status 500."""
+        self.damaged: Counter[str] = Counter()
+        """Next GETs of a file whose middle byte is changed."""
+        self.cut: Counter[str] = Counter()
+        """Next GETs of a file of which half is sent, as if that were all."""
+        self.torn: Counter[str] = Counter()
+        """Next GETs of a file whose connection is closed after half of what was announced."""
+        self.stalled: set[str] = set()
+        """Files of which half is sent, and the rest not before `end`."""
+        self.silent: set[str] = set()
+        """Files whose GETs are accepted and never answered."""
+        self.status: dict[str, int] = {}
+        """Files that are refused with a status."""
+        self.end = threading.Event()
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[FileServer]:
+    """A server of its own port for as long as the context lasts. Not through a proxy of this machine."""
+    files = FileServer(folder)
+
+    class Handler(_Handler):
+        server_files = files
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    files.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("no_proxy", "127.0.0.1")
+        try:
+            yield files
+        finally:
+            files.end.set()
+            server.shutdown()
+            server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_files: FileServer
+
+    def do_GET(self) -> None:
+        files, name = self.server_files, self.path.lstrip("/")
+        files.requests[name] += 1
+        path = files.folder / name
+        if name in files.silent:
+            files.end.wait()
+            return
+        if files.failures[name] > 0:
+            files.failures[name] -= 1
+            self.send_error(500)
+            return
+        if name in files.status or not path.is_file():
+            self.send_error(files.status.get(name, 404))
+            return
+        content = path.read_bytes()
+        if files.damaged[name] > 0:
+            files.damaged[name] -= 1
+            middle = len(content) // 2
+            content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        self._send(self._range_of(content), name)
+
+    def do_HEAD(self) -> None:
+        self.send_error(405)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _range_of(self, content: bytes) -> bytes | None:
+        """The bytes to send; None if they begin behind the end."""
+        wanted = self.headers.get("Range")
+        if wanted is None or not self.server_files.has_ranges:
+            self.send_response(200)
+            return content
+        start, end = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+        if start >= len(content):
+            self.send_error(416)
+            return None
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{min(end, len(content) - 1)}/{len(content)}")
+        return content[start : end + 1]
+
+    def _send(self, content: bytes | None, name: str) -> None:
+        if content is None:
+            return
+        files = self.server_files
+        half = content[: len(content) // 2]
+        if files.cut[name] > 0:
+            files.cut[name] -= 1
+            content = half
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if name in files.stalled:
+            self.wfile.write(half)
+            self.wfile.flush()
+            files.end.wait()
+            self.wfile.write(content[len(half) :])
+            return
+        is_torn = files.torn[name] > 0
+        files.torn[name] -= is_torn
+        self.wfile.write(half if is_torn else content)

@@ -1,0 +1,251 @@
+"""How fast the loader is, as ratios measured interleaved in one run: `python tools/bench_loader.py`.
+
+A synthetic corpus is written into a scratch folder (documents of 3,000 to 40,000 tokens, uint16), then, for batches of
+32 lanes x 512 tokens, best of several rounds in turn:
+
+    ours         LaneStream as training uses it: tokens as int64, into a ring of buffers, crc32 of every document once
+    marked       the same with documents marked, as training with document masks needs them
+    webdataset   plain webdataset over the same shards, raw bytes, np.frombuffer, copied into 32 lanes (int64)
+    memmap       a Python loop over 32 rows of one flat np.memmap (int64)
+
+and resuming in the middle of an epoch, the size of the state, planning an epoch of 100,000 shards, and the anonymous
+memory of a process that reads one gigabyte. Timings hold for a warm page cache; run it on one idle core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.lanes import Cut, LanePlan
+from txl_dist.data.reindex import reindex_corpus
+from txl_dist.data.stream import CorpusState, LaneStream, StreamState, first_state
+from txl_dist.text.training import train_tokenizer
+
+LANES, SEGMENT_LEN = 32, 512
+SHARD_TOKENS = 1 << 24
+
+
+def write_corpus(folder: Path, *, num_tokens: int, seed: int = 0) -> Corpus:
+    """Random tokens in documents of uneven length, as webdataset shards that `reindex` takes over."""
+    from webdataset import TarWriter
+
+    generator = np.random.default_rng(seed)
+    folder.mkdir()
+    tokenizer = train_tokenizer("byte", lambda: ["a"])
+    tokenizer.save(folder / "tokenizer.json")
+    number = written = shard = 0
+    while written < num_tokens:
+        with TarWriter(str(folder / f"train-{shard:06d}.tar"), encoder=False, mtime=0) as tar:
+            in_shard = 0
+            while in_shard < SHARD_TOKENS and written < num_tokens:
+                tokens = generator.integers(0, 257, int(generator.integers(3_000, 40_000)), dtype=np.uint16)
+                buffer = io.BytesIO()
+                np.save(buffer, tokens)
+                tar.write({"__key__": f"{number:09d}", "npy": buffer.getvalue()})
+                number, in_shard, written = number + 1, in_shard + len(tokens), written + len(tokens)
+        shard += 1
+    reindex_corpus(folder, tokenizer_path=folder / "tokenizer.json")
+    return open_corpus(folder)
+
+
+def start(corpus: Corpus, *, position: int = 0) -> StreamState:
+    """All lanes at a position."""
+    return first_state([corpus.split("train")], num_lanes=LANES, seed=1).advanced(position)
+
+
+def ours(corpus: Corpus, *, steps: int, mark_documents: bool = False) -> float:
+    """Seconds for so many batches."""
+    stream = LaneStream(
+        [corpus.split("train")],
+        start(corpus),
+        segment_len=SEGMENT_LEN,
+        lanes=range(LANES),
+        mark_documents=mark_documents,
+        num_buffers=6,
+    )
+    began = time.perf_counter()
+    for _ in itertools.islice(stream, steps):
+        pass
+    return time.perf_counter() - began
+
+
+def webdataset_lanes(corpus: Corpus, *, steps: int) -> float:
+    """Seconds for the same batches: every sample fills the next lane that is not full."""
+    began = time.perf_counter()
+    for _ in itertools.islice(webdataset_batches(corpus), steps):
+        pass
+    return time.perf_counter() - began
+
+
+def webdataset_batches(corpus: Corpus) -> Iterator[npt.NDArray[np.int64]]:
+    """Batches of lanes from plain webdataset; it has no other way to a position than reading up to it."""
+    import webdataset
+
+    urls = [str(corpus.folder / shard.name) for shard in corpus.split("train").shards]
+    samples = iter(webdataset.WebDataset(urls, shardshuffle=False))
+    waiting = [np.empty(0, np.uint16)] * LANES
+    while True:
+        batch = np.empty((LANES, SEGMENT_LEN + 1), np.int64)
+        for lane in range(LANES):
+            filled = 0
+            while filled <= SEGMENT_LEN:
+                if not len(waiting[lane]):
+                    # 128 bytes of header stand before the tokens of each .npy here.
+                    waiting[lane] = np.frombuffer(next(samples)["npy"], dtype=np.uint16, offset=128)
+                count = min(len(waiting[lane]), SEGMENT_LEN + 1 - filled)
+                batch[lane, filled : filled + count] = waiting[lane][:count]
+                waiting[lane] = waiting[lane][count:]
+                filled += count
+        yield batch
+
+
+def memmap_rows(flat: Path, *, steps: int) -> float:
+    """Seconds for the same batches from one flat file, cut into 32 stripes."""
+    tokens = np.memmap(flat, dtype=np.uint16, mode="r")
+    stripe_len = len(tokens) // LANES
+    began = time.perf_counter()
+    for step in range(steps):
+        batch = np.empty((LANES, SEGMENT_LEN + 1), np.int64)
+        for lane in range(LANES):
+            first = lane * stripe_len + step * SEGMENT_LEN
+            batch[lane] = tokens[first : first + SEGMENT_LEN + 1]
+    return time.perf_counter() - began
+
+
+def resume(folder: Path, *, share: float) -> float:
+    """Seconds from nothing to the first batch, so far into the epoch: opening the corpus included."""
+    began = time.perf_counter()
+    corpus = open_corpus(folder)
+    position = int(corpus.split("train").tokens // LANES * share)
+    stream = LaneStream(
+        [corpus.split("train")], start(corpus, position=position), segment_len=SEGMENT_LEN, lanes=range(LANES)
+    )
+    next(iter(stream))
+    return time.perf_counter() - began
+
+
+def replay(corpus: Corpus, *, share: float) -> float:
+    """Seconds that webdataset needs to come as far."""
+    steps = int(corpus.split("train").tokens * share) // (LANES * SEGMENT_LEN)
+    return webdataset_lanes(corpus, steps=steps)
+
+
+def best_of(rounds: int, actions: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """The best time of each action, all of them once per round."""
+    best = dict.fromkeys(actions, float("inf"))
+    for _ in range(rounds):
+        for name, action in actions.items():
+            best[name] = min(best[name], action())
+    return best
+
+
+def print_speed(corpus: Corpus, flat: Path, *, rounds: int) -> None:
+    """Million tokens per second and the two ratios."""
+    steps = corpus.split("train").tokens // (LANES * (SEGMENT_LEN + 1)) - 64
+    seconds = best_of(
+        rounds,
+        {
+            "ours": lambda: ours(corpus, steps=steps),
+            "marked": lambda: ours(corpus, steps=steps, mark_documents=True),
+            "webdataset": lambda: webdataset_lanes(corpus, steps=steps),
+            "memmap": lambda: memmap_rows(flat, steps=steps),
+        },
+    )
+    for name, value in seconds.items():
+        print(f"{name:<12}{steps * LANES * SEGMENT_LEN / value / 1e6:10.1f} Mtok/s")
+    for name in ("ours", "marked"):
+        print(
+            f"{name} / webdataset {seconds['webdataset'] / seconds[name]:.2f}   "
+            f"{name} / memmap rows {seconds['memmap'] / seconds[name]:.2f}"
+        )
+
+
+def print_resume(corpus: Corpus, *, rounds: int) -> None:
+    """Milliseconds to the first batch at several places of the epoch, webdataset's replay beside it."""
+    shares = (0.0, 0.1, 0.5, 0.9)
+    actions: dict[str, Callable[[], float]] = {
+        f"at {share:.0%}": (lambda share=share: resume(corpus.folder, share=share)) for share in shares
+    }
+    for name, value in best_of(rounds, actions).items():
+        print(f"resume {name}: {1000 * value:.1f} ms")
+    print(f"webdataset replay to 50%: {1000 * best_of(rounds, {'': lambda: replay(corpus, share=0.5)})['']:.0f} ms")
+
+
+def print_state() -> None:
+    """Bytes of the state of 1,024 lanes in the worst place: in the middle of an epoch of 10**13 tokens, cut anew."""
+    plan = LanePlan([10**12] * 10, Cut(1024), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
+    epoch, rest = plan.rest_of_epoch(10**9)
+    for name, one in {
+        "1,024 lanes": CorpusState("corpus", "f" * 64, "train", num_lanes=1024, position=10**9),
+        "1,024 lanes cut anew": CorpusState("corpus", "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest),
+    }.items():
+        print(f"state of {name}: {len(json.dumps(StreamState(1, (one,)).to_dict(), indent=1)):,} bytes")
+
+
+def plan_epoch() -> float:
+    """Seconds to plan an epoch of 100,000 shards and find a lane in it."""
+    tokens = np.random.default_rng(0).integers(30_000_000, 36_000_000, 100_000)
+    began = time.perf_counter()
+    plan = LanePlan(tokens, Cut(1024), seed=0, document_tokens=lambda shard: tokens[shard : shard + 1])
+    plan.locate(77, 12_345)
+    return time.perf_counter() - began
+
+
+def print_memory(corpus: Corpus) -> None:
+    """Anonymous memory of a process while it reads a gigabyte, in MiB after each eighth of it."""
+    code = "import sys; from tools.bench_loader import memory_while_reading; memory_while_reading(sys.argv[1])"
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(corpus.folder)], cwd=root, check=True, capture_output=True, text=True
+    )
+    print("RssAnon while reading 1 GB, MiB:", done.stdout.strip())
+
+
+def memory_while_reading(folder: str) -> None:
+    """Run by `print_memory` in a process of its own."""
+    corpus = open_corpus(folder)
+    stream = LaneStream(
+        [corpus.split("train")], start(corpus), segment_len=SEGMENT_LEN, lanes=range(LANES), num_buffers=6
+    )
+    steps = (1 << 30) // (2 * LANES * SEGMENT_LEN)
+    for step, _ in enumerate(itertools.islice(stream, steps)):
+        if step % (steps // 8) == steps // 16:
+            status = Path("/proc/self/status").read_text(encoding="ascii")
+            kib = next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]
+            print(round(int(kib) / 1024, 1), end=" ")
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=100_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus = write_corpus(Path(scratch) / "corpus", num_tokens=arguments.tokens)
+        flat = Path(scratch) / "flat.bin"
+        corpus.split("train").read_all().tofile(flat)
+        split = corpus.split("train")
+        print(f"{split.tokens:,} tokens, {split.documents:,} documents, {len(split.shards)} shards")
+        print_speed(corpus, flat, rounds=arguments.rounds)
+        print_resume(corpus, rounds=arguments.rounds)
+        print_state()
+        print(f"planning 100,000 shards: {1000 * best_of(arguments.rounds, {'': plan_epoch})['']:.0f} ms")
+        print_memory(corpus)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What happens to a document that cannot be read: the run ends, or its tokens are replaced, within a budget."""
+
+from __future__ import annotations
+
+import logging
+
+from txl_dist.errors import DataError
+
+logger = logging.getLogger("txl_dist")
+
+
+class DamagePolicy:
+    """Whether damaged documents may be skipped, and how many this rank has skipped since it started."""
+
+    def __init__(self, *, skip: bool = False, max_skipped: int = 0) -> None:
+        self._skip = skip
+        self._max_skipped = max_skipped
+        self._skipped: set[tuple[str, int]] = set()
+        self.num_skipped = 0
+        """Different documents; those of a shard that cannot be opened all count."""
+
+    def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
+        """Count and log a document, or all `count` of a shard (document -1). Raises DataError if it may not be."""
+        if not self._skip:
+            raise error
+        if (shard, document) in self._skipped:
+            return
+        if self.num_skipped + count > self._max_skipped:
+            raise DataError(
+                f"{error} With this one {self.num_skipped + count} damaged documents would be skipped on this rank; "
+                f"data.max_skipped={self._max_skipped}."
+            ) from error
+        self._skipped.add((shard, document))
+        self.num_skipped += count
+        logger.warning("skipped %d damaged of at most %d: %s", self.num_skipped, self._max_skipped, error)

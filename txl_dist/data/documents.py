@@ -1,0 +1,192 @@
+"""From raw bytes to documents: cut, decode, parse, and decide the split. This runs in the workers of `txl prepare`.
+
+A `Block` is a run of consecutive raw records of one input; a record is a line, a paragraph, a row or a whole file.
+Text is UTF-8, taken as it is: no newline or Unicode normalisation, a byte order mark stays. What is not UTF-8 is
+refused, or by the caller's choice replaced (U+FFFD), skipped, or kept (`keep`: surrogate escapes, for tokenizers of
+bytes). A document's split is a frozen function of its content, so equal documents are never on both sides, and
+adding documents never moves others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from txl_dist.errors import DataError
+
+EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
+Cut = Literal["file", "line", "blank_line"]
+"""How plain text becomes documents: a document per file, per line, or per run of lines between blank ones."""
+Form = Literal["file", "line", "blank_line", "jsonl", "parquet"]
+
+TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
+
+
+class Document(NamedTuple):
+    """One text. A skipped document comes without its text, so that it can be counted."""
+
+    where: str
+    """File and line, for messages."""
+    ordinal: int
+    """Number of its raw record among all inputs: later documents have larger ones."""
+    text: str
+    damage: Literal["", "replaced", "skipped"] = ""
+
+
+class Block(NamedTuple):
+    """Consecutive raw records of one input, not decoded."""
+
+    where: str
+    form: Form
+    split: str
+    """Split that the input was given for."""
+    unit: int
+    """Line (or row) number in the file of the first record, from 0."""
+    ordinal: int
+    """The same, counted over all inputs."""
+    data: bytes
+
+
+class Reading(NamedTuple):
+    """How blocks become documents."""
+
+    jsonl_field: str = "text"
+    """Field of a JSON line, or column of a parquet file, that holds the text."""
+    encoding_errors: EncodingErrors = "refuse"
+    valid_fraction: float = 0.0
+    """Share of the documents given for train that are held out as valid."""
+    test_fraction: float = 0.0
+
+
+def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
+    """The documents of a block, empty ones and skipped ones included. Raises DataError for what cannot be read."""
+    if block.form == "parquet":
+        for row, text in enumerate(_texts_of_rows(block)):
+            where = f"{block.where}, row {block.unit + row + 1}"
+            if text is None:
+                raise DataError(f"{where}: no text in the column {reading.jsonl_field!r} (null). Remove the row.")
+            yield _without_surrogates(Document(where, block.ordinal + row, text), reading.encoding_errors)
+        return
+    for number, raw in _records_of(block):
+        where = block.where if block.form == "file" else f"{block.where}, line {block.unit + number + 1}"
+        document = _decode(raw, where, block.ordinal + number, reading.encoding_errors, block.form)
+        if block.form != "jsonl" or document.damage == "skipped":
+            yield document
+        elif document.text.strip():
+            text = _parse_record(document.text, field=reading.jsonl_field, where=where)
+            yield _without_surrogates(document._replace(text=text), reading.encoding_errors)
+
+
+def text_bytes_of(text: str) -> bytes:
+    """The bytes that a text was read from, those of `keep` too."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def content_digest(data: bytes) -> bytes:
+    """16 bytes that say whether two documents are equal."""
+    return hashlib.sha256(data).digest()[:16]
+
+
+def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
+    """Split of a document: what its input was given for, but a hashed share of train is held out."""
+    if given_for != TRAIN:
+        return given_for
+    place = int.from_bytes(digest[:8], "big") / 2.0**64
+    if place < reading.test_fraction:
+        return TEST
+    return VALID if place < reading.test_fraction + reading.valid_fraction else TRAIN
+
+
+def is_learnt_from(digest: bytes, *, fraction: float) -> bool:
+    """Whether a document is in the hashed share that the tokenizer is learnt from; independent of its split."""
+    return int.from_bytes(digest[8:], "big") < fraction * 2.0**64
+
+
+def end_of_records(data: bytes, form: Form) -> int:
+    """Bytes up to the end of the last record that is surely whole, 0 if there is none."""
+    if form != "blank_line":
+        return data.rfind(b"\n") + 1
+    end = data.rfind(b"\n")
+    while end >= 0:
+        before = data.rfind(b"\n", 0, end)
+        if not data[before + 1 : end].strip():
+            return end + 1
+        end = before
+    return 0
+
+
+def _records_of(block: Block) -> Iterator[tuple[int, bytes]]:
+    """Raw records and the number of their first line in the block. Line ends do not belong to a record."""
+    if block.form == "file":
+        yield 0, block.data
+        return
+    lines = block.data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if block.form != "blank_line":
+        yield from enumerate(line.removesuffix(b"\r") for line in lines)
+        return
+    first = 0
+    for number, line in enumerate([*lines, b""]):
+        if not line.strip():
+            if first < number:
+                yield first, b"\n".join(lines[first:number])
+            first = number + 1
+
+
+def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingErrors, form: Form) -> Document:
+    try:
+        return Document(where, ordinal, raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        if encoding_errors == "keep" and form != "jsonl":
+            return Document(where, ordinal, raw.decode("utf-8", "surrogateescape"))
+        if encoding_errors in ("refuse", "keep"):
+            raise _not_utf8(where, f"byte {error.start} (0x{raw[error.start]:02x})") from error
+    if encoding_errors == "skip":
+        return Document(where, ordinal, "", "skipped")
+    return Document(where, ordinal, raw.decode("utf-8", errors="replace"), "replaced")
+
+
+def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> Document:
+    """JSON can spell half a surrogate pair, which no UTF-8 can hold: the same policy applies."""
+    try:
+        document.text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        if encoding_errors in ("refuse", "keep"):
+            raise _not_utf8(document.where, f"character {error.start} (a lone surrogate)") from error
+        if encoding_errors == "skip":
+            return document._replace(text="", damage="skipped")
+        paired = document.text.encode("utf-16", "surrogatepass").decode("utf-16", errors="replace")
+        return document._replace(text=paired, damage="replaced")
+    return document
+
+
+def _not_utf8(where: str, what: str) -> DataError:
+    return DataError(
+        f"{where}: {what} is not valid UTF-8. Convert the file, or prepare with `--encoding-errors replace` "
+        "(U+FFFD in its place) or `--encoding-errors skip` (leave the document out)."
+    )
+
+
+def _parse_record(line: str, *, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error}). Mend or remove the line.") from error
+    except RecursionError:
+        raise DataError(f"{where}: JSON nested too deeply. Mend or remove the line.") from None
+    text: Any = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"{where}: no text in the field {field!r} (found: {known}). Name the field with --jsonl-field.")
+    return text
+
+
+def _texts_of_rows(block: Block) -> list[str | None]:
+    import pyarrow
+
+    with pyarrow.ipc.open_stream(block.data) as stream:
+        texts: list[str | None] = stream.read_all().column(0).to_pylist()
+        return texts

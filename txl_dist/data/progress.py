@@ -1,0 +1,85 @@
+"""How far a long job is: a bar on a terminal, a line every ten seconds elsewhere, nothing for short jobs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from txl_dist.log import logger
+
+_QUIET_S = 1.0
+_MB = 1e6
+
+
+class Progress:
+    """Bytes done of a total. Use it as a context; `reach` may be called as often as one likes."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        total: int,
+        done: int = 0,
+        every_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`total` 0: unknown. `done` was finished before and does not count for the rate."""
+        self._what = what
+        self._total = total
+        self._first = self._done = done
+        self._every_s = every_s
+        self._clock = clock
+        self._begin = self._last = clock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def reach(self, done: int) -> None:
+        """So many bytes are done."""
+        self._done = done
+        now = self._clock()
+        if sys.stderr.isatty():
+            if now - self._begin >= _QUIET_S:
+                self._show_bar()
+        elif now - self._last >= self._every_s:
+            self._last = now
+            logger.info("%s", self.line())
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes more are done."""
+        self.reach(self._done + num_bytes)
+
+    def line(self) -> str:
+        """`encoding: 1,204 of 4,500 MB, 27 %, 8.3 MB/s, 0:06:37 left`."""
+        rate = (self._done - self._first) / max(self._clock() - self._begin, 1e-9)
+        if not self._total:
+            return f"{self._what}: {self._done / _MB:,.0f} MB, {rate / _MB:.1f} MB/s"
+        left = timedelta(seconds=round((self._total - self._done) / rate)) if rate else "?"
+        return (
+            f"{self._what}: {self._done / _MB:,.0f} of {self._total / _MB:,.0f} MB, "
+            f"{100 * self._done / self._total:.0f} %, {rate / _MB:.1f} MB/s, {left} left"
+        )
+
+    def _show_bar(self) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = BarColumn(), TextColumn("{task.description}")
+            self._bar = RichProgress(*columns, console=Console(file=sys.stderr), transient=True)
+            self._bar.add_task("", total=self._total or None)
+            self._bar.start()
+        (task,) = self._bar.task_ids
+        self._bar.update(task, completed=self._done, description=self.line())

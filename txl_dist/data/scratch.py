@@ -1,0 +1,119 @@
+"""The folder beside its target in which `txl prepare` works, and which survives a kill.
+
+    .NAME.prepare/
+      lock  owner         held by one process at a time; who holds it
+      job.json            hash of the settings that everything else in here depends on
+      tokenizer.json      learnt or copied; part-*; shard-*.json and corpus/, which becomes the target
+
+The same command goes on with what it finds; other settings discard it. Nothing is left after success.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from txl_dist.data.shards import INDEX_NAME
+from txl_dist.data.verify import verify_corpus
+from txl_dist.errors import DataError
+from txl_dist.files import flush_folder, replace_file
+from txl_dist.log import logger
+
+CORPUS = "corpus"
+_JOB, _LOCK, _OWNER = "job.json", "lock", "owner"
+
+
+@contextmanager
+def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[Path]:
+    """The scratch folder of a target, locked.
+
+    `stamp` is the hash of the settings. Without `can_continue` what an earlier process left is discarded. After an
+    error the folder stays if it holds finished work. Raises DataError if another process holds the folder or it
+    cannot be written.
+    """
+    from filelock import FileLock, Timeout
+
+    scratch = target.with_name(f".{target.name}.prepare")
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        with FileLock(scratch / _LOCK, timeout=0):
+            (scratch / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            _take_over(scratch, stamp=stamp, can_continue=can_continue)
+            is_done = False
+            try:
+                yield scratch
+                is_done = True
+            finally:
+                if is_done or not any(scratch.glob("part-*.json")):
+                    shutil.rmtree(scratch, ignore_errors=True)
+                else:
+                    logger.warning("finished work is kept in %s: the same command goes on with it", scratch)
+    except Timeout:
+        raise DataError(
+            f"{target} is being prepared by {_owner(scratch)}. Wait for it, or choose another output folder."
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"cannot write {target}: {error.strerror or error}. Free some space or choose another output folder."
+        ) from error
+
+
+def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
+    """Discard what does not belong to this job."""
+    try:
+        found = json.loads((scratch / _JOB).read_bytes())["stamp"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        found = None
+    if found == stamp and can_continue:
+        return
+    if found is not None:
+        reason = "it had other settings" if can_continue else "stdin and commands cannot be read again"
+        logger.warning("%s: an interrupted preparation is discarded, since %s; beginning anew", scratch, reason)
+    for path in scratch.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in (_LOCK, _OWNER):
+            path.unlink()
+    replace_file(scratch / _JOB, json.dumps({"stamp": stamp}).encode())
+
+
+def _owner(scratch: Path) -> str:
+    try:
+        return (scratch / _OWNER).read_text() or "another process"
+    except OSError:
+        return "another process"
+
+
+def check_target(target: Path) -> None:
+    """Refuse early what the move at the end could not do. Only a corpus is ever overwritten."""
+    if target.exists() and not target.is_dir():
+        raise DataError(f"{target} is a file. Choose another output folder.")
+    is_empty = not target.exists() or not any(target.iterdir())
+    if not is_empty and not (target / INDEX_NAME).exists():
+        raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
+
+
+def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
+    """True if an identical, intact corpus is there already."""
+    if (target / INDEX_NAME).exists():
+        is_same = (target / INDEX_NAME).read_bytes() == (written / INDEX_NAME).read_bytes()
+        if is_same and not verify_corpus(target):
+            return True
+        # Preparing again is the remedy for a damaged corpus, so that one is replaced without asking.
+        if not is_same and not overwrite:
+            raise DataError(
+                f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`."
+            )
+        old = written.with_name("replaced")
+        target.rename(old)
+        written.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        written.rename(target)  # an empty folder in the way is replaced
+    flush_folder(target.parent)
+    return False

@@ -1,0 +1,91 @@
+"""Worker processes of `txl prepare`: tasks go in, results come out in the same order, and few are in flight.
+
+Processes are spawned, not forked: threads of the tokenizer library do not survive a fork. One worker means this very
+process, without any cost of starting. A worker that is killed is an error, not a wait; workers end with whoever
+started them, even if that one is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import TypeVar
+
+from txl_dist.errors import DataError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Workers:
+    """Where tasks run."""
+
+    def __init__(self, executor: ProcessPoolExecutor | None, num_workers: int) -> None:
+        self._executor = executor
+        self._most_in_flight = num_workers + 2
+
+    def in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """`function` of each task, in the order of the tasks, which are taken only as fast as they are worked on.
+
+        `function` and the tasks have to be picklable. Raises what `function` raises, for the first task that fails,
+        and DataError if a worker died.
+        """
+        if self._executor is None:
+            yield from map(function, tasks)
+            return
+        flying: deque[Future[Result]] = deque()
+        try:
+            for task in tasks:
+                flying.append(self._executor.submit(function, task))
+                if len(flying) >= self._most_in_flight:
+                    yield flying.popleft().result()
+            while flying:
+                yield flying.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process was killed, perhaps for want of memory. What is finished is kept: run the same "
+                "command again, with fewer --num-workers if memory was short."
+            ) from error
+
+
+@contextmanager
+def start_workers(num_workers: int) -> Iterator[Workers]:
+    """Processes that end with the block; 1 works in this process."""
+    if num_workers == 1:
+        yield Workers(None, 1)
+        return
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker)
+    try:
+        yield Workers(executor, num_workers)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _begin_worker() -> None:
+    # The tokenizer library starts a thread per core in each process; there is a process per core already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker holds both ends of the queue that it reads, so it would wait for a killed parent for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
