@@ -185,14 +185,14 @@ def print_resume(corpus: Corpus, *, rounds: int) -> None:
 
 
 def print_state() -> None:
-    """Bytes of the state of 1,024 lanes in the worst place: in the middle of an epoch of 10**13 tokens, cut anew."""
-    plan = LanePlan([10**12] * 10, Cut(1024), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
-    epoch, rest = plan.rest_of_epoch(10**9)
-    for name, one in {
-        "1,024 lanes": CorpusState("corpus", "f" * 64, "train", num_lanes=1024, position=10**9),
-        "1,024 lanes cut anew": CorpusState("corpus", "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest),
-    }.items():
-        print(f"state of {name}: {len(json.dumps(StreamState(1, (one,)).to_dict(), indent=1)):,} bytes")
+    """Bytes of the state of 1,024 lanes, cut anew several times within an epoch of 10**13 tokens."""
+    one = CorpusState("corpus", "f" * 64, "train", num_lanes=1024, position=10**9)
+    for cuts in range(4):
+        size = len(json.dumps(StreamState(1, (one,)).to_dict(), indent=1))
+        print(f"state of 1,024 lanes, cut anew {cuts} times within an epoch: {size:,} bytes")
+        plan = LanePlan([10**12] * 10, one.cut(), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
+        epoch, rest = plan.rest_of_epoch(10**9)
+        one = CorpusState("corpus", "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest)
 
 
 def plan_epoch() -> float:

@@ -87,8 +87,9 @@ def facts_of(plan: LanePlan, pieces: Pieces, *, steps: int, num_shards: int) -> 
         for row, token in enumerate((pieces.first[here], pieces.end[here] - 1)):
             shards[row, here] = order[starts.searchsorted(token, side="right") - 1]
     opened = (pieces.epoch * num_shards + shards).reshape(-1)
-    per_step = np.unique(np.tile(pieces.step, 2) * num_shards * 64 + opened)
-    open_shards = np.bincount(per_step // (num_shards * 64), minlength=steps)
+    size = int(opened.max()) + 1
+    per_step = np.unique(np.tile(pieces.step, 2) * size + opened)
+    open_shards = np.bincount(per_step // size, minlength=steps)
     return RankFacts(int(open_shards.max()), len(np.unique(opened)), int((pieces.end - pieces.first).sum()))
 
 

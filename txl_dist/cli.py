@@ -108,7 +108,7 @@ def run() -> None:
     try:
         code = main()
     except KeyboardInterrupt:
-        print("txl: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("txl: interrupted; the same command goes on from what is kept", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)

@@ -6,7 +6,7 @@
 
 No step holds more than one shard, or one slice of the digests, in memory; the array of dropped documents (8 bytes
 each) is mapped. A finished shard has a JSON beside the parts that names the plan it belongs to, so that the same
-command after a kill keeps it, and rewrites it once the plan is another one.
+command after a kill keeps it, and rewrites it once the plan is another one. The JSON goes before its shard does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from txl_dist.data.duplicates import Equals, contains, count_near, find_equal
 from txl_dist.data.parts import PartInfo, bands_of, gather, records_of
 from txl_dist.data.scratch import CORPUS
 from txl_dist.data.shards import ShardInfo, SplitInfo, WrittenShard, write_shard
-from txl_dist.files import replace_file
+from txl_dist.files import replace_file, sha256_of_file
 
 _CELL_BITS = 20
+_MOST_DOCUMENTS = 1 << 20
+"""In a shard, about: the worker that writes it keeps some hundred bytes of each, however short."""
 DROPPED = "dropped.u64"
 
 
@@ -105,6 +107,7 @@ def plan_split(
         info.longest = max(info.longest, int(records["tokens"].max(initial=0)))
     documents_before = np.cumsum(documents_of_cell) - documents_of_cell
     info.tokens, info.documents = int(tokens_of_cell.sum()), int(documents_of_cell.sum())
+    count = max(-(-info.tokens // shard_len), -(-info.documents // _MOST_DOCUMENTS))
     tasks = [
         ShardTask(
             scratch=str(scratch),
@@ -117,7 +120,7 @@ def plan_split(
             dtype=dtype.str,
             vocab_size=vocab_size,
         )
-        for number, (first, last) in enumerate(_cut(tokens_of_cell, shard_len))
+        for number, (first, last) in enumerate(_cut(tokens_of_cell, count))
     ]
     return info, tasks
 
@@ -133,6 +136,7 @@ def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, 
 def write_planned(task: ShardTask) -> WrittenShard:
     """Write a shard, and then the JSON that says so."""
     scratch, dtype = Path(task.scratch), np.dtype(task.dtype)
+    _about(task).unlink(missing_ok=True)  # it may speak of a shard of another plan
     records, documents = gather(scratch, task.parts, task.split, keys=task.keys, dtype=dtype)
     dropped = np.memmap(scratch / DROPPED, dtype=np.uint64, mode="r") if (scratch / DROPPED).stat().st_size else None
     if dropped is not None:
@@ -152,9 +156,13 @@ def write_planned(task: ShardTask) -> WrittenShard:
 
 
 def is_written(task: ShardTask) -> bool:
-    """Whether a shard is finished already, and of this plan."""
+    """Whether a shard is finished already, of this plan, and still there."""
+    tar = Path(task.scratch) / CORPUS / task.name
     try:
-        return bool(json.loads(_about(task).read_bytes())["plan"] == task.plan)
+        about = json.loads(_about(task).read_bytes())
+        size, idx_sha256 = tar.stat().st_size, sha256_of_file(tar.with_name(f"{task.name}.idx"))
+        info = ShardInfo(**about["info"])
+        return bool(about["plan"] == task.plan and (info.bytes, info.idx_sha256) == (size, idx_sha256))
     except (FileNotFoundError, ValueError):
         return False
 
@@ -169,11 +177,10 @@ def _about(task: ShardTask) -> Path:
     return Path(task.scratch) / f"shard-{task.name}.json"
 
 
-def _cut(tokens_of_cell: npt.NDArray[np.int64], shard_len: int) -> Iterator[tuple[int, int]]:
-    """(first cell, cell behind the last) of shards of equal size, none without tokens."""
+def _cut(tokens_of_cell: npt.NDArray[np.int64], count: int) -> Iterator[tuple[int, int]]:
+    """(first cell, cell behind the last) of `count` shards of equal size, none without tokens."""
     ends = np.cumsum(tokens_of_cell)
     total = int(ends[-1])
-    count = -(-total // shard_len)
     wanted = [total * number // count for number in range(1, count)]
     borders = np.unique([0, *(np.searchsorted(ends, wanted) + 1), len(ends)])
     filled = np.concatenate([[0], ends])[borders]

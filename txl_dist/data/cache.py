@@ -3,7 +3,7 @@
     CACHE/
       HASH-train-000003.tar             a shard: its size and sha256 were proven before it got this name
       HASH-train-000003.tar.lock        held by whoever downloads it; the others wait for that download
-      HASH-train-000004.tar.N.part      a download under way that will have N bytes, or was killed
+      HASH-train-000004.tar.R.N.part    a download under way that will have N bytes, or was killed
       cache.lock                        held while room is made
 
 - A name begins with the hash of the content: corpora with equal shard names do not meet, and a shard that was
@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -170,11 +172,13 @@ class CachedStorage(RemoteStorage):
 
     def _reserve(self, path: Path, info: ShardInfo, *, patient: bool) -> tuple[Path, IO[bytes]]:
         """(an empty part file whose name says how much room it will need, the same, open and locked as in use)."""
-        part = path.with_name(f"{path.name}.{info.bytes}.part")
+        # A name of its own for each try: a download that was given up may still open and write its file.
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{info.bytes}.part")
         polls = _MAX_POLLS if patient and info.bytes <= self._max_bytes else 0
         while True:
             with _errors_of(self._folder), self._room_lock():
-                part.unlink(missing_ok=True)  # not truncated: a download that was given up may still write to it
+                for old in self._folder.glob(f"{glob.escape(path.name)}.*.part"):
+                    old.unlink(missing_ok=True)  # of a killed process: we hold the lock on this shard
                 has_room, is_downloading = self._make_room(info.bytes)
                 if has_room:
                     stream = part.open("w+b")

@@ -7,8 +7,9 @@ Damage is an error that names the file, the document and the remedy, found as ea
     touching a document  crc32 of its tokens, ids below the vocabulary size; once per open shard
     `verify` (verify.py) all of that for every document, and sha256 of every file
 
-What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds. Where the files
-lie is the business of storage.py.
+What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds. A document is
+checked whole when it is first touched, so one of 100 million tokens costs a tenth of a second then. A file that is cut
+while it is mapped ends the process. Where the files lie is the business of storage.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
 
+NPY_HEADER_LEN, TAR_BLOCK_LEN = 128, 512
+
 
 class Shard:
     """One open shard: documents by their index in file order."""
@@ -55,12 +60,21 @@ class Shard:
         """Where the tokens of each document lie in the tar, in bytes."""
         self.lengths: npt.NDArray[np.int64] = table["tokens"].astype(np.int64)
         """Tokens of each document."""
-        self.starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
-        """First token of each document, counted in the shard."""
+        if (len(table), int(self.lengths.sum())) != (info.documents, info.tokens):
+            raise DataError(
+                f"{self.name}.idx lists {len(table)} documents of {int(self.lengths.sum())} tokens, the index says "
+                f"{info.documents} of {info.tokens}. {REMEDY}"
+            )
         self.crc32s: npt.NDArray[np.uint32] = table["crc32"]
         self._dtype = dtype
         self._vocab_size = vocab_size
         self._is_checked = np.zeros(len(table), dtype=bool)
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """First token of each document, counted in the shard."""
+        starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
+        return starts
 
     def document(self, index: int) -> Tokens:
         """Tokens of one document, a view into the file. Raises DataError if they are damaged."""
@@ -74,15 +88,27 @@ class Shard:
     def check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
         """Raises DataError if these are not the bytes of a document."""
         if zlib.crc32(raw.data) != int(self.crc32s[index]):
-            raise DataError(
-                f"{self.name}, document {index}: damaged, its crc32 differs from the record. {self._payload.remedy}"
-            )
+            raise DataError(f"{self._place(index)}: damaged, its crc32 differs from the record. {self._payload.remedy}")
         largest = int(raw.view(self._dtype).max())
         if largest >= self._vocab_size:
             raise DataError(
-                f"{self.name}, document {index}: id {largest} is outside the vocabulary of {self._vocab_size}. "
+                f"{self._place(index)}: id {largest} is outside the vocabulary of {self._vocab_size}. "
                 + self._payload.remedy
             )
+
+    def _place(self, index: int) -> str:
+        """Shard, document, sample key and bytes, for messages."""
+        size = self._dtype.itemsize
+        first = index
+        # The documents of a sample touch; before the first stand the headers of its array and of the member.
+        while first and self.offsets[first - 1] + self.lengths[first - 1] * size == self.offsets[first]:
+            first -= 1
+        begin, end = int(self.offsets[index]), int(self.offsets[index] + self.lengths[index] * size)
+        header, key = int(self.offsets[first]) - NPY_HEADER_LEN - TAR_BLOCK_LEN, "unknown"
+        with suppress(DataError):  # the damage itself is what has to be told
+            name = self._payload.read(max(header, 0), 100).tobytes()
+            key = name.partition(b".npy\0")[0].decode("ascii", errors="replace") if b".npy\0" in name else key
+        return f"{self.name}, document {index} (sample {key!r}, bytes {begin:,} to {end:,})"
 
 
 class Split:
@@ -211,7 +237,9 @@ class Shards:
             raise
         except DataError as error:
             info = self._split.shards[index]
-            self._damage.skip(error, shard=info.name, document=-1, count=info.documents)
+            self._damage.skip(
+                error, shard=self._split.corpus.storage.name_of(info.name), document=-1, count=info.documents
+            )
             return LostShard(info)
 
 
@@ -291,8 +319,15 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         )
     if canonical_hash(index) != index["self_sha256"]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
-    strange = [shard["name"] for split in index["splits"].values() for shard in split["shards"]]
-    strange = [shard for shard in strange if shard != Path(shard).name or shard.startswith(".")]
+    try:
+        shards = [shard.name for values in index["splits"].values() for shard in SplitInfo.from_dict(values).shards]
+        is_known = index["dtype"] in ("uint16", "uint32") and isinstance(index["vocab_size"], int)
+        is_known = is_known and {"end_of_text", "tokenizer_sha256", "statistics"} <= index.keys()
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
+    if not is_known:
+        raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
+    strange = [shard for shard in shards if shard != Path(shard).name or shard.startswith(".")]
     if strange:
         raise DataError(f"{name} names shards outside its folder ({strange[0]!r}). Do not use this corpus.")
     return index

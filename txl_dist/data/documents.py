@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 from txl_dist.errors import DataError
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
-Cut = Literal["file", "line", "blank_line"]
-"""How plain text becomes documents: a document per file, per line, or per run of lines between blank ones."""
+Cut = Literal["file", "line", "blank_line", "jsonl"]
+"""How text becomes documents: one per file, per line, per run of lines between blank ones, or per line of JSON."""
 Form = Literal["file", "line", "blank_line", "jsonl", "parquet"]
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
@@ -132,7 +132,7 @@ def _records_of(block: Block) -> Iterator[tuple[int, bytes]]:
     for number, line in enumerate([*lines, b""]):
         if not line.strip():
             if first < number:
-                yield first, b"\n".join(lines[first:number])
+                yield first, b"\n".join(lines[first:number]).removesuffix(b"\r")
             first = number + 1
 
 
@@ -174,7 +174,7 @@ def _parse_record(line: str, *, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}). Mend or remove the line.") from error
+        raise DataError(f"{where}: not valid JSON ({error}), an object on each line. Mend or remove it.") from error
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply. Mend or remove the line.") from None
     text: Any = record.get(field) if isinstance(record, dict) else None

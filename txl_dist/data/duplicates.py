@@ -92,6 +92,8 @@ def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, f
 
     found, num_held_out = [np.empty(0, np.uint64)], 0
     for own in _sliced(entries(), count=count, folder=folder):
+        if not len(own):
+            continue
         own = own[np.lexsort((own["ordinal"], own["is_train"], own["rest"], own["value"]))]
         is_equal = (own["value"][1:] == own["value"][:-1]) & (own["rest"][1:] == own["rest"][:-1])
         begins = np.concatenate([[True], ~is_equal])

@@ -20,6 +20,9 @@ from txl_dist.errors import DataError
 
 LONGEST_RECORD = 1 << 31
 """Bytes from which on a document is too long."""
+MOST_RECORDS = 1 << 18
+"""Raw records, or lines, in a block or a part, about: a worker keeps some hundred bytes of each, however short."""
+_BLOCK_BYTES = 1 << 22
 _ROWS = 1024
 _MIB = 1 << 20
 
@@ -45,7 +48,8 @@ class Part(NamedTuple):
     end: Cursor
     """Where the next part begins."""
     stored_bytes: int
-    """Bytes, as stored, of all input up to the end of the part; for progress."""
+    """Bytes of all input up to the end of the part, as stored, or decompressed if their number is unknown; for
+    progress."""
 
 
 def read_parts(
@@ -68,14 +72,14 @@ def read_parts(
         first = start if number == start.file else Cursor()
         at, unit = first.offset, first.unit
         with open_source(file, allow_protocols) as (stream, stored_of_file):
-            for data, length, units in _records(file, stream, first.offset, part_bytes, jsonl_field):
+            for data, length, units in _records(file, stream, first.offset, min(part_bytes, _BLOCK_BYTES), jsonl_field):
                 blocks.append(Block(file.path, file.form, file.split, unit, ordinal, data))
                 held, at, unit, ordinal = held + len(data), at + length, unit + units, ordinal + units
-                if held >= part_bytes:
+                if held >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
                     end = Cursor(number, at, unit, ordinal)
-                    yield Part(blocks, begin, end, stored + stored_of_file())
+                    yield Part(blocks, begin, end, stored + (at if file.size is None else stored_of_file()))
                     blocks, held, begin = [], 0, end
-        stored += file.size or 0
+        stored += at if file.size is None else file.size
     if blocks:
         yield Part(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored)
 
@@ -110,10 +114,12 @@ def _records(
             is_last = len(more) < len(data)
             data += more
         if is_last:
-            if data:
-                yield data, len(data), data.count(b"\n") + (not data.endswith(b"\n"))
+            end = len(data)
+        while data.count(b"\n", 0, end) > MOST_RECORDS and (half := end_of_records(data[: end // 2], file.form)):
+            end = half
+        if not data:
             return
-        yield data[:end], end, data.count(b"\n", 0, end)
+        yield data[:end], end, data.count(b"\n", 0, end) + (not data.endswith(b"\n", 0, end))
         held = data[end:] + held
 
 
@@ -142,7 +148,7 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
     except ImportError as error:
         raise DataError(f"reading {path} needs the package pyarrow. Run `pip install 'txl_dist[parquet]'`.") from error
     try:
-        table = pyarrow.parquet.ParquetFile(stream)
+        table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
         known = table.schema_arrow
         kinds = {pyarrow.string(), pyarrow.large_string()}
         if field not in known.names or known.field(field).type not in kinds:

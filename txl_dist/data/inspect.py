@@ -94,7 +94,7 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
     for number, one in enumerate(facts["clusters"]):
         first, end = one["first"], one["end"]
         rows.append([str(number), f"{first:,}", f"{end - 1:,}", f"{end - first:,}", f"{100 * one['share']:.2f} %"])
-    lines = [*aligned(rows), " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
+    lines = [*aligned(rows), "", " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
     head, best = facts["clusters"][0]["share"], facts["best_head"]
     if head < SORTED_ENOUGH * best:
         lines.append(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +21,11 @@ from txl_dist.data.documents import (
 from txl_dist.data.inputs import Cursor, Part, read_parts
 from txl_dist.data.named import materialise
 from txl_dist.data.progress import Progress
+from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE
 from txl_dist.data.settings import PrepareSettings
 from txl_dist.data.shards import TOKENIZER_NAME
-from txl_dist.data.sources import STDIN, Listing, SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.streams import chunks_of
 from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import replace_file
@@ -95,7 +95,7 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
     assert name is not None
     with Progress(f"getting {name}", total=0) as progress:
         paths = materialise(
-            name, scratch / "named", source=settings.source, progress=lambda done, _: progress.reach(done)
+            name, scratch / DOWNLOADS, source=settings.source, progress=lambda done, _: progress.reach(done)
         )
     files = [file for split, own in paths.items() for file in list_sources(own, _listing(settings), split=split)]
     return [file._replace(identity=name) for file in files]
@@ -103,7 +103,7 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
 
 def make_tokenizer(job: Job) -> Tokenizer:
     """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
-    settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / "tokenizer-inputs"
+    settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
     if path.exists() and done.exists() and done.read_text() == inputs:
         return load_tokenizer(path)
@@ -114,6 +114,7 @@ def make_tokenizer(job: Job) -> Tokenizer:
         _check_keeps(settings, tokenizer.kind)
     else:
         tokenizer = import_tokenizer(settings.tokenizer_path, lambda: _train_texts(job))
+    done.unlink(missing_ok=True)  # it may speak of another tokenizer
     replace_file(path, tokenizer.to_json().encode("utf-8"))
     replace_file(done, inputs.encode())
     return tokenizer
@@ -145,7 +146,7 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
 
 def _train_texts(job: Job) -> Iterator[str]:
     """One pass over the texts that a tokenizer is learnt from."""
-    job.files = [_spooled(file, job.scratch) for file in job.files]
+    job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
     reading, fraction = job.settings.reading(), job.settings.tokenizer_fraction
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
     with Progress("learning the tokenizer", total=job.total_bytes) as progress:
@@ -159,14 +160,14 @@ def _train_texts(job: Job) -> Iterator[str]:
             progress.reach(part.stored_bytes)
 
 
-def _spooled(file: SourceFile, scratch: Path) -> SourceFile:
-    """Stdin as a file, since a tokenizer is learnt from it and then encodes it."""
-    if file.path != STDIN:
+def _spooled(job: Job, number: int, file: SourceFile) -> SourceFile:
+    """Stdin, or what a command prints, as a file: a tokenizer is learnt from it, and then it is encoded."""
+    if not file.is_stream or file.spooled:
         return file
-    path = scratch / "stdin"
+    path = job.scratch / f"spooled-{number}"
     with path.open("wb") as stream:
-        shutil.copyfileobj(sys.stdin.buffer, stream, 1 << 20)
-    return file._replace(path=str(path), size=path.stat().st_size)
+        stream.writelines(chunks_of(file, job.settings.allow_protocols))
+    return file._replace(spooled=str(path), size=path.stat().st_size)
 
 
 def _choose_part_bytes(files: Sequence[SourceFile]) -> int:

@@ -108,7 +108,7 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
     return range(rank * share, (rank + 1) * share)
 
 
-def allot_lanes(num_lanes: int, weights: Sequence[float]) -> tuple[int, ...]:
+def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str] = ()) -> tuple[int, ...]:
     """Lanes per corpus in proportion to the weights, by largest remainder: every batch holds the same shares.
 
     Raises ConfigError if no weight is positive, or a positive one is too small for a lane.
@@ -121,12 +121,12 @@ def allot_lanes(num_lanes: int, weights: Sequence[float]) -> tuple[int, ...]:
     by_remainder = sorted(range(len(shares)), key=lambda i: (lanes[i] - shares[i], i))
     for i in by_remainder[: num_lanes - sum(lanes)]:
         lanes[i] += 1
-    starved = [i for i, (weight, count) in enumerate(zip(weights, lanes, strict=True)) if weight > 0 and not count]
-    if starved:
-        raise ConfigError(
-            f"corpus {starved[0]} gets none of the {num_lanes} lanes: its share is {shares[starved[0]]:.2f} lanes. "
-            "Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
-        )
+    for i, (weight, count) in enumerate(zip(weights, lanes, strict=True)):
+        if weight > 0 and not count:
+            raise ConfigError(
+                f"corpus {names[i] if names else i} gets none of the {num_lanes} lanes: its share is {shares[i]:.2f} "
+                "lanes. Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
+            )
     return tuple(lanes)
 
 
@@ -277,15 +277,14 @@ class LanePlan:
     def _order(self, epoch: int, shard: int | None) -> tuple[Int64s, Int64s]:
         """Hashed order of the shards (None) or of one shard's documents, and the first token of each in it."""
         key = (epoch, -1 if shard is None else shard)
-        if key in self._orders:
+        tokens = self._shard_tokens if shard is None else self._document_tokens(shard)
+        known = self._orders.get(key)
+        # A shard that was lost, or came back, has other documents than it had.
+        if known is not None and len(known[0]) == len(tokens):
             self._orders.move_to_end(key)
-            return self._orders[key]
-        if shard is None:
-            tokens = self._shard_tokens
-            order = hashed_order(len(tokens), self._seed, epoch, _SHARD_ORDER)
-        else:
-            tokens = self._document_tokens(shard)
-            order = hashed_order(len(tokens), self._seed, epoch, _DOCUMENT_ORDER, shard)
+            return known
+        own = (_SHARD_ORDER,) if shard is None else (_DOCUMENT_ORDER, shard)
+        order = hashed_order(len(tokens), self._seed, epoch, *own)
         starts = np.cumsum(tokens[order]) - tokens[order]
         self._orders[key] = order, starts
         if len(self._orders) > self._num_cached:

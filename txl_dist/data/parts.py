@@ -57,6 +57,8 @@ PART_RECORD = np.dtype(
 """`start`: first token in the file of tokens. `digest`: 128 bits of the content."""
 _BATCH_LEN = 1 << 20
 """Characters that are encoded at once."""
+_BATCH_DOCUMENTS = 1 << 12
+"""Documents that are encoded at once, since `band_keys` takes a kilobyte for each, however short."""
 
 
 class Encoding(NamedTuple):
@@ -112,6 +114,7 @@ def encode_part(task: PartTask) -> PartInfo:
         for batch in _batches(_kept(documents_of(block, encoding.reading), counts)):
             _encode_batch(batch, block.split, encoding, tokenizer, splits, counts)
     folder = Path(encoding.folder)
+    (folder / f"{name_of_part(task.number)}.json").unlink(missing_ok=True)  # it may speak of another part
     for split, gathered in splits.items():
         gathered.write(folder, name_of_part(task.number, split), split, encoding, tokenizer)
     documents = {split: len(gathered.records) for split, gathered in sorted(splits.items())}
@@ -221,7 +224,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         held += len(document.text)
-        if held >= _BATCH_LEN:
+        if held >= _BATCH_LEN or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, held = [], 0
     if batch:

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 _POLL_S = 0.1
+_LONGEST_CLOSE_S = 10.0
 
 
 def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, None]:
     """The same items, made ahead by one background thread, at most `depth` of them waiting.
 
     The thread starts with the first `next`. An exception in it is raised here, behind the items made before it.
-    Closing the iterator ends the thread; it waits for the item that is being made.
+    Closing the iterator ends the thread; it waits for the item that is being made, but not for a dead source.
     """
     waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -54,4 +55,4 @@ def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, N
             yield value
     finally:
         stop.set()
-        thread.join()
+        thread.join(timeout=_LONGEST_CLOSE_S)

@@ -56,10 +56,12 @@ from txl_dist.data.shards import (
 )
 from txl_dist.data.sources import count_left_out, identities, is_repeatable
 from txl_dist.data.workers import Workers, start_workers
-from txl_dist.errors import DataError
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
 from txl_dist.text.tokenizer import Tokenizer
+
+_COUNTS = {"held_out_duplicates": "train documents that also stand in a held-out split"}
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,24 @@ class PrepareSummary:
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += self._table()
+        lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in self._unknown().items()]
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
-        lines += [f"  {key.replace('_', ' ')}: {count:,}" for key, count in counts.items() if count]
+        lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
         if self.parts_kept:
             lines.append(
                 f"  kept from an interrupted preparation: {self.parts_kept:,} parts, {self.shards_kept:,} shards"
             )
         return lines
+
+    def _unknown(self) -> dict[str, float]:
+        """Share of the tokens that stand for what the tokenizer does not know, per split that has some."""
+        tokenizer = self.corpus.load_tokenizer()
+        unknown = getattr(tokenizer, "unknown", None)
+        if unknown not in tokenizer.symbols:
+            return {}
+        splits = map(self.corpus.split, self.corpus.split_names)
+        shares = {split.name: split.counts()[tokenizer.symbols.index(unknown)] / split.tokens for split in splits}
+        return {name: float(share) for name, share in shares.items() if share}
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = [
@@ -110,7 +123,9 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     process prepares it, or a worker dies.
     """
     job_settings = PrepareSettings(**settings).completed()
-    target = Path(output).absolute()
+    if "://" in str(output):
+        raise ConfigError(f"the output {output} is a URL. Prepare into a folder, and copy that.")
+    target = Path(output).resolve()  # of a link what it stands for is replaced
     check_target(target)
     is_named = job_settings.name is not None
     files = [] if is_named else list_files(job_settings)

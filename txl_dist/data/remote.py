@@ -1,6 +1,6 @@
 """Files at URLs: which schemes may be used, and reads that are tried again, and never wait for ever.
 
-    check_protocol     known schemes only; whatever may run a program has to be named in data.allow_protocols
+    check_protocol     known schemes only; whatever may run a program has to be allowed by name
     filesystem_of      the fsspec file system of a URL, or which package to install
     retrying           tries again after growing, random waits; in the end an error that names the source
     watched            an error in place of a server that accepts and then says nothing
@@ -59,7 +59,7 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
                 f"{url}: the scheme {protocol!r} is not one of {', '.join(PROTOCOLS)}, and may run programs. "
-                f"If you trust it, name it in data.allow_protocols."
+                f"If you trust it, name it in --allow-protocols, or in a configuration in data.allow_protocols."
             )
     return protocols[0]
 
@@ -102,8 +102,8 @@ def retrying(
 ) -> Result:
     """The action's result, after up to `retries` failed tries. `what` is the source, for messages.
 
-    Raises DataError if the file is absent or forbidden, at once, or damaged, and UnreachableError if it was the way to
-    it that failed each time.
+    Raises DataError if the file is absent, at once, or damaged each time; UnreachableError if it is forbidden, at once,
+    or if it was the way to it that failed each time.
     """
     for attempt in range(1, retries + 2):
         try:
@@ -112,7 +112,7 @@ def retrying(
             raise  # final by its nature, and says so itself
         except Exception as error:
             if attempt > retries or _is_final(error):
-                is_damage = _is_final(error) or isinstance(error, DamageError)
+                is_damage = isinstance(error, FileNotFoundError | DamageError)
                 raise (DataError if is_damage else UnreachableError)(
                     f"cannot read {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
                     "Check the address, the network, the credentials and the file there."

@@ -44,7 +44,7 @@ class PrepareSettings:
     lower_case: bool = False
     """Make text lower case (char, word)."""
     end_of_text: bool = True
-    """Put an end-of-text behind each document."""
+    """Put an end-of-text behind each document. Named corpora with the tokenizer of the papers never have one."""
     only_seen: bool = False
     """No ids for bytes or characters that do not occur (byte, char)."""
     sentence_marks: bool = False
@@ -56,7 +56,7 @@ class PrepareSettings:
     tokenizer_path: str | Path | None = None
     """A given tokenizer in place of learning one; see `import_tokenizer`."""
     documents: Cut = "file"
-    """How plain text is cut into documents; JSON lines and rows of parquet are one each."""
+    """How plain text is cut into documents; JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
     jsonl_field: str = "text"
     """Field of JSON lines, or column of parquet, that holds the text."""
     stdin_format: Literal["text", "jsonl"] = "text"
@@ -70,7 +70,7 @@ class PrepareSettings:
     seed: int = 0
     """Of the order of the train documents."""
     shard_len: int = 1 << 25
-    """Tokens in a shard, about."""
+    """Tokens in a shard, about; fewer where it would hold more than a million documents."""
     num_workers: int = 0
     """Processes; 0: one per core, or none beside this one for less than 16 MiB of input."""
     part_bytes: int = 0
@@ -89,6 +89,10 @@ class PrepareSettings:
                 )
         if sum(fractions.values()) >= 1:
             raise ConfigError("valid_fraction and test_fraction leave nothing to train on: together stay below 1.")
+        for name in ("valid", "test"):
+            fraction = getattr(self, f"{name}_fraction")
+            if getattr(self, f"{name}_inputs") and fraction not in (0, _default(f"{name}_fraction")):
+                raise ConfigError(f"{name}_fraction={fraction} has no meaning beside given text for the split {name}.")
         if not 0 < self.tokenizer_fraction <= 1:
             raise ConfigError(f"tokenizer_fraction={self.tokenizer_fraction} must be above 0 and at most 1.")
         if self.shard_len < 1:
@@ -142,7 +146,8 @@ class PrepareSettings:
 
         self.check()
         own = {} if self.name is None else NAMED[self.name].tokenizer
-        if self.tokenizer_path is not None or self.kind != "auto":  # its own tokenizer's settings do not fit another
+        is_own_kind = self.kind in ("auto", own.get("kind"))
+        if self.tokenizer_path is not None or not is_own_kind:  # its own tokenizer's settings do not fit another
             own = {name: value for name, value in own.items() if name == "documents"}
         own = {name: value for name, value in own.items() if getattr(self, name) == _default(name)}
         if self.name is not None:  # its splits are its own

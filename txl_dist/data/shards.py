@@ -114,7 +114,7 @@ def write_shard(
     temporary = folder / f"{name}.tmp"
     with temporary.open("wb") as stream:
         tar = _TarStream(stream)
-        records, number = [], first_document
+        table, number = np.empty(len(documents), dtype=RECORD), first_document
         for sample in _samples(documents):
             tokens = np.concatenate(sample).astype(dtype, copy=False)
             counts += np.bincount(tokens, minlength=vocab_size)
@@ -122,14 +122,13 @@ def write_shard(
             offset = tar.add(f"{number:09d}.npy", npy_bytes(tokens)) + NPY_HEADER_BYTES
             if len(sample) > 1:
                 tar.add(f"{number:09d}.docs.npy", npy_bytes(starts.astype("<u4")))
-            for start, document in zip(starts.tolist(), sample, strict=True):
-                crc32 = zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data)
-                records.append((offset + start * dtype.itemsize, len(document), crc32))
+            own = table[number - first_document :][: len(sample)]
+            own["offset"], own["tokens"] = offset + starts * dtype.itemsize, [len(document) for document in sample]
+            own["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
             number += len(sample)
         tar.close()
         flush_to_disk(stream)
     temporary.replace(folder / name)
-    table = np.array(records, dtype=RECORD)
     replace_file(folder / f"{name}.idx", table.tobytes())
     info = ShardInfo(
         name=name,

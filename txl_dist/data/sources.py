@@ -1,6 +1,7 @@
 """Which files the inputs of `txl prepare` stand for: files, folders, globs, URLs, stdin, commands, the built-in text.
 
-    a.txt  b.jsonl.zst  c.parquet     as they are; the suffix says how they are read, any other suffix is plain text
+    a.txt  b.jsonl.zst  c.parquet     as they are; the suffix says how they are read (.ndjson and .json too are JSON
+                                      lines), any other suffix is plain text
     folder/                           its files of the known suffixes, sorted; links to folders are not followed
     'data/**/*.jsonl.gz'              sorted; quoted, or the shell has already expanded it
     https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
@@ -17,6 +18,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,12 +32,15 @@ STDLIB = "stdlib"
 """Input name of the built-in corpus."""
 STDIN = "-"
 PIPE = "pipe:"
-TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl", ".parquet"})
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl", ".ndjson", ".parquet"})
 """Files that are taken from a folder, as they are or compressed; a file named by itself may have any suffix."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".xz"})
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_URL_MARKS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
-"""What a file system may know about the version of a file."""
+_URL_MARKS = (
+    *("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime"),
+    *("LastModified", "Last-Modified", "last_modified", "updated", "created"),
+)
+"""What a file system may know about the version of a file. A size proves nothing."""
 
 
 class SourceFile(NamedTuple):
@@ -49,18 +54,25 @@ class SourceFile(NamedTuple):
     """Bytes as stored; None if unknown."""
     identity: str
     """Changes when the content does. Empty: nobody can tell."""
+    spooled: str = ""
+    """Local copy to read in its place, of what can be read but once."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Stdin or a command, not a file."""
+        return self.path == STDIN or self.path.startswith(PIPE)
 
     @property
     def suffix(self) -> str:
         """`.gz` of x.jsonl.gz."""
-        return "" if self.path == STDIN or self.path.startswith(PIPE) else Path(_path_of(self.path)).suffix
+        return "" if self.is_stream else Path(_path_of(self.path)).suffix
 
 
 class Listing(NamedTuple):
     """How inputs are listed."""
 
     documents: Cut = "file"
-    """How plain text is cut into documents."""
+    """How files that are neither JSON lines nor parquet by their suffix are cut into documents."""
     stdin_format: Literal["text", "jsonl"] = "text"
     """What stdin and commands give."""
     allow_protocols: tuple[str, ...] = ()
@@ -70,12 +82,14 @@ class Listing(NamedTuple):
 def list_sources(inputs: Sequence[str | Path], listing: Listing, *, split: str) -> list[SourceFile]:
     """The files of the inputs in reading order.
 
-    Raises DataError if an input does not exist, may not be used, or cannot be listed.
+    Raises DataError if an input does not exist, holds no text, may not be used, or cannot be listed.
     """
     found: list[SourceFile] = []
     for given in map(str, inputs):
         stream_form: Form = "jsonl" if listing.stdin_format == "jsonl" else listing.documents
         if given == STDIN:
+            if sys.stdin is None:
+                raise DataError("stdin is closed. Pipe text into it, or give files.")
             found.append(SourceFile(STDIN, split, stream_form, None, ""))
         elif given.startswith(PIPE):
             if "pipe" not in listing.allow_protocols:
@@ -84,7 +98,12 @@ def list_sources(inputs: Sequence[str | Path], listing: Listing, *, split: str) 
                 )
             found.append(SourceFile(given, split, stream_form, None, ""))
         else:
-            files = _of_url(given, listing) if is_url(given) else _of_paths(given)
+            files = list(_of_url(given, listing) if is_url(given) else _of_paths(given))
+            if not files:
+                raise DataError(
+                    f"{given} holds no text: of a folder, files named {' '.join(sorted(TEXT_SUFFIXES))} are taken, as "
+                    f"they are or compressed, and {count_left_out([given])} others left out. Name those that are text."
+                )
             found += [SourceFile(path, split, _form(path, listing), size, mark) for path, size, mark in files]
     return found
 
@@ -140,7 +159,7 @@ def _path_of(location: str) -> str:
 
 def _form(path: str, listing: Listing) -> Form:
     suffix = text_suffix(_path_of(path))
-    forms: dict[str, Form] = {".jsonl": "jsonl", ".parquet": "parquet"}
+    forms: dict[str, Form] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     return forms.get(suffix, listing.documents)
 
 
@@ -192,8 +211,7 @@ def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str
         if about.get("type") != "directory":
             url = filesystem.unstrip_protocol(name) if can_list else given
             size = about.get("size")
-            mark = next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
-            yield url, size, mark or f"size {size}"
+            yield url, size, next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
 
 
 def _is_text(name: str) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from txl_dist.data.remote import filesystem_of, retrying, watched
-from txl_dist.data.sources import PIPE, STDIN, SourceFile, is_url
+from txl_dist.data.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
 from txl_dist.errors import DataError
 
 _MIB = 1 << 20
@@ -29,16 +31,28 @@ _RETRIES = 5
 
 @contextmanager
 def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """A file's decompressed bytes, and how many stored ones have been read. Raises DataError naming the file."""
+    """A file's decompressed bytes, and how many stored ones have been read, which only files of known size can tell.
+
+    Raises DataError naming the file.
+    """
     try:
         with _open_stored(file, allow_protocols) as raw, _decompressed(raw, file) as stream:
-            yield stream, (lambda: 0) if file.size is None else raw.tell
+            yield stream, raw.tell
     except _read_errors() as error:
         raise DataError(f"cannot read {file.path}: {error}. Mend or remove the file, then prepare again.") from error
 
 
-def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> IO[bytes]:
+def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
+    """A file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
+    with open_source(file, allow_protocols) as (stream, _):
+        while chunk := stream.read(_MIB):
+            yield chunk
+
+
+def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:
     """The bytes of a file as they are stored."""
+    if file.spooled:
+        return open(file.spooled, "rb")
     if file.path == STDIN:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     if file.path.startswith(PIPE):
@@ -48,7 +62,9 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> IO[bytes]:
     return open(file.path, "rb")
 
 
-def _decompressed(raw: IO[bytes], file: SourceFile) -> IO[bytes]:
+def _decompressed(raw: io.BufferedReader, file: SourceFile) -> IO[bytes]:
+    if file.suffix in COMPRESSED_SUFFIXES and not raw.peek(1):
+        raise EOFError("it is empty, as no compressed file is")
     if file.suffix == ".gz":
         return cast(IO[bytes], gzip.open(raw))
     if file.suffix == ".xz":
@@ -102,7 +118,9 @@ class _CommandStream(io.RawIOBase):
         bash = shutil.which("bash")
         words = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
         self._command = command
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
 
     def readable(self) -> bool:
         return True
@@ -119,8 +137,11 @@ class _CommandStream(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        assert self._process.stdout is not None
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the shell and what it started
+        self._process.stdout.close()
+        self._process.wait()
         super().close()
 
 
@@ -132,6 +153,7 @@ class _UrlStream(io.RawIOBase):
         self._size = file.size
         self._filesystem, self._path = filesystem_of(file.path, allow=allow_protocols)
         self._file: Any = None
+        self._block_size = 8 * _MIB
         self._position = 0
 
     def readable(self) -> bool:
@@ -155,19 +177,26 @@ class _UrlStream(io.RawIOBase):
         return len(data)
 
     def _read(self, count: int) -> bytes:
-        if self._file is None:
-            file = self._filesystem.open(self._path, "rb", block_size=8 * _MIB, cache_type="readahead")
-            try:
-                file.seek(self._position)
-            except ValueError:  # a server without ranges
-                _discard(file, self._position)
-            self._file = file
-        file, self._file = self._file, None
-        data: bytes = file.read(count)
+        file, self._file = self._file or self._open(), None
+        try:
+            data: bytes = file.read(count)
+        except ValueError:
+            if not self._block_size:
+                raise
+            self._block_size = 0  # a server without ranges: one answer, front to back
+            return self._read(count)
         if not data and self._size is not None and self._position < self._size:
             raise OSError(f"it ended after {self._position:,} of {self._size:,} bytes")
         self._file = file
         return data
+
+    def _open(self) -> Any:
+        file = self._filesystem.open(self._path, "rb", block_size=self._block_size, cache_type="readahead")
+        try:
+            file.seek(self._position)
+        except ValueError:  # it comes front to back
+            _discard(file, self._position)
+        return file
 
 
 def _read_errors() -> tuple[type[Exception], ...]:

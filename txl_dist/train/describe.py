@@ -8,6 +8,7 @@ import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
 from txl_dist.data.corpus import Split
+from txl_dist.data.lanes import epochs_read
 from txl_dist.data.stream import StreamState
 from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
@@ -31,13 +32,14 @@ def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Itera
     )
 
 
-def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamState) -> Iterator[str]:
-    """A line per corpus: its lanes, and how often the run reads it."""
-    for split, one in zip(splits, stream.corpora, strict=True):
-        read = one.num_lanes * config.train.segment_len * config.train.max_steps / split.tokens
+def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamState, step: int = 0) -> Iterator[str]:
+    """A line per corpus: its lanes, and how often the run will have read it when it goes on at this step."""
+    end = stream.advanced((config.train.max_steps - step) * config.train.segment_len)
+    for split, one in zip(splits, end.corpora, strict=True):
+        read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         yield (
             f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
-            f"shards; {one.num_lanes} lanes, {read:.2f} epochs in {config.train.max_steps:,} steps"
+            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {config.train.max_steps:,}"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from txl_dist.config import load_config
 from txl_dist.data.corpus import Split
 from txl_dist.data.stream import StreamState
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.train.checkpoint import continued_stream, list_checkpoints, read_state
 from txl_dist.train.job import first_stream, open_corpora, train_splits
 
@@ -32,6 +32,16 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
         state, _ = continued_stream(before[-1], state, splits)
         start = read_state(before[-1])["step"]
     segment_len = config.train.segment_len
+    if behind:
+        reached = state.advanced((_step_of(behind[0]) - start) * segment_len)
+        saved = StreamState.from_dict(read_state(behind[0])["stream"])
+        if [(one.cut(), one.position) for one in reached.corpora] != [
+            (one.cut(), one.position) for one in saved.corpora
+        ]:
+            raise CheckpointError(
+                f"which lanes step {step} had is not known: they were cut anew before {behind[0].name}, and the "
+                f"checkpoint from before that is gone. Name a step behind {_step_of(behind[0])}."
+            )
     return splits, state.advanced((step - 1 - start) * segment_len), segment_len
 
 

@@ -108,3 +108,18 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
             f"gradients of {plan.num_microbatches} micro-batches are summed in bf16; engine.zero_stage 2 sums in fp32"
         )
     return found
+
+
+def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
+    """A sentence if the shards that a rank may have open at once do not fit into the cache."""
+    if not config.data.cache_dir:
+        return []
+    largest = sorted((info.bytes for split in splits for info in split.shards), reverse=True)
+    # One per lane, one that is being left, and those that are fetched ahead, as far as there is room.
+    needed_gib = sum(largest[: lanes_per_rank + 2]) / 2**30
+    if needed_gib <= config.data.cache_gib:
+        return []
+    return [
+        f"the {lanes_per_rank} lanes of a rank may need {needed_gib:.1f} GiB of shards at once, for each rank of a "
+        f"node, and data.cache_gib={config.data.cache_gib:g}; the run ends where there is no room"
+    ]

@@ -24,6 +24,7 @@ from txl_dist.data.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.prefetch import prefetch
 from txl_dist.data.stream import LaneStream, StreamState
 from txl_dist.dist import Ranks, all_reduce_sum, barrier, gather_objects, joined_ranks, on_first, together
+from txl_dist.errors import DataError, UnreachableError
 from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -37,6 +38,7 @@ from txl_dist.train.checkpoint import (
     corpus_facts,
     load_checkpoint,
     prune_checkpoints,
+    read_state,
     save_checkpoint,
 )
 from txl_dist.train.describe import describe_batch, describe_data
@@ -44,7 +46,7 @@ from txl_dist.train.engine import Engine, ZeroEngine
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.export import make_probe
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import check_job, eval_splits, first_stream, remarks, train_splits
+from txl_dist.train.job import check_job, eval_splits, first_stream, remarks, remarks_on_cache, train_splits
 from txl_dist.train.metrics import Interval, Reporter, check_finite, eta_s
 from txl_dist.train.run_dir import check_run_dir, open_run_dir
 from txl_dist.train.schedule import learning_rate
@@ -77,7 +79,7 @@ def train(config: Config, *, resume: str = "auto") -> None:
         on_first(lambda: _open_run(config, checkpoint, warnings=warnings + remarks(config, plan=plan)))
         for line in (
             *describe_batch(config, plan=plan, vocab_size=start.facts.vocab_size),
-            *describe_data(config, splits=train_splits(config, corpora), stream=start.stream),
+            *describe_data(config, splits=train_splits(config, corpora), stream=start.stream, step=start.step),
         ):
             logger.info(line)
         if weights is not None:
@@ -90,9 +92,12 @@ class Start(NamedTuple):
     """What rank 0 decided before anything was built."""
 
     checkpoint: Path | None
+    step: int
     stream: StreamState
     """Where the lanes begin, or go on."""
     facts: CorpusFacts
+    is_done: bool
+    """The run had come to its end before."""
     warnings: list[str]
 
 
@@ -124,6 +129,8 @@ class Run:
         reporter.write("event", {**start, "threads_per_rank": self.ranks.num_threads})
         if state.step > max_steps:
             logger.warning("the run is at step %d already, past train.max_steps=%d", state.step, max_steps)
+        if state.step >= max_steps and not self.start.is_done:  # it was killed in its last evaluation
+            self._evaluate(state, reporter)
         interval = Interval()
         inputs = prefetch(self._inputs(state), depth=config.data.prefetch_depth)
         try:
@@ -133,7 +140,7 @@ class Run:
                 wait_s = time.perf_counter() - wait_start_s
                 lr = learning_rate(state.step, config.optim, max_steps=max_steps)
                 state, loss, grad_norm = self._step(state, step_input, lr=lr)
-                interval.add(loss=loss, grad_norm=grad_norm, wait_s=wait_s)
+                interval.add(loss=loss, grad_norm=grad_norm, wait_s=wait_s, num_scored=step_input.num_scored)
                 is_last = state.step == max_steps
                 if is_last or _due(state.step, config.metrics.log_every_steps):
                     reporter.write("train", self._train_record(state, interval, lr=lr))
@@ -297,19 +304,28 @@ def _labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
 
 def _check_run(config: Config, corpora: Sequence[Corpus], plan: BatchPlan, *, resume: str) -> Start:
     """On rank 0: check shards, tokenizer, run directory and checkpoint; nothing is written. Raises TxlError."""
-    splits = train_splits(config, corpora)
+    splits, warnings = train_splits(config, corpora), []
     for split in (*splits, *eval_splits(config, corpora)):
-        split.check_files()
+        try:
+            split.check_files()
+        except UnreachableError:
+            raise
+        except DataError as error:
+            if split not in splits or config.data.on_damage == "fail":
+                raise
+            warnings.append(str(error))
     run_dir = Path(config.run.dir)
     check_run_dir(run_dir, config)
     facts, stream = corpus_facts(corpora[0]), first_stream(config, corpora)
     checkpoint, rejected = choose_checkpoint(run_dir, resume)
-    warnings = [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
+    step = read_state(checkpoint)["step"] if checkpoint else 0
+    warnings += [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
+    warnings += remarks_on_cache(config, splits, lanes_per_rank=plan.lanes_per_rank)
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
         stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)
         warnings += remarks_on_lanes
-    return Start(checkpoint, stream, facts, warnings)
+    return Start(checkpoint, step, stream, facts, (run_dir / "DONE").exists(), warnings)
 
 
 def _open_run(config: Config, checkpoint: Path | None, *, warnings: list[str]) -> None:

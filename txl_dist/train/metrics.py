@@ -29,12 +29,13 @@ class Interval:
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
         self._wait_s = 0.0
-        self._num_steps = 0
+        self._num_steps = self._num_scored = 0
         self._loss: Tensor | float = 0.0
         self._grad_norm: Tensor | float = 0.0
 
-    def add(self, *, loss: Tensor, grad_norm: Tensor | float, wait_s: float) -> None:
-        """One step: its mean loss in nats on this rank, and the seconds it waited for data."""
+    def add(self, *, loss: Tensor, grad_norm: Tensor | float, wait_s: float, num_scored: int) -> None:
+        """One step: its mean loss in nats and the targets that counted on this rank, the seconds it waited for data."""
+        self._num_scored += num_scored
         self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
         self._num_steps, self._wait_s = self._num_steps + 1, self._wait_s + wait_s
 
@@ -48,13 +49,19 @@ class Interval:
     def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> dict[str, float]:
         """Means over the interval and all ranks, and the sum of the documents skipped. Waits for the device.
 
-        Raises TrainingError on all ranks if the loss of any is not finite.
+        Raises TrainingError on all ranks if the loss of any is not finite, or if nothing was scored.
         """
-        mine = (float(self._loss), float(self._grad_norm), self._wait_s, num_skipped)  # the sync point
+        # The sync point.
+        mine = (float(self._loss), float(self._grad_norm), self._wait_s, num_skipped, self._num_scored)
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
         parts = gather_objects(mine)
         loss = sum(part[0] for part in parts) / len(parts) / steps
         check_finite([part[0] for part in parts], what=f"the loss of the {steps} steps up to step {step}")
+        if not any(part[4] for part in parts):
+            raise TrainingError(
+                f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. Restore "
+                "the corpus (`txl verify` lists the damage), or take it out of data.path and data.more_paths."
+            )
         wait_s = max(part[2] for part in parts)
         return {
             "loss": loss,

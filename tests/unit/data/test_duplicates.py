@@ -50,10 +50,13 @@ def test_of_equal_documents_the_first_stays_and_held_out_comes_before_train(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_equal_documents_are_those_that_a_dictionary_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_texts", [400, 2])
+def test_equal_documents_are_those_that_a_dictionary_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_texts: int
+) -> None:
     monkeypatch.setattr(duplicates, "_SLICE", 100)
     generator = np.random.default_rng(0)
-    texts = [f"text {i}" for i in generator.integers(0, 400, 1000)]
+    texts = [f"text {i}" for i in generator.integers(0, num_texts, 1000)]
     tables = [(table_of(texts[i : i + 90], first=i), True) for i in range(0, 1000, 90)]
     seen: set[str] = set()
     expected = [i for i, text in enumerate(texts) if text in seen or seen.add(text)]  # type: ignore[func-returns-value]

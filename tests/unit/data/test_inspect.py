@@ -130,7 +130,7 @@ def test_a_damaged_document_is_shown_as_damaged_beside_the_others(
     lines = inspect(corpus, "--shard", "train-000001", capsys=capsys).splitlines()
     damaged = [line for line in lines if "damaged, its crc32 differs" in line]
     assert [line.split()[0] for line in damaged] == ["2"]
-    assert "document 2: damaged" in refused(corpus, "--shard", "train-000001", "--document", 2, capsys=capsys)
+    assert "document 2 (sample" in refused(corpus, "--shard", "train-000001", "--document", 2, capsys=capsys)
 
 
 def test_text_that_would_steer_a_terminal_is_made_visible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,3 +202,38 @@ def test_epochs_are_counted_over_cuts() -> None:
     assert epochs_read(Cut(2, 0, rest), 0, num_tokens=100) == pytest.approx(0.4)
     assert epochs_read(Cut(2, 0, rest), 30, num_tokens=100) == pytest.approx(1)
     assert epochs_read(Cut(0, 3, rest), 0, num_tokens=100) == pytest.approx(3.4), "paused"
+
+
+@given(
+    shards=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=5), min_size=2, max_size=8),
+    num_lanes=st.integers(1, 5),
+    is_cut_anew=st.booleans(),
+)
+@settings(deadline=None)
+def test_the_shard_after_is_the_one_that_the_lane_reads_next(
+    shards: list[list[int]], num_lanes: int, is_cut_anew: bool
+) -> None:
+    lengths = [np.array(shard, dtype=np.int64) for shard in shards]
+    totals = [int(shard.sum()) for shard in lengths]
+    num_tokens = sum(totals)
+    rest = ((1, num_tokens // 3 + 2), (num_tokens // 2 + 2, num_tokens)) if is_cut_anew and num_tokens > 12 else ()
+    cut = Cut(min(num_lanes, max(1, num_tokens // 8)), 1, rest)
+    plan = LanePlan(totals, cut, seed=5, document_tokens=lengths.__getitem__)
+    for lane in range(cut.num_lanes):
+        for position in range(2 * plan.stripe_len):
+            here = plan.locate(lane, position)
+            behind = plan.locate(lane, position + here.shard_left)
+            assert plan.shard_after(lane, position, here) == behind.shard
+            assert all(plan.locate(lane, position + i).shard == here.shard for i in range(here.shard_left))
+
+
+def test_a_shard_that_changes_its_documents_is_ordered_anew() -> None:
+    lengths = [np.array([5, 5, 5], dtype=np.int64), np.array([7], dtype=np.int64)]
+    plan = LanePlan([15, 7], Cut(1), seed=0, document_tokens=lambda shard: lengths[shard])
+    before = [plan.locate(0, position)[1:4] for position in range(22)]
+    lengths[0] = np.array([15], dtype=np.int64)  # lost: one document stands for all
+    assert sorted(plan.locate(0, position)[1:4] for position in range(22)) == sorted(
+        [(0, 0, offset) for offset in range(15)] + [(1, 0, offset) for offset in range(7)]
+    )
+    lengths[0] = np.array([5, 5, 5], dtype=np.int64)
+    assert [plan.locate(0, position)[1:4] for position in range(22)] == before

@@ -18,12 +18,14 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from tests.helpers.logs import recorded_log
-from txl_dist.data import job, named, prepare, workers
+from txl_dist.data import assembly, inputs, job, named, parts, prepare, workers
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import text_bytes_of
 from txl_dist.data.named import Member, NamedCorpus
 from txl_dist.data.prepare import PrepareSummary, prepare_corpus
 from txl_dist.data.progress import Progress
+from txl_dist.data.settings import PrepareSettings
+from txl_dist.data.sources import Listing, list_sources
 from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.training import train_tokenizer
@@ -180,10 +182,24 @@ def test_stdin_cannot_be_read_again_after_a_kill_and_says_so(tmp_path: Path, mon
     with second.open("rb") as stream, monkeypatch.context() as patch, recorded_log() as log:
         patch.setattr(sys, "stdin", type("Stdin", (), {"buffer": stream, "fileno": stream.fileno})())
         summary = prepare_corpus(tmp_path / "out", **settings)
-    assert "stdin and commands cannot be read again; beginning anew" in log[0][1]
+    assert "since stdin, commands and URLs without a version may differ; beginning anew" in log[0][1]
     assert summary.parts_kept == 0
     prepare_corpus(tmp_path / "file", **{**settings, "inputs": [str(second)]})
     assert content_of(tmp_path / "out") == content_of(tmp_path / "file"), "the same as from a file"
+
+
+def test_a_command_runs_once_though_a_tokenizer_is_learnt_from_what_it_prints(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", random_texts(count=100))
+    settings = {**SETTINGS, "kind": "bpe", "vocab_size": 300, "stdin_format": "jsonl", "allow_protocols": ("pipe",)}
+    prepare_corpus(tmp_path / "out", inputs=[f"pipe:echo run >> {tmp_path}/runs; cat {source}"], **settings)
+    assert (tmp_path / "runs").read_text() == "run\n"
+    prepare_corpus(tmp_path / "file", inputs=[source], **settings)
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "file")
+    bad = "pipe:echo bad"
+    with pytest.raises(DataError, match=f"^{bad}, line 1"):
+        prepare_corpus(tmp_path / "bad", inputs=[bad], **settings)
+    with pytest.raises(DataError, match="exit status 3"):
+        prepare_corpus(tmp_path / "bad", inputs=[f"pipe:cat {source}; exit 3"], **settings)
 
 
 def test_stdin_streams_if_the_tokenizer_is_given(tmp_path: Path) -> None:
@@ -278,7 +294,7 @@ def test_exact_duplicates_are_counted_and_dropped_on_request(tmp_path: Path) -> 
     assert texts_in(dropped.corpus, "valid") == ["held", "out"]
     assert dropped.corpus.split("train").text_bytes == len("onetwothree")
     assert verify_corpus(tmp_path / "drop") == []
-    assert "  held out duplicates: 1" in dropped.lines()
+    assert "  train documents that also stand in a held-out split: 1" in dropped.lines()
     ignored = prepare_corpus(tmp_path / "ignore", **settings, duplicates="ignore").corpus
     assert "exact_duplicates" not in ignored.statistics
     assert np.array_equal(ignored.split("train").read_all(), report.split("train").read_all())
@@ -424,6 +440,47 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < size / 4
 
 
+@pytest.mark.parametrize("cut", ["line", "blank_line"])
+def test_parts_batches_and_shards_hold_only_so_many_documents_however_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: Any
+) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "inputs": [tmp_path / "a.txt"], "documents": cut, "shard_len": 1 << 20}
+    every = [str(i) for i in range(1000)]
+    (tmp_path / "a.txt").write_text("\n\n".join(every))
+    expected = prepare_corpus(tmp_path / "expected", **settings).corpus
+    monkeypatch.setattr(inputs, "MOST_RECORDS", 100)
+    monkeypatch.setattr(parts, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(assembly, "_MOST_DOCUMENTS", 200)
+    files = list_sources([tmp_path / "a.txt"], Listing(cut), split="train")
+    cut_up = list(inputs.read_parts(files, part_bytes=1 << 20))
+    assert len(cut_up) > 10
+    for number, part in enumerate(cut_up):
+        assert list(inputs.read_parts(files, part_bytes=1 << 20, begin=part.end)) == cut_up[number + 1 :]
+    sizes: list[int] = []
+    encode = parts._encode_batch
+
+    def counting(batch: Any, *rest: Any) -> None:
+        sizes.append(len(batch))
+        encode(batch, *rest)
+
+    monkeypatch.setattr(parts, "_encode_batch", counting)
+    corpus = prepare_corpus(tmp_path / "out", **settings).corpus
+    assert max(sizes) == 7
+    assert sum(sizes) == 1000
+    assert [len(each.split("train").shards) for each in (expected, corpus)] == [1, 4]
+    assert max(shard.documents for shard in corpus.split("train").shards) < 300
+    assert texts_in(corpus, "train") == texts_in(expected, "train")
+
+
+def test_a_named_corpus_keeps_its_settings_if_its_own_kind_of_tokenizer_is_asked_for() -> None:
+    for name in named.NAMED:
+        settings = PrepareSettings(inputs=(name,)).completed()
+        assert PrepareSettings(inputs=(name,), kind=settings.kind).completed() == settings
+    other = PrepareSettings(inputs=("enwik8",), kind="bpe").completed()
+    assert other.end_of_text
+    assert other.encoding_errors == "refuse"
+
+
 def test_progress_tells_rate_and_time_left_at_intervals() -> None:
     now = 0.0
     progress = Progress("encoding", total=100_000_000, done=20_000_000, clock=lambda: now)
@@ -442,3 +499,19 @@ def test_the_summary_is_a_table_that_lines_up(tmp_path: Path, texts: Path) -> No
     table = summary.lines()[1:5]
     assert len({len(line) for line in table}) == 1
     assert [line.split()[0] for line in table] == ["split", "train", "valid", "test"]
+
+
+def test_the_share_of_unknown_words_is_told_per_split(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", ["a a a b"] * 5)
+    valid = write_jsonl(tmp_path / "valid.jsonl", ["a c d b"])
+    settings = {"inputs": [train], "valid_inputs": [valid], "kind": "word", "end_of_text": False}
+    lines = prepare_corpus(tmp_path / "corpus", **settings).lines()
+    assert [line for line in lines if line.startswith("  unknown")] == ["  unknown in valid: 40.00% of the tokens"]
+
+
+def test_a_url_is_no_output_and_a_fraction_means_nothing_beside_given_text(tmp_path: Path) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", ["some text"])
+    with pytest.raises(ConfigError, match="is a URL"):
+        prepare_corpus("http://example.org/corpus", inputs=[text])
+    with pytest.raises(ConfigError, match=r"valid_fraction=0.2 has no meaning"):
+        prepare_corpus(tmp_path / "corpus", inputs=[text], valid_inputs=[text], valid_fraction=0.2)

@@ -73,7 +73,7 @@ def test_the_usual_schemes_are_allowed(url: str) -> None:
     ],
 )
 def test_schemes_that_may_run_programs_and_chains_are_refused_unless_named(url: str, refused: str) -> None:
-    with pytest.raises(DataError, match=f"'{refused}'.*data.allow_protocols"):
+    with pytest.raises(DataError, match=f"'{refused}'.*--allow-protocols, .* data.allow_protocols"):
         check_protocol(url)
     if refused != "https":
         assert check_protocol(url, allow=[refused]) == refused

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from tests.helpers.corpora import tiny_corpus
 from tests.helpers.http import serve
 from txl_dist.data import remote, sources
 from txl_dist.data.documents import (
@@ -59,6 +61,12 @@ def test_a_file_named_by_itself_may_have_any_suffix_and_is_taken_as_it_is(tmp_pa
     assert texts_of([tmp_path / "enwik"]) == ["\ufeffa\r\nb"]
 
 
+def test_a_folder_without_text_is_refused_with_what_would_be_taken_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"holds no text: .*\.jsonl .*\.txt .* 1 others left out"):
+        read([tmp_path])
+
+
 def test_globs_are_sorted_and_reach_any_depth(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     for name in ("b.txt", "a.txt", "deep/c.txt", "deep/er/d.txt", "e.md", "odd[1].txt"):
@@ -75,7 +83,7 @@ def test_globs_are_sorted_and_reach_any_depth(tmp_path: Path) -> None:
     [
         ("file", ["one\ntwo\r\n\r\n \nthree\n\n\nfour"]),
         ("line", ["one", "two", "", " ", "three", "", "", "four"]),
-        ("blank_line", ["one\ntwo\r", "three", "four"]),
+        ("blank_line", ["one\ntwo", "three", "four"]),
     ],
 )
 def test_plain_text_is_cut_as_asked_wherever_parts_end(tmp_path: Path, cut: str, expected: list[str]) -> None:
@@ -117,6 +125,15 @@ def test_jsonl_is_read_by_field_and_blank_lines_are_no_documents(tmp_path: Path)
     first, second = read([path], field="body")
     assert (first.text, second.text) == ("one", "two")
     assert (first.where, second.where) == (f"{path}, line 1", f"{path}, line 3")
+
+
+def test_json_lines_are_known_by_each_of_their_suffixes_and_others_on_request(tmp_path: Path) -> None:
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    for name in ("a.ndjson", "b.json", "c.json.gz", "d.dump"):
+        (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+        cut = "jsonl" if name == "d.dump" else "file"
+        assert texts_of([tmp_path / name], documents=cut) == ["one", "two"]
+    assert texts_of([tmp_path]) == ["one", "two"], "of a folder only a.ndjson: other .json is seldom text"
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"other": 1}', '{"text": 5}'])
@@ -167,7 +184,7 @@ def test_a_compressed_file_that_was_cut_anywhere_is_never_taken_for_a_whole_one(
     path = tmp_path / f"a.txt.{suffix}"
     path.write_bytes(whole + whole)
     assert "".join(texts_of([path])).encode() == lines * 2, "members and frames that follow each other are all read"
-    for length in (len(whole) - 1, len(whole) - 7, len(whole) // 2, 40, len(whole) + 30):
+    for length in (0, len(whole) - 1, len(whole) - 7, len(whole) // 2, 40, len(whole) + 30):
         path.write_bytes((whole + whole)[:length])
         with pytest.raises(DataError, match=rf"a\.txt\.{suffix}"):
             read([path])
@@ -206,7 +223,7 @@ def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, remedy: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / name).write_bytes(b"")
+    (tmp_path / name).write_bytes(b"content")
     with pytest.raises(DataError, match=remedy):
         read([tmp_path])
 
@@ -231,9 +248,20 @@ def test_parquet_is_read_by_column_and_what_holds_no_text_is_named(tmp_path: Pat
         read([path])
 
 
+def test_a_flipped_bit_in_a_page_of_parquet_that_has_checksums_is_found(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, table = tmp_path / "x.parquet", pyarrow.table({"text": [f"text {i}" for i in range(3000)]})
+    parquet.write_table(table, path, write_page_checksum=True, compression="none", use_dictionary=False)
+    assert len(texts_of([path])) == 3000
+    path.write_bytes(path.read_bytes().replace(b"text 1717", b"text 1716"))
+    with pytest.raises(DataError, match=r"cannot read .*x\.parquet"):
+        read([path])
+
+
 def test_urls_are_read_like_files(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
-    texts = ["a" * 3_000_000 + "\n", "b"]
+    texts = ["a" * 3_000_000 + "\n", "0123456789" * 2_000_000]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(texts[0].encode()))
     (tmp_path / "b.txt").write_text(texts[1])
     with serve(tmp_path) as server:
@@ -242,6 +270,7 @@ def test_urls_are_read_like_files(tmp_path: Path) -> None:
             assert texts_of(urls) == texts
         first, _ = list_sources(urls, Listing(), split="train")
         assert first.size == (tmp_path / "a.txt.gz").stat().st_size
+        assert not sources.is_repeatable([first]), "this server names no version, and a size proves nothing"
 
 
 def test_a_url_that_gives_less_than_it_announced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +294,7 @@ def test_stores_that_list_take_globs_and_folders() -> None:
     try:
         assert texts_of(["memory://listed/*.txt"]) == ["a.txt", "b.txt"]
         assert texts_of(["memory://listed"]) == ["a.txt", "b.txt"]
+        assert sources.is_repeatable(list_sources(["memory://listed"], Listing(), split="train"))
         with pytest.raises(DataError, match=r"no file matches memory://listed/\*\.md"):
             read(["memory://listed/*.md"])
     finally:
@@ -285,6 +315,30 @@ def test_commands_run_only_if_allowed_and_any_exit_status_but_0_is_an_error() ->
     for url in ("zip://a.txt::https://host/b.zip", "sftp://host/a.txt"):
         with pytest.raises(DataError, match=r"://"):
             read([url])
+
+
+def test_a_command_that_goes_on_printing_after_an_error_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    tokenizer = tiny_corpus(tmp_path).folder / "tokenizer.json"
+    source = ["pipe:(echo bad; yes) | cat", "--allow-protocols", "pipe", "--stdin-format", "jsonl"]
+    words = [*source, "--tokenizer-file", str(tokenizer), "--num-workers", "1", "--part-bytes", "8", "--out", "out"]
+    command = [sys.executable, "-m", "txl_dist", "prepare", *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert result.returncode == 2
+    assert "line 1: not valid JSON" in result.stderr
+
+
+def test_progress_counts_what_was_read_of_a_source_of_unknown_size() -> None:
+    files = list_sources(["pipe:seq 1000", "pipe:seq 500"], Listing("line", allow_protocols=("pipe",)), split="train")
+    stored = [part.stored_bytes for part in read_parts(files, part_bytes=1000, allow_protocols=("pipe",))]
+    assert stored == sorted(set(stored))
+    assert len(stored) > 3
+    assert stored[-1] == sum(len(f"{i}\n") for n in (1000, 500) for i in range(1, n + 1))
+
+
+def test_a_closed_stdin_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(DataError, match="stdin is closed"):
+        read(["-"])
 
 
 def test_a_document_that_is_too_long_is_refused_with_the_remedy(

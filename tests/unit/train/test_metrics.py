@@ -54,17 +54,17 @@ class Clock:
         monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
 
 
-def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, float, float]) -> None:
+def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, ...]) -> None:
     """This process is rank 0; `others` are the (loss, gradient norm, waiting) sums of the other ranks."""
     monkeypatch.setattr(metrics, "gather_objects", lambda mine: [mine, *others])
 
 
 def test_a_report_is_the_mean_over_steps_and_ranks_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ranks_are(monkeypatch, (9.0, 99.0, 0.5, 1), (6.0, 99.0, 0.1, 2))
+    ranks_are(monkeypatch, (9.0, 99.0, 0.5, 1, 5), (6.0, 99.0, 0.1, 2, 5))
     interval = Interval()
     for loss in (1.0, 2.0, 3.0):
-        interval.add(loss=torch.tensor(loss), grad_norm=torch.tensor(2 * loss), wait_s=0.05)
+        interval.add(loss=torch.tensor(loss), grad_norm=torch.tensor(2 * loss), wait_s=0.05, num_scored=100)
         clock.now_s += 0.5
     values = interval.report(step=3, tokens_per_step=100, num_skipped=4)
     assert values == pytest.approx(
@@ -80,11 +80,19 @@ def test_a_report_is_the_mean_over_steps_and_ranks_and_the_slowest_wait(monkeypa
     )
 
 
+def test_steps_in_which_nothing_was_scored_are_no_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_are(monkeypatch, (0.0, 0.0, 0.0, 3, 0))
+    interval = Interval()
+    interval.add(loss=torch.tensor(0.0), grad_norm=0.0, wait_s=0.0, num_scored=0)
+    with pytest.raises(TrainingError, match=r"no token was scored in the 1 steps up to step 7.*txl verify"):
+        interval.report(step=7, tokens_per_step=100)
+
+
 def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     ranks_are(monkeypatch)
     interval = Interval()
-    interval.add(loss=torch.tensor(1.0), grad_norm=0.0, wait_s=0.0)
+    interval.add(loss=torch.tensor(1.0), grad_norm=0.0, wait_s=0.0, num_scored=100)
     clock.now_s += 2.0
     with interval.paused():
         clock.now_s += 1000.0
@@ -96,9 +104,9 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
 def test_a_loss_that_is_not_finite_on_any_rank_is_an_error_that_names_the_rank(
     loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks_are(monkeypatch, (1.0, 0.0, 0.0), (loss, 0.0, 0.0))
+    ranks_are(monkeypatch, (1.0, 0.0, 0.0, 0, 5), (loss, 0.0, 0.0, 0, 5))
     interval = Interval()
-    interval.add(loss=torch.tensor(1.0), grad_norm=0.0, wait_s=0.0)
+    interval.add(loss=torch.tensor(1.0), grad_norm=0.0, wait_s=0.0, num_scored=100)
     with pytest.raises(TrainingError, match=rf"up to step 7 is {loss} on rank\(s\) \[2\]"):
         interval.report(step=7, tokens_per_step=1)
 
@@ -106,7 +114,7 @@ def test_a_loss_that_is_not_finite_on_any_rank_is_an_error_that_names_the_rank(
 def test_a_huge_loss_still_has_a_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_are(monkeypatch)
     interval = Interval()
-    interval.add(loss=torch.tensor(1e30), grad_norm=0.0, wait_s=0.0)
+    interval.add(loss=torch.tensor(1e30), grad_norm=0.0, wait_s=0.0, num_scored=100)
     assert math.isfinite(interval.report(step=1, tokens_per_step=1)["ppl"])
 
 
