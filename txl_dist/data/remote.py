@@ -110,7 +110,8 @@ def retrying(
             return action()
         except TxlError:
             raise  # final by its nature, and says so itself
-        except Exception as error:
+        except Exception as problem:  # noqa: BLE001  each library fails in its own way
+            error = _real(problem)
             if attempt > retries or _is_final(error):
                 is_damage = isinstance(error, FileNotFoundError | DamageError)
                 raise (DataError if is_damage else UnreachableError)(
@@ -122,6 +123,16 @@ def retrying(
             logger.warning("%s: %s; try %d of %d in %.1f s", what, _reason(error), attempt + 1, retries + 1, wait_s)
             sleep(wait_s)
     raise AssertionError("unreachable")
+
+
+def _real(error: Exception) -> Exception:
+    """What happened: fsspec calls every failure to look at an http file its absence."""
+    cause = error.__cause__
+    is_http = isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp")
+    if isinstance(error, FileNotFoundError) and is_http and getattr(cause, "status", None) not in (404, 410):
+        assert isinstance(cause, Exception)
+        return cause
+    return error
 
 
 def _is_final(error: Exception) -> bool:

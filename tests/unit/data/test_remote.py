@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.helpers.logs import recorded_log
 from txl_dist.data import remote
 from txl_dist.data.origins import PipeOrigin, UrlOrigin
 from txl_dist.data.remote import check_protocol, filesystem_of, retrying, watched
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, UnreachableError
 
 
 class Flaky:
@@ -106,6 +107,17 @@ def test_what_fails_is_tried_again_and_each_wait_is_longer_and_logged() -> None:
         assert 0.5 * 2**number <= wait_s <= 1.5 * 2**number
     assert log[0][1].startswith("s3://b/c: reset; try 2 of 5 in ")
     assert len(log) == 4
+
+
+def test_an_http_server_that_cannot_be_reached_is_not_called_an_absent_file() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/index.json"
+    waits: list[float] = []
+    with pytest.raises(UnreachableError, match=r"Connect.*try 3 of 3"):
+        retrying(lambda: filesystem_of(url)[0].info(url), what=url, retries=2, sleep=waits.append)
+    assert len(waits) == 2
 
 
 def test_waiting_draws_nothing_from_the_global_generator() -> None:
