@@ -185,14 +185,14 @@ def print_resume(corpus: Corpus, *, rounds: int) -> None:
 
 
 def print_state() -> None:
-    """Bytes of the state of 1,024 lanes, cut anew several times within an epoch of 10**13 tokens."""
+    """Bytes of the state, cut anew several times within an epoch of 10**13 tokens: the ranges of the rest add up."""
     one = CorpusState("corpus", "f" * 64, "train", num_lanes=1024, position=10**9)
-    for cuts in range(4):
+    for cuts, next_lanes in enumerate((768, 1024, 768, 1024)):
         size = len(json.dumps(StreamState(1, (one,)).to_dict(), indent=1))
-        print(f"state of 1,024 lanes, cut anew {cuts} times within an epoch: {size:,} bytes")
+        print(f"state of {one.num_lanes:,} lanes, cut anew {cuts} times within an epoch: {size:,} bytes")
         plan = LanePlan([10**12] * 10, one.cut(), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
-        epoch, rest = plan.rest_of_epoch(10**9)
-        one = CorpusState("corpus", "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest)
+        epoch, rest = plan.rest_of_epoch(10**9 * (cuts + 1))
+        one = CorpusState("corpus", "f" * 64, "train", num_lanes=next_lanes, epoch=epoch, rest=rest)
 
 
 def plan_epoch() -> float:
