@@ -40,6 +40,7 @@ from txl_dist.data.assembly import (
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import SPLITS, TRAIN
 from txl_dist.data.inputs import Cursor
+from txl_dist.data.inspect import aligned
 from txl_dist.data.job import Job, files_of_named, list_files, make_tokenizer
 from txl_dist.data.parts import Encoding, PartInfo, PartTask, encode_part, read_part_info
 from txl_dist.data.progress import Progress
@@ -111,8 +112,7 @@ class PrepareSummary:
             numbers = (split.documents, split.tokens, split.text_bytes)
             rate = f"{split.text_bytes / split.tokens:.2f}"
             rows.append((name, *(f"{n:,}" for n in numbers), rate, f"{split.longest:,}", f"{len(split.shards):,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        return [f"  {line}" for line in aligned(rows)]
 
 
 def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
