@@ -26,6 +26,7 @@ from txl_dist.sections import (
     DataSection,
     EngineSection,
     EvalSection,
+    GuardSection,
     MetricsSection,
     ModelSection,
     OptimSection,
@@ -47,6 +48,7 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     metrics: MetricsSection = MetricsSection()
 
 

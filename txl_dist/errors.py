@@ -5,6 +5,12 @@ The command line prints the message without a traceback and exits with `exit_cod
 """
 
 
+REQUEUE = 75
+"""Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
+HANG = 76
+"""Exit code of a run in which a rank made no progress, or was lost; the same command goes on from its checkpoint."""
+
+
 class TxlError(Exception):
     """Base of every error that a user can cause and mend."""
 

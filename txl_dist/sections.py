@@ -192,8 +192,9 @@ class TrainSection(Section):
     where it was, each token once, with empty memories."""
     segment_len: Annotated[PositiveInt, WARNED] = 64
     """Tokens per lane and step (T)."""
-    memory_len: Count = 128
-    """Tokens of memory per lane and layer (M); 0 switches recurrence off."""
+    memory_len: Annotated[Count, WARNED] = 128
+    """Tokens of memory per lane and layer (M); 0 switches recurrence off. A run that continues with a longer memory
+    begins with its older part empty."""
     microbatch_lanes: Annotated[PositiveInt, WARNED] = 16
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
@@ -205,18 +206,21 @@ class EngineSection(Section):
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], WARNED] = "fp32"
     """Type of weights and activations in the step; fp16 needs a GPU."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
-    offload_parameters: bool = False
+    offload_parameters: Annotated[bool, WARNED] = False
     """Keep parameters in host memory (stage 3)."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute each block in the backward pass; bit-identical, slower, smaller."""
     num_threads: Annotated[Count, FREE] = 0
     """CPU threads per rank; 0 means cores // local ranks. OMP_NUM_THREADS, where set, wins over 0."""
-    timeout_s: Annotated[PositiveInt, FREE] = 1800
-    """Seconds until a collective that does not finish is an error."""
+    start_timeout_s: Annotated[PositiveInt, FREE] = 1800
+    """Seconds without progress, up to the first finished step, after which the ranks are taken to hang: they name the
+    one that is missing, write their stacks and end."""
+    timeout_s: Annotated[PositiveInt, FREE] = 600
+    """The same from the first finished step on; longer than the longest step, and than a segment of evaluation."""
 
 
 class EvalSection(Section):
@@ -244,6 +248,34 @@ class CheckpointSection(Section):
     """Steps between checkpoints; 0 means at the end only. The end is always saved."""
     keep_last: Annotated[PositiveInt, FREE] = 3
     """Committed checkpoints to keep; older ones are removed after a new one is committed."""
+    keep_every: Annotated[Count, FREE] = 0
+    """Also keep every checkpoint whose step is a multiple of this; 0 keeps none besides."""
+    keep_best: Annotated[bool, FREE] = False
+    """Also save after each evaluation that is the best so far, and keep that checkpoint."""
+    asynchronous: Annotated[bool, FREE] = True
+    """Write behind the training: a step waits only for a copy into host memory, as large as the checkpoint."""
+
+
+class GuardSection(Section):
+    """What to do when numbers go wrong."""
+
+    max_skipped_in_row: Annotated[PositiveInt, FREE] = 20
+    """Steps in a row whose loss or gradient is not finite, each skipped on all ranks, after which the run stops."""
+    max_skipped_per_1000: Annotated[PositiveInt, FREE] = 50
+    """The same for skipped steps among the last 1,000."""
+    spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
+    """A loss or gradient norm is a spike when it lies more than so many robust standard deviations above the median of
+    the steps before it; 0 looks for none."""
+    spike_window: Annotated[PositiveInt, FREE] = 128
+    """Steps that median and deviation are taken over; no spike is seen before half of them are there."""
+    on_spike: Annotated[Literal["report", "rewind"], FREE] = "report"
+    """report: log it and go on. rewind: go back to the last checkpoint and leave out the tokens of the spike."""
+    spike_patience: Annotated[PositiveInt, FREE] = 3
+    """Spikes in a row that make a rewind."""
+    max_rewinds: Annotated[Count, FREE] = 5
+    """Rewinds after which the run stops."""
+    check_replicas_every: Annotated[Count, FREE] = 0
+    """Steps between comparisons of the parameters that all ranks hold alike, to find silent corruption; 0 means none."""
 
 
 class MetricsSection(Section):

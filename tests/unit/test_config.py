@@ -299,7 +299,7 @@ def changed(value: Any, *, key: str) -> Any:
     if isinstance(value, list):
         return [0.5, 0.5] if len(value) == 2 else [*value, True]
     others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask", "off": "memory", "relu": "gelu"}
-    return (others | {"relative": "absolute", "fail": "skip"}).get(value, f"{value}x")
+    return (others | {"relative": "absolute", "fail": "skip", "report": "rewind"}).get(value, f"{value}x")
 
 
 @pytest.mark.parametrize("name", setting_names())

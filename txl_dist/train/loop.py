@@ -69,7 +69,7 @@ def train(config: Config, *, resume: str = "auto") -> None:
     `resume`: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one; or
     the path of a checkpoint folder. Raises TxlError on every rank.
     """
-    with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
+    with joined_ranks(timeout_s=config.engine.start_timeout_s, num_threads=config.engine.num_threads) as ranks:
         start_logging(rank=ranks.rank)
         plan, corpora = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
         start = on_first(lambda: _check_run(config, corpora, plan, resume=resume))
