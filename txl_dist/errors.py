@@ -4,7 +4,6 @@
 The command line prints the message without a traceback and exits with `exit_code`.
 """
 
-
 REQUEUE = 75
 """Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
 HANG = 76

@@ -1,4 +1,4 @@
-"""Faults on purpose, for the tests of reliability: the one place that reads TXL_FAULT; unset, nothing here does anything.
+"""Faults on purpose, for tests of reliability: the one place that reads TXL_FAULT. Unset, nothing here does anything.
 
     TXL_FAULT=kind:rank:step[:phase][,kind:rank:step[:phase] ...]
 

@@ -275,7 +275,7 @@ class GuardSection(Section):
     max_rewinds: Annotated[Count, FREE] = 5
     """Rewinds after which the run stops."""
     check_replicas_every: Annotated[Count, FREE] = 0
-    """Steps between comparisons of the parameters that all ranks hold alike, to find silent corruption; 0 means none."""
+    """Steps between comparisons of the parameters that all ranks hold, which find silent corruption; 0 means none."""
 
 
 class MetricsSection(Section):
