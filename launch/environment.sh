@@ -5,7 +5,7 @@
 #   PYTHON   interpreter to build it with (default python3; 3.11 or newer)
 #   VENV     where it goes (default .venv in the project)
 #
-# After it, $VENV/bin is in front of PATH, as DeepSpeed needs: it looks for `ninja` there when it compiles.
+# After it, $VENV/bin is in front of PATH.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,16 +19,12 @@ make_environment() { # EXTRAS, "" or "[dev]"; sets num_gpus
     command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11 or newer, or set PYTHON."
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
         || fail "$PYTHON is $("$PYTHON" --version); Python 3.11 or newer is needed. Set PYTHON to a newer one."
-    # DeepSpeed compiles its CPU collectives at the first start; without a compiler that fails in the middle of a run.
-    command -v "${CXX:-c++}" >/dev/null || fail "no C++ compiler found. Install one (Debian: apt-get install g++)."
     make_venv
     export PATH="$VENV/bin:$PATH"
     is_installed "$1" || install_project "$1"
     # What torch can use counts: CUDA_VISIBLE_DEVICES and MIG decide that, not the devices that nvidia-smi lists.
     num_gpus=$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())') \
         || fail "torch cannot be imported; its message stands above. Remove $VENV and start again."
-    remove_dead_locks
-    ((num_gpus > 0)) || build_cpu_extension
 }
 
 make_venv() {
@@ -62,24 +58,4 @@ is_installed() { # EXTRAS
 
 fingerprint() { # EXTRAS: hash of all that decides what is installed; the place too, because that is editable
     { printf '%s\n' "$PWD" "$1"; cat pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1
-}
-
-remove_dead_locks() {
-    # A killed build of an extension leaves torch's lock file, for which every later start would wait, forever and
-    # silently. Whoever builds keeps the file open, so one that no process here has open is dead.
-    local root=${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions} lock
-    [ -d "$root" ] || return 0
-    while IFS= read -r -d '' lock; do
-        [ -n "$(find /proc/[0-9]*/fd -lname "$lock" 2>/dev/null || true)" ] || rm -f "$lock"
-    done < <(find "$(realpath "$root")" -type f -name lock -print0)
-}
-
-build_cpu_extension() {
-    # Otherwise the first training run would build it, silently, for half a minute.
-    DS_ACCELERATOR=cpu timeout --kill-after=10 600 "$VENV/bin/python" - >"$VENV/build_cpu_extension.log" 2>&1 <<'PY' \
-        || fail "DeepSpeed's CPU extension does not compile in 10 minutes; see $VENV/build_cpu_extension.log."
-from deepspeed.accelerator import get_accelerator
-
-get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-PY
 }

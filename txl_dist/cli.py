@@ -20,7 +20,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, load_config
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import REQUEUE, ConfigError, TxlError
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.model import evaluate, export, generate, import_
@@ -35,6 +35,8 @@ class TrainArguments:
     settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
     resume: str = "auto"
     """auto: continue the newest whole checkpoint, if any. must: insist on one. never: refuse one. Or its path."""
+    max_time: str = ""
+    """Save and stop, to be started again, when the process is so old: 90s, 15m, 2h30m or 2:30:00. Empty: no limit."""
     dry_run: bool = False
     """Print the resolved configuration, batch arithmetic, parameters, memory and operations, and stop."""
     ranks: int = 1
@@ -43,8 +45,8 @@ class TrainArguments:
     """Bundle whose weights a new run begins with (short for --run.init)."""
 
 
-def train(argv: Sequence[str]) -> None:
-    """Train, or continue a run."""
+def train(argv: Sequence[str]) -> int:
+    """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
     file = argv[0] if argv and not argv[0].startswith("-") else None
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
@@ -60,13 +62,16 @@ def train(argv: Sequence[str]) -> None:
         from txl_dist.train.describe import dry_run
 
         print("\n".join(dry_run(settings, world_size=arguments.ranks)))
-        return
-    from txl_dist.train.loop import train as run_training
+        return 0
+    from txl_dist.train.start import train as run_training
+    from txl_dist.train.stopping import parse_duration
 
-    run_training(settings, resume=arguments.resume)
+    max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
+    finished = run_training(settings, resume=arguments.resume, max_time_s=max_time_s)
+    return 0 if finished else REQUEUE
 
 
-VERBS: dict[str, Callable[..., None]] = {
+VERBS: dict[str, Callable[..., object]] = {
     "prepare": prepare,
     "train": train,
     "evaluate": evaluate,
@@ -79,7 +84,7 @@ VERBS: dict[str, Callable[..., None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the exit code: 0, or 2 for an error that the user can mend."""
+    """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
     arguments = _without_launcher_flags(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
@@ -93,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if verb == "train":
-            train(rest)
+            return train(rest)
         else:
             tyro.cli(VERBS[verb], prog=f"txl {verb}", args=rest)
     except TxlError as error:
@@ -127,7 +132,10 @@ def run() -> None:
 
 
 def _should_print(error: TxlError) -> bool:
-    """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node."""
+    """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node. One
+    without words stands for what another rank says."""
+    if not str(error):
+        return False
     if error.rank is None:
         return _is_speaker()
     return os.environ.get("RANK", "0") == str(error.rank)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, LostRankError, TxlError
 
 T = TypeVar("T")
 
@@ -53,7 +53,8 @@ def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
         yield ranks
     except TxlError as error:
         error.rank = ranks.rank if error.rank is None else error.rank
-        if ranks.device.type == "cpu":
+        # Not where a rank is lost: it could wait for that one.
+        if ranks.device.type == "cpu" and not isinstance(error, LostRankError):
             torch_dist.destroy_process_group()  # on GPUs it could wait for ranks that are in a collective
         raise
     torch_dist.destroy_process_group()

@@ -36,3 +36,9 @@ class CheckpointError(TxlError, RuntimeError):
 
 class TrainingError(TxlError, RuntimeError):
     """Training itself went wrong: a loss that is not finite, an engine that refuses the hardware."""
+
+
+class LostRankError(TxlError, RuntimeError):
+    """A rank died or makes no progress; the others cannot go on without it."""
+
+    exit_code = HANG

@@ -1,15 +1,18 @@
 """Faults on purpose, for tests of reliability: the one place that reads TXL_FAULT. Unset, nothing here does anything.
 
-    TXL_FAULT=kind:rank:step[:phase][,kind:rank:step[:phase] ...]
+    TXL_FAULT=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
 
-`rank` may be `*`. The program calls `fault_point(phase, step=...)` where something may go wrong; the first time that
-rank, step and phase match an entry, that fault happens there. Kinds:
+The program calls `fault_point(phase, step=...)` where something may go wrong; the n-th time (the first, unless told
+otherwise) that this process's rank, step and phase match an entry, that fault happens there, once. Rank, step and phase
+may be `*`; without a phase an entry means `step`, the beginning of a training step. Each fault announces itself on
+stderr with the time, so that a log shows which misfortunes were ordered. Kinds:
 
     kill     SIGKILL to this process            stop     SIGSTOP to this process
     term     SIGTERM to this process            raise    an exception that nobody expects
     hang     sleep for ever                     spin     hold the interpreter lock for ever
     enospc   OSError: no space left on device   eio      OSError: input/output error
-    slow     sleep for 2 s                      nan, inf, spike, skip, flip    returned, for the caller to act on
+    slow     sleep for 2 s                      trace    only announced, every time: lists the points that there are
+    nan, inf, spike, skip, flip                 returned, for the caller to act on
 """
 
 from __future__ import annotations
@@ -19,32 +22,49 @@ import errno
 import os
 import signal
 import time
+from functools import cache
 from typing import NamedTuple
 
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 ACTED_ON_BY_CALLER = ("nan", "inf", "spike", "skip", "flip")
+KINDS = (*SIGNALS, *ERRORS, *ACTED_ON_BY_CALLER, "raise", "hang", "spin", "slow", "trace")
 
 
 class Fault(NamedTuple):
-    """One entry of TXL_FAULT."""
+    """One entry of TXL_FAULT; rank, step and phase as written, `*` matching any."""
 
     kind: str
     rank: str
-    step: int
-    phase: str
+    step: str
+    phase: str = "step"
+    nth: int = 1
+    """How many matches from now it strikes."""
+
+    def matches(self, *, step: int, phase: str) -> bool:
+        """Whether it is ordered for this rank at this point."""
+        here = ((self.rank, os.environ.get("RANK", "0")), (self.step, str(step)), (self.phase, phase))
+        return all(wanted in ("*", found) for wanted, found in here)
 
 
 def fault_point(phase: str, *, step: int) -> str:
-    """Let the fault that is ordered for this rank, step and phase happen; an entry without a phase means `step`.
+    """Let the fault that is ordered for this rank, step and phase happen.
 
-    Returns the kind where the caller has to act on it, else "". Raises OSError or RuntimeError where that is the fault.
+    Returns the kind where the caller has to act on it, else "". Raises OSError or RuntimeError where that is the fault,
+    and ValueError for a TXL_FAULT that cannot be read.
     """
-    if not _ordered:
-        return ""
-    rank = os.environ.get("RANK", "0")
-    for fault in _ordered:
-        if fault.phase == phase and fault.step == step and fault.rank in ("*", rank):
-            _ordered.remove(fault)
-            return _strike(fault)
+    faults = _ordered()
+    for index, fault in enumerate(faults):
+        if not fault.matches(step=step, phase=phase):
+            continue
+        if fault.kind == "trace":
+            _announce(fault, step=step, phase=phase)
+        elif fault.nth > 1:
+            faults[index] = fault._replace(nth=fault.nth - 1)
+        else:
+            del faults[index]
+            _announce(fault, step=step, phase=phase)
+            return _strike(fault.kind)
     return ""
 
 
@@ -52,28 +72,44 @@ def parse_faults(text: str) -> list[Fault]:
     """The entries of TXL_FAULT. Raises ValueError for one that is none."""
     faults = []
     for entry in filter(None, text.split(",")):
-        kind, rank, step, *phase = entry.split(":", 3)
-        faults.append(Fault(kind, rank, int(step), phase[0] if phase else "step"))
+        kind, *where = entry.split(":")
+        if (
+            kind not in KINDS
+            or not 2 <= len(where) <= 3
+            or not all(word == "*" or word.isdigit() for word in where[:2])
+        ):
+            raise ValueError(
+                f"TXL_FAULT: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."
+            )
+        phase, _, nth = where[2].partition("#") if len(where) == 3 else ("step", "", "")
+        faults.append(Fault(kind, where[0], where[1], phase, int(nth or 1)))
     return faults
 
 
-def _strike(fault: Fault) -> str:
-    kind = fault.kind
-    if kind in ("kill", "stop", "term"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind])
+@cache
+def _ordered() -> list[Fault]:
+    """What is still to happen in this process; read at the first point, so that a forked rank has orders of its own."""
+    return parse_faults(os.environ.get("TXL_FAULT", ""))
+
+
+def _announce(fault: Fault, *, step: int, phase: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    line = f"TXL_FAULT {fault.kind} rank {rank} step {step} phase {phase} time {time.time():.3f}\n"
+    os.write(2, line.encode())  # at once, and in one piece
+
+
+def _strike(kind: str) -> str:
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
+    elif kind in ERRORS:
+        raise OSError(ERRORS[kind], f"{os.strerror(ERRORS[kind])} (ordered by TXL_FAULT)")
+    elif kind == "raise":
+        raise RuntimeError("ordered by TXL_FAULT")
     elif kind == "hang":
         while True:
             time.sleep(3600)
     elif kind == "spin":
         ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter lock
-    elif kind in ("enospc", "eio"):
-        number = errno.ENOSPC if kind == "enospc" else errno.EIO
-        raise OSError(number, f"{os.strerror(number)} (ordered by TXL_FAULT)")
     elif kind == "slow":
         time.sleep(2)
-    elif kind == "raise":
-        raise RuntimeError("ordered by TXL_FAULT")
     return kind if kind in ACTED_ON_BY_CALLER else ""
-
-
-_ordered = parse_faults(os.environ.get("TXL_FAULT", ""))

@@ -56,6 +56,19 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def free_name(path: Path, word: str) -> Path:
+    """The first of NAME.word-1, NAME.word-2 ... that does not exist."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{word}-{number}")).exists():
+        number += 1
+    return aside
+
+
+def sha256_of_bytes(data: bytes) -> str:
+    """Hash of what is in memory."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def sha256_of_file(path: Path) -> str:
     """Hash of a file of any size."""
     with path.open("rb") as stream:

@@ -1,16 +1,60 @@
 """One log format for all ranks: rank 0 speaks, the others only warn, with their rank in front.
 
-Lines go to standard error and, on rank 0, to `log.txt` of the run.
+Lines go to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run: a terminal or a pipe that
+is gone gets nothing, a file on a full disk lacks the lines of that time and goes on behind them.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("txl_dist")
+
+
+class GrowingFile:
+    """A file to which whole pieces are added, each by one write, so that none is ever torn in the middle of others.
+
+    After an error the file is opened anew for the next piece: a disk that was full, or away, may be back.
+    """
+
+    def __init__(self, path: Path, *, separator: bytes = b"") -> None:
+        """Nothing is opened yet. The separator goes behind each piece, and where a run that was killed left it out."""
+        self.path = path
+        self._separator = separator
+        self._descriptor = -1
+
+    def append(self, piece: bytes) -> None:
+        """Add a piece. Raises OSError; then nothing of it is in the file."""
+        try:
+            if self._descriptor < 0:
+                self._open()
+            self._write(piece + self._separator)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Another piece would open it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size, end = os.fstat(self._descriptor).st_size, len(self._separator)
+        if end and size and os.pread(self._descriptor, end, max(size - end, 0)) != self._separator:
+            self._write(self._separator)
+
+    def _write(self, data: bytes) -> None:
+        written = os.write(self._descriptor, data)
+        if written < len(data):
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 class _StandardError(logging.StreamHandler[Any]):
@@ -24,6 +68,38 @@ class _StandardError(logging.StreamHandler[Any]):
     def stream(self, value: Any) -> None:
         """Ignored: the stream is always the current one."""
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """A stream that is gone (OSError) or closed (ValueError) can be told nothing; the rest are our mistakes."""
+        if not isinstance(sys.exc_info()[1], OSError | ValueError):
+            super().handleError(record)
+
+
+class _LogFile(logging.Handler):
+    """Adds lines to a file. That it cannot, and that it can again, is said once each."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = GrowingFile(path, separator=b"\n")
+        self._num_lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        try:
+            self._file.append(self.format(record).encode(errors="backslashreplace"))
+        except OSError as error:
+            self._num_lost += 1
+            if self._num_lost == 1:  # a warning comes here too
+                logger.warning("%s cannot be written, and lacks lines until it can: %s", self._file.path, error)
+            return
+        if self._num_lost:
+            num_lost, self._num_lost = self._num_lost, 0
+            logger.warning("%s is written again; it lacks %d lines", self._file.path, num_lost)
+
+    def close(self) -> None:
+        """See `logging.Handler`."""
+        self._file.close()
+        super().close()
+
 
 def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
     """Set the package's logger up for this process; may be called again, for instance once the file is known."""
@@ -31,7 +107,7 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
     formatter = logging.Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [_StandardError()]
     if file is not None:
-        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers.append(_LogFile(file))
     for old in list(logger.handlers):
         logger.removeHandler(old)
         old.close()
@@ -40,3 +116,9 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
+
+
+def warn_for_all(message: str, *values: object) -> None:
+    """A warning about what all ranks know, and call this for: rank 0 says it."""
+    if logger.isEnabledFor(logging.INFO):  # the others begin at warnings
+        logger.warning(message, *values)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import CheckpointError
-from txl_dist.files import canonical_hash, flush_folder, sha256_of_file, write_hashed_json
+from txl_dist.files import canonical_hash, flush_folder, free_name, sha256_of_file, write_hashed_json
 
 MANIFEST = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -47,10 +47,7 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 def commit_folder(temporary: Path, final: Path) -> None:
     """Publish a finished temporary folder. What lies in the way is damaged, and is moved aside, never deleted."""
     if final.exists():
-        number = 1
-        while (aside := final.with_name(f"{final.name}.damaged-{number}")).exists():
-            number += 1
-        final.rename(aside)
+        final.rename(free_name(final, "damaged"))
     temporary.rename(final)
     flush_folder(final.parent)
 
@@ -65,8 +62,11 @@ def replace_folder(temporary: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def problems_of(folder: Path) -> list[str]:
-    """What differs from the manifest, one line each; empty if the folder is whole."""
+def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """What differs from the manifest, one line each; empty if the folder is whole.
+
+    Several processes may share the work: each looks at its part of the files, and the folder is whole if all find so.
+    """
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -81,8 +81,9 @@ def problems_of(folder: Path) -> list[str]:
         return [f"{path} does not match its own hash"]
     if version != FORMAT_VERSION:
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
-    strangers = [f"{name} is not in the manifest" for name in files_of(folder) if name not in files]
-    return strangers + [problem for name, facts in files.items() if (problem := _file_problem(folder / name, facts))]
+    strangers = [f"{name} is not in the manifest" for name in files_of(folder) if name not in files] if not part else []
+    mine = sorted(files)[part::num_parts]
+    return strangers + [problem for name in mine if (problem := _file_problem(folder / name, files[name]))]
 
 
 def check_folder(folder: Path, *, remedy: str) -> None:

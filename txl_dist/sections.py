@@ -204,7 +204,7 @@ class TrainSection(Section):
 class EngineSection(Section):
     """DeepSpeed and the hardware."""
 
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3), WARNED] = 1
     """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     precision: Annotated[Literal["fp32", "bf16", "fp16"], WARNED] = "fp32"
     """Type of weights and activations in the step; fp16 needs a GPU."""

@@ -13,7 +13,7 @@ from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.lanes import lanes_of_rank
 from txl_dist.data.stream import CorpusState, StreamState, plain_segment
-from txl_dist.dist import Ranks, barrier
+from txl_dist.dist import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
 from txl_dist.model.memory import Memory
@@ -28,11 +28,16 @@ from txl_dist.train.checkpoint import (
     load_memory,
     newest_checkpoint,
     prune_checkpoints,
-    save_checkpoint,
+    read_state,
+    resized,
+    retained,
 )
 from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.export import export_bundle, make_probe
+from txl_dist.train.health import Health
+from txl_dist.train.saver import Saved, Saver
 from txl_dist.train.state import TrainState
+from txl_dist.train.tensor_files import FragmentFiles
 
 pytestmark = pytest.mark.dist
 
@@ -64,44 +69,57 @@ class Job:
             loss, memory = self.engine.micro_step(batch, memory, normalizer=16.0)
             losses.append(loss.item())
             memories.append(memory)
-        self.engine.step(lr=1e-2)
+        self.engine.step(lr=1e-2, grad_norm=float(self.engine.grad_norm()))
         self.memories = tuple(memories)
         return losses
 
+    def save(self, run: Path, *, step: int) -> Saved:
+        """The checkpoint after `step` steps, as the loop saves it."""
+        stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=8 * step),))
+        state = TrainState(step=step, tokens_seen=32 * step, health=Health(), stream=stream, memories=self.memories)
+        saver = Saver(run, config=self.config, corpus=facts(), lanes=self.lanes, ranks=self.ranks, nonce="test")
+        saver.begin(state, self.engine, probe=make_probe(self.engine, self.maker, memory_len=12))
+        return saver.finish()
+
+    def load(self, checkpoint: Path) -> TrainState:
+        """Continue from a checkpoint."""
+        state = load_checkpoint(
+            checkpoint,
+            self.engine,
+            stream=StreamState.from_dict(read_state(checkpoint)["stream"]),
+            lanes=self.lanes,
+            microbatch_lanes=self.config.train.microbatch_lanes,
+            memory_len=self.config.train.memory_len,
+            ranks=self.ranks,
+        )
+        self.memories = state.memories
+        return state
+
+
+def facts() -> CorpusFacts:
+    tokenizer = train_tokenizer("byte", lambda: ["some text"])
+    return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
+
 
 def save_and_continue(ranks: Ranks, folder: str) -> Results:
-    tokenizer = train_tokenizer("byte", lambda: ["some text"])
-    facts = CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
     results = []
     for stage, precision in CASES:
         config = tiny_config(
             model={"dropout": 0.1, "cutoffs": [50, 150]}, engine={"zero_stage": stage, "precision": precision}
         )
         run = Path(folder) / f"{stage}-{precision}"
-        job = Job(ranks, config, vocab_size=tokenizer.vocab_size)
+        job = Job(ranks, config, vocab_size=facts().vocab_size)
         for step in range(3):
             job.step(step)
-        stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=24),))
-        state = TrainState(step=3, tokens_seen=96, skipped_steps=0, stream=stream, memories=job.memories)
-        probe = make_probe(job.engine, job.maker, memory_len=12)
-        save_checkpoint(run, state, job.engine, config=config, corpus=facts, probe=probe, lanes=job.lanes, ranks=ranks)
+        assert job.save(run, step=3).error == ""
         going_on = [job.step(step) for step in (3, 4, 5)]
 
-        resumed = Job(ranks, config, vocab_size=tokenizer.vocab_size)
+        resumed = Job(ranks, config, vocab_size=facts().vocab_size)
         checkpoint, rejected = newest_checkpoint(run)
         assert checkpoint is not None
         assert not rejected
-        loaded = load_checkpoint(
-            checkpoint,
-            resumed.engine,
-            stream=stream,
-            lanes=resumed.lanes,
-            microbatch_lanes=2,
-            memory_len=config.train.memory_len,
-            device=ranks.device,
-        )
-        assert (loaded.step, loaded.tokens_seen, loaded.stream) == (3, 96, stream)
-        resumed.memories = loaded.memories
+        loaded = resumed.load(checkpoint)
+        assert (loaded.step, loaded.tokens_seen, loaded.stream.corpora[0].position) == (3, 96, 24)
         again = [resumed.step(step) for step in (3, 4, 5)]
         error = export_bundle(run, run / "bundle")[1] if ranks.is_first else 0.0
         barrier()
@@ -150,8 +168,8 @@ class Payload:
 
 
 def poison(checkpoint: Path, mark: Path) -> None:
-    """Put a payload into every DeepSpeed file, and sign the folder anew: only the loader can refuse it."""
-    for path in (checkpoint / "engine").iterdir():
+    """Put a payload into every file of tensors, and sign the folder anew: only the loader can refuse it."""
+    for path in checkpoint.rglob("*.safetensors"):
         torch.save({"module": Payload(str(mark)), "optimizer_state_dict": Payload(str(mark))}, path)
     (checkpoint / MANIFEST).unlink()
     write_manifest(checkpoint, {name: describe_file(checkpoint / name) for name in files_of(checkpoint)})
@@ -160,7 +178,7 @@ def poison(checkpoint: Path, mark: Path) -> None:
 def load_poisoned(ranks: Ranks, folder: str, stage: int) -> str:
     job = Job(ranks, tiny_config(engine={"zero_stage": stage}), vocab_size=257)
     try:
-        job.engine.load(Path(folder) / "engine")
+        job.load(Path(folder))
     except Exception as error:  # noqa: BLE001  any kind is reported
         return str(error)
     return "loaded"
@@ -178,8 +196,10 @@ def test_a_pickle_that_would_run_code_is_refused_when_resuming_and_exporting(
     assert problems_of(checkpoint) == []
     with pytest.raises(CheckpointError, match="cannot read the weights"):
         consolidated_weights(checkpoint)
+    with pytest.raises(CheckpointError, match="cannot read the memories"):
+        load_memory(checkpoint, lanes=range(4))
     for message in run_ranks(load_poisoned, str(checkpoint), stage, world_size=2, folder=tmp_path / "results"):
-        assert "Weights only load failed" in message
+        assert "cannot read the weights" in message
     assert not mark.exists()
 
 
@@ -199,24 +219,92 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
         choose_checkpoint(tmp_path / "run", "never")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         choose_checkpoint(tmp_path / "other", "must")
-    prune_checkpoints(tmp_path / "run", keep_last=1, newest=folders[0])
+    prune_checkpoints(tmp_path / "run", keep=retained([3, 5, 7], keep_last=1, keep_every=0), newest=folders[0])
     assert [folder.exists() for folder in folders] == [True, False, True]
 
 
 def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_built(saved: tuple[Path, list[Results]]) -> None:
     checkpoint = newest_checkpoint(saved[0] / "1-fp32")[0]
     assert checkpoint is not None
-    tokenizer = train_tokenizer("byte", lambda: ["some text"])
-    facts = CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
 
-    def check(**sections: Any) -> list[str]:
+    def check(world_size: int = 2, **sections: Any) -> list[str]:
         model = {"dropout": 0.1, **sections.pop("model", {})}
         config = tiny_config(model=model, **({"engine": {"zero_stage": 1}} | sections))
-        return check_checkpoint(checkpoint, config=config, corpus=facts, world_size=2)
+        return check_checkpoint(checkpoint, config=config, corpus=facts(), world_size=world_size)
 
     assert check() == []
     assert check(optim={"lr": 0.5}) == ["optim.lr changed from 0.002 to 0.5"]
     with pytest.raises(ConfigError, match=r"model\.same_length: off -> memory"):
         check(model={"same_length": "memory"})
-    with pytest.raises(CheckpointError, match="zero_stage 1 -> 3"):
-        check(engine={"zero_stage": 3})
+    assert check(4, engine={"zero_stage": 3}) == [
+        "engine.zero_stage changed from 1 to 3",
+        "4 ranks go on where 2 saved; sums are rounded in another order",
+    ]
+
+
+def go_on_elsewhere(ranks: Ranks, folder: str, stage: int, precision: str) -> list[Any]:
+    """Load another stage's checkpoint; (mean loss, losses of every lane's memory, the weights saved again)."""
+    config = tiny_config(
+        model={"cutoffs": [50, 150]},
+        train={"microbatch_lanes": 1},
+        engine={"zero_stage": stage, "precision": precision},
+    )
+    results = []
+    for source in ("0-fp32", "1-fp32", "2-bf16", "3-fp32"):
+        job = Job(ranks, config, vocab_size=facts().vocab_size)
+        checkpoint = newest_checkpoint(Path(folder) / source)[0]
+        assert checkpoint is not None
+        job.load(checkpoint)
+        again = Path(folder) / f"again-{source}-{stage}-{precision}-{ranks.world_size}"
+        assert job.save(again, step=3).error == ""
+        losses = gather_objects([job.step(step) for step in (3, 4)])
+        results.append((source, again, np.mean([loss for rank in losses for loss in rank[1]])))
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (1, 0), (2, 2), (4, 1), (4, 3)])
+def test_a_checkpoint_of_any_stage_loads_into_any_other_on_any_number_of_ranks(
+    saved: tuple[Path, list[Results]], tmp_path: Path, world_size: int, stage: int
+) -> None:
+    config_lanes = 4
+    results = run_ranks(
+        go_on_elsewhere, str(saved[0]), stage, "fp32", world_size=world_size, folder=tmp_path / "results"
+    )[0]
+    for source, again, loss in results:
+        original, copy = (newest_checkpoint(run)[0] for run in (saved[0] / source, again))
+        assert original is not None
+        assert copy is not None
+        assert_same_values(original, copy)
+        ours, theirs = (load_memory(folder, lanes=range(config_lanes)) for folder in (copy, original))
+        assert torch.equal(ours.hidden_LBMD, theirs.hidden_LBMD.float())
+        assert torch.equal(ours.document_BM, theirs.document_BM)
+        assert np.isfinite(loss)
+
+
+def assert_same_values(one: Path, other: Path) -> None:
+    """Weights, moments and counts are bit for bit the same, however they are cut."""
+    ours, theirs = FragmentFiles(one / "engine"), FragmentFiles(other / "engine")
+    assert ours.kinds == theirs.kinds == ["exp_avg", "exp_avg_sq", "weight"]
+    for name, shape in read_state(one)["parameters"].items():
+        length = torch.Size(shape).numel()
+        assert ours.step_of(name) == theirs.step_of(name)
+        for kind in ours.kinds:
+            a, b = (files.read(kind, name, start=0, length=length) for files in (ours, theirs))
+            assert torch.equal(a, b), (name, kind)
+
+
+def test_a_memory_of_another_length_keeps_its_newest_positions() -> None:
+    memory = Memory(torch.arange(24.0).view(1, 2, 4, 3), torch.arange(8).view(2, 4))
+    shorter, longer = resized(memory, memory_len=3), resized(memory, memory_len=6)
+    assert torch.equal(shorter.hidden_LBMD, memory.hidden_LBMD[:, :, 1:])
+    assert torch.equal(shorter.document_BM, memory.document_BM[:, 1:])
+    assert torch.equal(longer.hidden_LBMD[:, :, 2:], memory.hidden_LBMD)
+    assert longer.document_BM.tolist() == [[-1, -1, 0, 1, 2, 3], [-1, -1, 4, 5, 6, 7]]
+    assert resized(memory, memory_len=0).hidden_LBMD.shape == (1, 2, 0, 3)
+
+
+def test_the_last_ones_milestones_and_the_best_are_kept() -> None:
+    steps = [10, 20, 25, 30, 40, 50]
+    assert retained(steps, keep_last=2, keep_every=0) == {40, 50}
+    assert retained(steps, keep_last=1, keep_every=20) == {20, 40, 50}
+    assert retained(steps, keep_last=1, keep_every=0, best={25, 99}) == {25, 50}

@@ -11,7 +11,8 @@ from tests.dist.test_checkpoint import Job
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from txl_dist.config import Config, check_config
-from txl_dist.dist import Ranks, barrier
+from txl_dist.dist import Ranks
+from txl_dist.train.checkpoint import checkpoint_folder
 
 pytestmark = pytest.mark.dist
 
@@ -78,16 +79,13 @@ def resuming_worker(ranks: Ranks, folder: str) -> list[Any]:
     results = []
     for optim, stage in ((LAMB, 0), (SGD, 0), (SGD, 1)):
         config = config_of(optim, zero_stage=stage)
-        path = Path(folder) / f"{optim['name']}-{stage}" / "engine"
-        path.mkdir(parents=True, exist_ok=True)
+        run = Path(folder) / f"{optim['name']}-{stage}"
         job = Job(ranks, config, vocab_size=VOCAB_SIZE)
         for step in range(3):
             job.step(step)
-        job.engine.save(path)
-        barrier()
+        assert job.save(run, step=3).error == ""
         resumed = Job(ranks, config, vocab_size=VOCAB_SIZE)
-        resumed.engine.load(path)
-        resumed.memories = job.memories
+        resumed.load(checkpoint_folder(run, 3))
         going_on = [job.step(step) for step in (3, 4, 5)]
         again = [resumed.step(step) for step in (3, 4, 5)]
         weights = [torch.cat([p.detach().flatten() for p in j.engine.model.parameters()]) for j in (job, resumed)]

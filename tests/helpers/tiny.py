@@ -79,7 +79,7 @@ def train_engine(
                 normalizer=float(plan.microbatch_lanes * train.segment_len),
             )
             total += loss.float().cpu() / plan.num_microbatches / ranks.world_size
-        engine.step(lr=config.optim.lr)
+        engine.step(lr=config.optim.lr, grad_norm=float(engine.grad_norm()))
         if evaluates:
             engine.losses(to_device(batch, ranks.device), memories[-1])
         losses.append(all_reduce_sum(total).item())

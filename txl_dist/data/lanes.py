@@ -20,6 +20,9 @@ Cutting anew (another number of lanes in the middle of an epoch): what no lane h
     epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, the ranges behind it and "." are the rest
     cut anew          | lane 0  | lane 1 ...
 
+Skips (after a rewind, the tokens that went wrong) are ranges of lane positions that no lane reads: the stream of a lane
+is what lies outside them. When lanes are cut anew within an epoch, what they were to skip of it is no part of its rest.
+
 What it gives up: a document that spans a stripe's border is cut (at most num_lanes - 1 in an epoch), and fewer than
 num_lanes tokens are left out of an epoch.
 """
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,7 +64,7 @@ class Stretch(NamedTuple):
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Token ranges [first, behind the last) of one epoch, ascending."""
+"""Ranges [first, behind the last) of tokens of one epoch or of lane positions, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -228,20 +231,25 @@ class LanePlan:
         epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
         return self.cut.epoch + 1 + epochs, lane * self.stripe_len + in_stripe, in_stripe, self.stripe_len - in_stripe
 
-    def rest_of_epoch(self, position: int) -> tuple[int, Ranges]:
-        """(epoch, what no lane has read of it) when all lanes have come to this position; no ranges means all of it."""
+    def rest_of_epoch(self, position: int, skips: Ranges = ()) -> tuple[int, Ranges]:
+        """(epoch, what no lane has read of it) when all lanes have come to this position, which is in no skip.
+
+        No ranges means all of it. What the lanes were to skip of this epoch is left out; what of later ones, forgotten.
+        """
         if position < self.first_stripe_len:
             epoch, stripe_len, total = self.cut.epoch, self.first_stripe_len, int(self._rest_ends[-1])
             in_stripe = position
         else:
             epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
             epoch, stripe_len, total = self.cut.epoch + 1 + epochs, self.stripe_len, self.num_tokens
-        lanes = np.arange(self.cut.num_lanes) * stripe_len
-        unread = [*zip((lanes + in_stripe).tolist(), (lanes + stripe_len).tolist(), strict=True)]
+        begin = position - in_stripe  # lane position of the epoch's first token
+        kept = [*outside(skips, position, begin + stripe_len)]
+        starts = [lane * stripe_len - begin for lane in range(self.cut.num_lanes)]
+        unread = [(start + first, start + end) for start in starts for first, end in kept]
         unread.append((self.cut.num_lanes * stripe_len, total))
         if position < self.first_stripe_len:
             unread = [piece for first, end in unread for piece in self._ranges_in_epoch(first, end)]
-        joined = _joined(unread)
+        joined = merged(unread)
         return epoch, () if joined == ((0, self.num_tokens),) else joined
 
     def shard_at(self, epoch: int, token: int) -> int:
@@ -292,14 +300,24 @@ class LanePlan:
         return order, starts
 
 
-def _joined(ranges: list[tuple[int, int]]) -> Ranges:
-    """Without empty ranges, touching ones made one."""
+def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """The ranges of [first, end) that lie in no skip, ascending."""
+    for skip_first, skip_end in skips:
+        if first < min(skip_first, end):
+            yield first, min(skip_first, end)
+        first = max(first, skip_end)
+    if first < end:
+        yield first, end
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Ascending ranges without empty ones; touching or overlapping ones become one."""
     joined: list[tuple[int, int]] = []
     for first, end in ranges:
         if first == end:
             continue
-        if joined and joined[-1][1] == first:
-            joined[-1] = joined[-1][0], end
+        if joined and joined[-1][1] >= first:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
             joined.append((first, end))
     return tuple(joined)

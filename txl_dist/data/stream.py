@@ -8,17 +8,19 @@ Key properties:
 - Several corpora are mixed by lane: each lane reads one corpus, each corpus has its own position and epochs, and every
   batch holds them in the same proportion. Other weights or another number of lanes are a new cut (`continued`): what
   no lane has read yet is dealt out anew, no token twice and none left out.
+- What made a run rewind is left out (`skipping`): a lane's stream is what lies outside the skips of its corpus.
 
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
 
-What it gives up: at the border of two pieces (of stripes, or of what was dealt out anew) a lane jumps: one target in a
-piece belongs to other text. With document masks it is not scored.
+What it gives up: at the border of two pieces (of stripes, of what was dealt out anew, or around a skip) a lane jumps:
+one target in a piece belongs to other text. With document masks it is not scored.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,7 +30,7 @@ import numpy.typing as npt
 
 from txl_dist.data.corpus import Shards, Split
 from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import Cut, LanePlan, Ranges, Stretch, allot_lanes, owners_of_lanes
+from txl_dist.data.lanes import Cut, LanePlan, Ranges, Stretch, allot_lanes, merged, outside, owners_of_lanes
 from txl_dist.data.shards import Tokens
 from txl_dist.errors import CheckpointError, DataError, UnreachableError
 
@@ -57,6 +59,15 @@ def plain_segment(tokens: Int64s) -> Segment:
     return Segment(tokens, np.zeros_like(tokens), np.ones((tokens.shape[0], tokens.shape[1] - 1), dtype=bool))
 
 
+class Span(NamedTuple):
+    """Consecutive positions that a lane reads."""
+
+    position: int
+    length: int
+    begin: int
+    """Where the skip before it ended, 0 without one: no piece of a document begins earlier."""
+
+
 @dataclass(frozen=True)
 class CorpusState:
     """Where the lanes of one corpus are."""
@@ -69,15 +80,32 @@ class CorpusState:
     num_lanes: int
     """Lanes that read it; 0 while it is paused."""
     position: int = 0
-    """Tokens that each of these lanes has been trained on since they were cut."""
+    """Tokens that each of these lanes has been trained on, or has skipped, since they were cut; never in a skip."""
     epoch: int = 0
     """Epoch in which they were cut."""
     rest: Ranges = ()
     """What of that epoch was cut; empty means all of it."""
+    skips: Ranges = ()
+    """Positions since that cut that no lane is trained on, or was."""
 
     def cut(self) -> Cut:
         """For `LanePlan`."""
         return Cut(num_lanes=self.num_lanes, epoch=self.epoch, rest=self.rest)
+
+    def spans(self, num_tokens: int) -> Iterator[Span]:
+        """Where the next so many tokens of each lane are."""
+        begin = max((end for _, end in self.skips if end <= self.position), default=0)
+        for first, end in outside(self.skips, self.position, sys.maxsize):
+            length = min(end - first, num_tokens)
+            yield Span(first, length, begin if first == self.position else first)
+            num_tokens -= length
+            if not num_tokens:
+                return
+
+    def advanced(self, num_tokens: int) -> CorpusState:
+        """The state after each lane has been trained on so many tokens more."""
+        *_, last = self.spans(num_tokens + 1)  # ends with the token behind them
+        return replace(self, position=last.position + last.length - 1)
 
 
 @dataclass(frozen=True)
@@ -95,8 +123,18 @@ class StreamState:
 
     def advanced(self, num_tokens: int) -> StreamState:
         """The state after every lane has been trained on so many tokens more."""
-        moved = (replace(one, position=one.position + num_tokens) if one.num_lanes else one for one in self.corpora)
-        return replace(self, corpora=tuple(moved))
+        return replace(self, corpora=tuple(one.advanced(num_tokens) if one.num_lanes else one for one in self.corpora))
+
+    def skipping(self, begin: StreamState, end: StreamState) -> StreamState:
+        """This state, to be rewound to, but what was trained on from `begin` to `end`, or skipped before, is left out.
+
+        Both are states of the same cut that the stream came to from here.
+        """
+        corpora = [
+            replace(one, skips=merged(sorted((*last.skips, (first.position, last.position)))))
+            for one, first, last in zip(self.corpora, begin.corpora, end.corpora, strict=True)
+        ]
+        return replace(self, corpora=tuple(corpora)).advanced(0)  # a skip may begin right here
 
     def has_lanes_of(self, other: StreamState) -> bool:
         """Whether every lane reads the same corpus, and goes on where it was: then its memory is still true."""
@@ -110,8 +148,7 @@ class StreamState:
         """JSON values. After each new cut within an epoch, `rest` takes about 20 bytes more per lane."""
         values = asdict(self)
         for one, corpus in zip(values["corpora"], self.corpora, strict=True):
-            # Gaps and lengths in turn are smaller than bounds, and a text stays on one line.
-            one["rest"] = " ".join(map(str, np.diff(np.array(corpus.rest, np.int64).reshape(-1), prepend=0).tolist()))
+            one |= {"rest": _text_of(corpus.rest), "skips": _text_of(corpus.skips)}
         return values
 
     @staticmethod
@@ -123,10 +160,19 @@ class StreamState:
                 "Continue with the program that wrote the checkpoint."
             )
         try:
-            corpora = [CorpusState(**{**one, "rest": _ranges_of(one["rest"])}) for one in values["corpora"]]
+            corpora = [
+                # States from before there were skips have none.
+                CorpusState(**{**one, "rest": _ranges_of(one["rest"]), "skips": _ranges_of(one.get("skips", ""))})
+                for one in values["corpora"]
+            ]
             return StreamState(**{**values, "corpora": tuple(corpora)})
         except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"the stream state of the checkpoint is damaged: {error}.") from error
+
+
+def _text_of(ranges: Ranges) -> str:
+    """Gaps and lengths in turn are smaller than bounds, and a text stays on one line."""
+    return " ".join(map(str, np.diff(np.array(ranges, np.int64).reshape(-1), prepend=0).tolist()))
 
 
 def _ranges_of(text: str) -> Ranges:
@@ -181,7 +227,7 @@ def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> Corpu
     if not old.num_lanes:  # was paused: its rest was listed then
         return replace(old, name=new.name, num_lanes=new.num_lanes)
     plan = LanePlan(split.shard_tokens, old.cut(), seed=0, document_tokens=lambda shard: np.empty(0, np.int64))
-    epoch, rest = plan.rest_of_epoch(old.position)
+    epoch, rest = plan.rest_of_epoch(old.position, old.skips)
     return replace(new, epoch=epoch, rest=rest)
 
 
@@ -260,13 +306,15 @@ class LaneStream:
         """(index of the corpus, where in it) of the first token of `segment_at` in one of our lanes, for people."""
         row = self.lanes.index(lane)
         corpus = self._corpus_of_row[row]
-        return corpus, self._rows[row].locate(state.corpora[corpus].position)
+        stretch = self._rows[row].locate(state.corpora[corpus].position)
+        span = next(state.corpora[corpus].spans(stretch.length))
+        return corpus, stretch._replace(length=span.length, begin=max(stretch.begin, span.begin))
 
     def _read(self, state: StreamState, segment: Segment) -> None:
         segment.scored.fill(True)
-        positions = [one.position for one in state.corpora]
+        spans = [[*one.spans(segment.tokens.shape[1])] for one in state.corpora]
         for row, (reader, corpus) in enumerate(zip(self._rows, self._corpus_of_row, strict=True)):
-            reader.read(positions[corpus], segment, row, mark=self._mark_documents)
+            reader.read(spans[corpus], segment, row, mark=self._mark_documents)
 
     def _buffer(self, steps: int = 1) -> Segment:
         shape = len(self.lanes), self.segment_len * steps + 1
@@ -319,24 +367,24 @@ class _LaneReader:
         """Where the lane is at a position. Raises DataError."""
         return self._corpus.plan.locate(self._lane, position)
 
-    def read(self, position: int, segment: Segment, row: int, *, mark: bool) -> None:
-        """Fill a row of the segment from this position on. Raises DataError for damage that may not be skipped."""
-        tokens = segment.tokens[row]
-        filled, wanted = 0, len(tokens)
-        while filled < wanted:
-            first = position - self._start
-            if not 0 <= first < len(self._tokens):
-                self._move(position)
-                first = 0
-            piece = self._tokens[first : first + wanted - filled]
-            end = filled + len(piece)
-            tokens[filled:end] = piece
-            if mark:
-                segment.documents[row, filled:end] = self._begin
-            if not self._is_whole:
-                segment.scored[row, max(filled - 1, 0) : end] = False
-            position += len(piece)
-            filled = end
+    def read(self, spans: Sequence[Span], segment: Segment, row: int, *, mark: bool) -> None:
+        """Fill a row of the segment with these positions. Raises DataError for damage that may not be skipped."""
+        filled = 0
+        for position, length, begin in spans:
+            wanted, before = filled + length, position - filled
+            while filled < wanted:
+                first = before + filled - self._start
+                if not 0 <= first < len(self._tokens):
+                    self._move(before + filled)
+                    first = 0
+                piece = self._tokens[first : first + wanted - filled]
+                end = filled + len(piece)
+                segment.tokens[row, filled:end] = piece
+                if mark:
+                    segment.documents[row, filled:end] = max(self._begin, begin)
+                if not self._is_whole:
+                    segment.scored[row, max(filled - 1, 0) : end] = False
+                filled = end
 
     def _move(self, position: int) -> None:
         stretch = self.locate(position)

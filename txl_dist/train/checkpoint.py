@@ -1,50 +1,47 @@
-"""Checkpoints: weights and optimizer by the engine, memories by lane, all or nothing.
+"""The checkpoint: its folder, which one to start from, and how a rank takes its part of it. `saver` writes it.
 
     checkpoints/step_000001200/
-      engine/                          DeepSpeed's files, a part per rank
-      lanes/00000-00031.safetensors    memories by *global* lane id: any number of ranks can read them back
-      probe.safetensors                losses of the live engine on fixed tokens; an export must reproduce them
-      state.json                       TrainState without memories, stream position, fingerprints
-      config.toml  tokenizer.json      so that a checkpoint can be exported from anywhere
-      MANIFEST.json                    written last (see `manifest`); the rename that follows is the commit
+      engine/00000.safetensors        per rank: its pieces of fp32 weights and optimizer state, by name of the parameter
+      lanes/00000-00031.safetensors   memories by global lane id
+      probe.safetensors  config.toml  tokenizer.json     what an export needs
+      state.json                      TrainState, stream position, fingerprints, shapes of the parameters
+      MANIFEST.json                   every file's bytes and sha256
 
-The newest checkpoint that verifies wins; by step, not by clock. DeepSpeed's own `latest` file is not used: it is
-written before all ranks are done. Nothing here is pickled; DeepSpeed's files load with an allowlist (`engine`).
+Nothing in it depends on how many ranks there were, or on the ZeRO stage: a memory belongs to a lane, a weight to a
+parameter, and each rank reads the slices it needs. Nothing in it is a pickle. The newest folder that its manifest
+proves whole is the one to start from, ordered by step, never by clock.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-import txl_dist
-from txl_dist.config import Config, config_fingerprint, config_to_toml, load_config
+from txl_dist.config import Config, load_config
 from txl_dist.data.corpus import Corpus, Split
 from txl_dist.data.stream import StreamState, continued
-from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
+from txl_dist.dist import Ranks, gather_objects, together
 from txl_dist.errors import CheckpointError
-from txl_dist.manifest import check_folder, commit_folder, describe_file, files_of, problems_of, write_manifest
-from txl_dist.model.memory import Memory
-from txl_dist.train.engine import Engine, import_deepspeed, trusted_globals
+from txl_dist.faults import fault_point
+from txl_dist.manifest import problems_of
+from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.train.engine import Engine
+from txl_dist.train.health import Health
+from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.run_dir import refuse_frozen_changes
 from txl_dist.train.state import TrainState
+from txl_dist.train.tensor_files import FragmentFiles
 
-T = TypeVar("T")
-
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 held DeepSpeed's own files, and was never released."""
 _NAME = re.compile(r"step_(\d{9})")
 
 
@@ -67,79 +64,63 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:09d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step_"))
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Committed checkpoints by step, oldest first; not verified."""
     folder = run_dir / "checkpoints"
     return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
-def save_checkpoint(
-    run_dir: Path,
-    state: TrainState,
-    engine: Engine,
-    *,
-    config: Config,
-    corpus: CorpusFacts,
-    probe: dict[str, Tensor],
-    lanes: range,
-    ranks: Ranks,
-) -> Path:
-    """Write and commit the checkpoint of `state.step`. All ranks call it and return together.
+def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
+    """Which of the steps, in ascending order, to keep: the last ones, milestones and the best."""
+    milestones = {step for step in steps if keep_every and step % keep_every == 0}
+    return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))
 
-    Raises CheckpointError on every rank if the file system fails on any; nothing half-written is left visible.
+
+def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> None:
+    """Remove checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
+
+    A folder is renamed first: what a crash leaves of it is no checkpoint, and is collected at the next start.
     """
-    final = checkpoint_folder(run_dir, state.step)
-    temporary = final.with_name(f"{final.name}.tmp-{from_first(secrets.token_hex(4))}")
-    together(lambda: _explained(temporary, lambda: (temporary / "lanes").mkdir(parents=True, exist_ok=True)))
-    engine.save(temporary / "engine")
-
-    def write() -> None:
-        _write_lanes(temporary / "lanes", state.memories, lanes=lanes)
-        if ranks.is_first:
-            _write_own_files(temporary, state, config=config, corpus=corpus, probe=probe, world_size=ranks.world_size)
-
-    together(lambda: _explained(temporary, write))
-    # Hashing is shared out by one list: on a network file system listings of different nodes may differ.
-    names = on_first(lambda: files_of(temporary))
-    mine = names[ranks.rank :: ranks.world_size]
-    digests = together(lambda: _explained(temporary, lambda: {name: describe_file(temporary / name) for name in mine}))
-    parts = gather_objects(digests)
-
-    def commit() -> None:
-        write_manifest(temporary, {name: facts for part in parts for name, facts in part.items()})
-        commit_folder(temporary, final)
-
-    on_first(lambda: _explained(final, commit))
-    return final
+    for path in list_checkpoints(run_dir):
+        if path == newest or step_of(path) in keep:
+            continue
+        fault_point("prune", step=step_of(newest))
+        leaving = path.with_name(f"{path.name}.tmp-pruned")
+        shutil.rmtree(leaving, ignore_errors=True)
+        try:
+            path.rename(leaving)
+        except OSError:
+            continue  # it stays until the next time; that is no reason to stop
+        fault_point("prune-half", step=step_of(newest))
+        shutil.rmtree(leaving, ignore_errors=True)
 
 
-def _explained(path: Path, action: Callable[[], T]) -> T:
-    """Run `action`; the file system's errors become ours."""
-    try:
-        return action()
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {path}: {error}. Free space or mend permissions.") from error
+Problems = Callable[[Path], list[str]]
 
 
-def prune_checkpoints(run_dir: Path, *, keep_last: int, newest: Path) -> None:
-    """Remove all but the last checkpoints, never `newest`, which was just committed. Rank 0 only."""
-    for path in list_checkpoints(run_dir)[:-keep_last]:
-        if path != newest:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(run_dir: Path, *, problems: Problems = problems_of) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint that is whole, why newer ones were passed over)."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
-        problems = problems_of(path)
-        if not problems:
+        found = problems(path)
+        if not found:
             return path, rejected
-        rejected.append(f"{path.name}: {'; '.join(problems[:3])}")
+        rejected.append(f"{path.name}: {'; '.join(found[:3])}")
     return None, rejected
 
 
-def choose_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
+def problems_together(folder: Path, *, ranks: Ranks) -> list[str]:
+    """`problems_of`, each rank hashing its share of the files. All ranks call it."""
+    parts = gather_objects(problems_of(folder, part=ranks.rank, num_parts=ranks.world_size))
+    return [problem for part in parts for problem in part]
+
+
+def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = problems_of) -> tuple[Path | None, list[str]]:
     """(where to start from by `--resume auto|must|never|PATH`, why newer checkpoints were passed over).
 
     Raises CheckpointError if a checkpoint is demanded and none is whole, if `never` meets an existing run, or if
@@ -150,7 +131,11 @@ def choose_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str
         folder = Path(resume)
         if not folder.is_dir():
             raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
-        check_folder(folder, remedy="Name another checkpoint folder, or use --resume auto, must or never.")
+        if found_problems := problems(folder):
+            raise CheckpointError(
+                f"--resume {resume}: it is damaged: {'; '.join(found_problems[:5])}. "
+                "Name another checkpoint folder, or use --resume auto, must or never."
+            )
         if existing and existing[-1].name > folder.name and folder.resolve().parent == existing[-1].resolve().parent:
             raise CheckpointError(
                 f"{run_dir} goes on to {existing[-1].name}. To branch off at {folder.name}, choose another --run.dir."
@@ -163,7 +148,7 @@ def choose_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str
                 "Choose another --run.dir, or --resume auto to continue it."
             )
         return None, []
-    found, rejected = newest_checkpoint(run_dir)
+    found, rejected = newest_checkpoint(run_dir, problems=problems)
     if found is None and (existing or resume == "must"):
         found_what = f"none of its {len(existing)} checkpoints is whole" if existing else "it holds no checkpoint"
         raise CheckpointError(
@@ -180,7 +165,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / 'state.json'} cannot be read: {error}. Use another checkpoint.") from error
     if state.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} has format version {state.get('format_version')}; this program knows {FORMAT_VERSION}. "
+            f"{folder} has format version {state.get('format_version')}; this program reads {FORMAT_VERSION}. "
             "Use the version of txl_dist that wrote it."
         )
     return state
@@ -189,8 +174,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
-    Raises CheckpointError if tokenizer, number of ranks, stage or precision differ from those that saved it,
-    ConfigError if another frozen setting does.
+    Raises CheckpointError if the tokenizer is another one, ConfigError if a frozen setting is.
     """
     state = read_state(folder)
     if state["tokenizer_fingerprint"] != corpus.tokenizer_fingerprint:
@@ -199,14 +183,10 @@ def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world
             f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
             f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
         )
-    here = {"world_size": world_size, "zero_stage": config.engine.zero_stage, "precision": config.engine.precision}
-    different = [f"{key} {state[key]} -> {value}" for key, value in here.items() if state[key] != value]
-    if different:
-        raise CheckpointError(
-            f"{folder} cannot be continued with {', '.join(different)}: its optimizer state is cut for what saved it. "
-            "Start as many ranks with the same stage and precision."
-        )
-    return refuse_frozen_changes(load_config(folder / "config.toml"), config, made=str(folder))
+    remarks = refuse_frozen_changes(load_config(folder / "config.toml"), config, made=str(folder))
+    if state["world_size"] != world_size:
+        remarks.append(f"{world_size} ranks go on where {state['world_size']} saved; sums are rounded in another order")
+    return remarks
 
 
 def continued_stream(folder: Path, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
@@ -229,40 +209,57 @@ def load_checkpoint(
     lanes: range,
     microbatch_lanes: int,
     memory_len: int,
-    device: torch.device,
+    ranks: Ranks,
 ) -> TrainState:
     """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
 
     `stream` is that of `continued_stream`. If its lanes were cut anew, memories are empty.
     """
-    engine.load(folder / "engine")
+    fault_point("load", step=step_of(folder))
     state = together(lambda: read_state(folder))
+    files = together(lambda: FragmentFiles(folder / "engine", near=ranks.rank))
+    engine.load(files, loss_scale=state["loss_scale"])
+    empty = engine.empty_memory(num_lanes=microbatch_lanes, memory_len=memory_len)
+    memories = tuple(empty for _ in range(0, len(lanes), microbatch_lanes))
     if stream.has_lanes_of(StreamState.from_dict(state["stream"])):
-        memories = together(lambda: _load_memories(folder, lanes=lanes, size=microbatch_lanes, device=device))
-    else:
-        starts = range(0, len(lanes), microbatch_lanes)
-        memories = [engine.empty_memory(num_lanes=microbatch_lanes, memory_len=memory_len) for _ in starts]
+        memories = together(lambda: _load_memories(folder, lanes=lanes, like=empty))
     return TrainState(
         step=state["step"],
         tokens_seen=state["tokens_seen"],
-        skipped_steps=state["skipped_steps"],
+        health=Health.from_dict(state["health"]),
         stream=stream,
-        memories=tuple(memories),
+        memories=memories,
     )
 
 
-def _load_memories(folder: Path, *, lanes: range, size: int, device: torch.device) -> list[Memory]:
-    whole = load_memory(folder, lanes=lanes, device=device)
-    return [
+def _load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
+    """The memories of these lanes per micro-batch, of the length, type and device of `like`."""
+    whole = load_memory(folder, lanes=lanes)
+    whole = resized(whole, memory_len=like.memory_len)
+    size = like.document_BM.shape[0]
+    return tuple(
         Memory(
-            whole.hidden_LBMD[:, start : start + size].contiguous(),
-            whole.document_BM[start : start + size].contiguous(),
+            whole.hidden_LBMD[:, start : start + size].contiguous().to(like.hidden_LBMD),
+            whole.document_BM[start : start + size].contiguous().to(like.document_BM),
         )
         for start in range(0, len(lanes), size)
-    ]
+    )
 
 
-def load_memory(folder: Path, *, lanes: range, device: torch.device | str = "cpu") -> Memory:
+def resized(memory: Memory, *, memory_len: int) -> Memory:
+    """The newest `memory_len` positions of a memory; what it lacks in front is empty."""
+    missing = max(0, memory_len - memory.memory_len)
+    hidden_LBMD, document_BM = (
+        tensor.narrow(axis, tensor.shape[axis] - (memory_len - missing), memory_len - missing)
+        for tensor, axis in ((memory.hidden_LBMD, 2), (memory.document_BM, 1))
+    )
+    return Memory(
+        torch.nn.functional.pad(hidden_LBMD, (0, 0, missing, 0)),
+        torch.nn.functional.pad(document_BM, (missing, 0), value=EMPTY),
+    )
+
+
+def load_memory(folder: Path, *, lanes: range) -> Memory:
     """The memory of any range of global lanes, whichever ranks saved them. Raises CheckpointError if one is missing."""
     hidden: list[Tensor] = []
     document: list[Tensor] = []
@@ -272,9 +269,12 @@ def load_memory(folder: Path, *, lanes: range, device: torch.device | str = "cpu
         if wanted >= lanes.stop or not first <= wanted <= last:
             continue
         rows = slice(wanted - first, min(lanes.stop, last + 1) - first)
-        with safe_open(path, "pt", device=str(device)) as file:
-            hidden.append(file.get_slice("hidden")[:, rows])
-            document.append(file.get_slice("document")[rows])
+        try:
+            with safe_open(path, "pt", device="cpu") as file:
+                hidden.append(file.get_slice("hidden")[:, rows])
+                document.append(file.get_slice("document")[rows])
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
         wanted = min(lanes.stop, last + 1)
     if wanted < lanes.stop:
         raise CheckpointError(f"{folder}/lanes has no memory of lane {wanted}. Use another checkpoint.")
@@ -286,72 +286,12 @@ def _first_lane(path: Path) -> int:
 
 
 def consolidated_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's weights in fp32 from the files of all ranks, on one machine without a launcher.
+    """The model's weights in fp32, the ones that the optimizer keeps, under their names; a tied one once.
 
-    They are the master copies, but at stage 0 in half precision, where they are the rounded weights of the model.
-    Tied parameters appear under each of their names. Raises CheckpointError.
+    Needs neither ranks nor DeepSpeed. Raises CheckpointError.
     """
-    import_deepspeed()
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    stage = read_state(folder)["zero_stage"]
-    try:
-        silence = io.StringIO()
-        # DeepSpeed's converter prints its progress, and asks torch for unsafe loading unless it is forced.
-        with trusted_globals(), _forced_weights_only(), redirect_stdout(silence), redirect_stderr(silence):
-            if stage == 0:
-                file = folder / "engine" / "mp_rank_00_model_states.pt"
-                weights = torch.load(file, map_location="cpu", weights_only=True)["module"]
-            else:
-                weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="engine")
-    except Exception as error:  # DeepSpeed and torch raise all kinds; the user needs the folder's name
-        raise CheckpointError(
-            f"cannot read the weights in {folder / 'engine'}: {error}. Use another checkpoint."
-        ) from error
-    return {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
-
-
-@contextmanager
-def _forced_weights_only() -> Iterator[None]:
-    """Make DeepSpeed's converter, which asks torch for unsafe loading, load safely all the same."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _write_lanes(folder: Path, memories: tuple[Memory, ...], *, lanes: range) -> None:
-    tensors = {
-        "hidden": torch.cat([memory.hidden_LBMD for memory in memories], dim=1).cpu().contiguous(),
-        "document": torch.cat([memory.document_BM for memory in memories]).cpu().contiguous(),
+    files = FragmentFiles(folder / "engine")
+    return {
+        name: files.read(WEIGHT, name, start=0, length=torch.Size(shape).numel()).view(shape)
+        for name, shape in read_state(folder)["parameters"].items()
     }
-    save_file(tensors, folder / f"{lanes.start:05d}-{lanes.stop - 1:05d}.safetensors")
-
-
-def _write_own_files(
-    folder: Path, state: TrainState, *, config: Config, corpus: CorpusFacts, probe: dict[str, Tensor], world_size: int
-) -> None:
-    save_file(probe, folder / "probe.safetensors")
-    (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
-    (folder / "tokenizer.json").write_text(corpus.tokenizer_json, encoding="utf-8")
-    content = {
-        "format_version": FORMAT_VERSION,
-        "code_version": txl_dist.__version__,
-        "step": state.step,
-        "tokens_seen": state.tokens_seen,
-        "skipped_steps": state.skipped_steps,
-        "stream": state.stream.to_dict(),
-        "world_size": world_size,
-        "zero_stage": config.engine.zero_stage,
-        "precision": config.engine.precision,
-        "vocab_size": corpus.vocab_size,
-        "tokenizer_fingerprint": corpus.tokenizer_fingerprint,
-        "config_fingerprint": config_fingerprint(config),
-    }
-    (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

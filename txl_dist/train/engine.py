@@ -1,32 +1,32 @@
-"""The engine: forward, backward, gradient exchange and update. The only file besides `checkpoint` that knows DeepSpeed.
+"""The engine: forward, backward, gradient exchange and update. The only file that imports DeepSpeed.
 
 The loop speaks to the `Engine` protocol. `ZeroEngine` fulfils it with DeepSpeed's ZeRO stages 0 to 3. What DeepSpeed
 would do in secret is either set explicitly in `deepspeed_config` or done here: the learning rate is set by the loop,
-gradients are averaged over micro-batches and ranks by DeepSpeed, and clipped by it except at stage 0 in fp32.
+gradients are averaged over micro-batches and ranks by DeepSpeed, and clipped by it except at stage 0 in fp32. Their
+norm is taken before the step and decides, once, whether it is made: DeepSpeed's own checks are given that norm, or
+infinity, and clean up as they do after an overflow. Its checkpoint files are not used: weights and optimizer state go
+out and in as named fragments (`partitions`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, limit_waiting, uses_gpu
-from txl_dist.errors import CheckpointError
+from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
-from txl_dist.train.extension import prepare_compilation
-from txl_dist.train.optim import apply_settings, build_optimizer
+from txl_dist.train.optim import build_optimizer
+from txl_dist.train.partitions import Fragment, Source, fill, fragments, partitions_of
 
 
 class Engine(Protocol):
@@ -37,14 +37,18 @@ class Engine(Protocol):
         """The network; its parameters may be sharded, so only its settings and shapes are for reading."""
 
     @property
-    def skipped_steps(self) -> int:
-        """Updates skipped because a gradient overflowed."""
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each parameter, a tied one once; at stage 3 too."""
 
     def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         """Forward and backward of one micro-batch. Returns (its loss, detached; the memory after it)."""
 
-    def step(self, *, lr: float) -> Tensor | float:
-        """Update with the accumulated gradients. Returns their global norm before clipping, or 0.0 if not known."""
+    def grad_norm(self) -> Tensor:
+        """Global norm of the accumulated gradients before clipping, on the device and the same on every rank; not
+        finite if one of them is not. Call it after the last micro-batch of a step."""
+
+    def step(self, *, lr: float, grad_norm: float) -> None:
+        """Update with the accumulated gradients, whose norm `grad_norm` gave, or, if that is not finite, drop them."""
 
     def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
         """nll_BT in nats and the next memory, without gradients or dropout."""
@@ -52,11 +56,14 @@ class Engine(Protocol):
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """A memory that holds nothing, in the compute type, on the device."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state of all ranks into `folder`."""
+    def fragments(self) -> list[Fragment]:
+        """Weights and optimizer state of this rank, as views into live storage."""
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote on as many ranks with the same stage. Raises CheckpointError."""
+    def loss_scale(self) -> dict[str, Any]:
+        """State of the loss scaling in fp16, for JSON; else empty."""
+
+    def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
+        """Restore what `fragments` and `loss_scale` gave, on any number of ranks at any stage. Raises TxlError."""
 
 
 def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
@@ -80,8 +87,8 @@ def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
     }
     if precision == "bf16":
-        # The overflow check is an extra pass and a host sync per step, and bf16 does not overflow where fp32 would not.
-        settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        # The check itself is ours (`step`); without this stages 1 and 2 would update with whatever norm they are given.
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
         # bf16 would lose the small gradients of many micro-batches. Stage 0 cannot do otherwise; stage 1 would switch
         # to an optimizer whose checkpoints cannot be consolidated.
         if engine.zero_stage >= 2:
@@ -117,19 +124,36 @@ class ZeroEngine:
         )
         if weights is not None:
             copy_weights(model, weights)
+        self._shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         module = SegmentLoss(model).to(ranks.device)
-        if ranks.device.type == "cpu":
-            prepare_compilation()
         self._clips_itself = clips_itself(config)
-        self._clip_norm = config.optim.clip_norm
+        self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module, config.optim),
             config=deepspeed_config(config, plan=plan),
         )
-        limit_waiting(timeout_s=config.engine.timeout_s)
-        self._engine.checkpoint_engine = _safe_checkpoint_engine(self._engine.checkpoint_engine)
-        self._model, self._optim = model, config.optim
+        limit_waiting(timeout_s=config.engine.start_timeout_s)
+        self._model, self._device = model, ranks.device
+        self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
+        self._partitions = partitions_of(self._optimizer, self._engine.module, stage=self._stage)
+        self._take_over_checks()
+
+    def _take_over_checks(self) -> None:
+        """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite."""
+        optimizer = self._optimizer
+        self._given_norm = torch.zeros(())
+        if hasattr(optimizer, "check_overflow"):  # stages 1 to 3; they go on to look at the norm
+            optimizer.check_overflow = lambda partition_gradients=True: None
+        if self._stage in (1, 2):
+            self._compute_norm, optimizer.scaled_global_norm = optimizer.scaled_global_norm, lambda: self._given_norm
+        elif self._stage == 3:
+            compute_norms, optimizer._get_norm_groups = optimizer._get_norm_groups, lambda: [self._given_norm]
+            self._compute_norm = lambda: _joined_norm(compute_norms())
+        elif hasattr(optimizer, "overflow_checker"):  # stage 0 in half precision
+            optimizer.overflow_checker.check = lambda: not self._given_norm.isfinite()
+        if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
     @property
     def model(self) -> TransformerXL:
@@ -137,9 +161,9 @@ class ZeroEngine:
         return self._model
 
     @property
-    def skipped_steps(self) -> int:
+    def shapes(self) -> dict[str, list[int]]:
         """See `Engine`."""
-        return int(self._engine.skipped_steps)
+        return self._shapes
 
     def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         """See `Engine`."""
@@ -149,18 +173,39 @@ class ZeroEngine:
             self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
         return loss.detach(), memory
 
-    def step(self, *, lr: float) -> Tensor | float:
+    def grad_norm(self) -> Tensor:
+        """See `Engine`."""
+        if self._stage == 0:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+        else:
+            if hasattr(self._optimizer, "_wait_for_offload_copies"):
+                self._optimizer._wait_for_offload_copies()
+            norm = self._compute_norm()
+        norm = norm.detach().float() / self._scale()
+        # DeepSpeed writes -1 for what is not finite.
+        return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
+
+    def step(self, *, lr: float, grad_norm: float) -> None:
         """See `Engine`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        # On the host: no further check of DeepSpeed's waits for the device.
+        self._given_norm = torch.tensor(grad_norm * self._scale(), dtype=torch.float32)
         if self._clips_itself:
-            parameters = list(self._engine.module.parameters())
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            if self._clip_norm:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
+            if not math.isfinite(grad_norm):
+                for parameter in self._parameters():
+                    parameter.grad = None  # the optimizer passes over what has none
+            elif self._clip_norm:
+                norm = self._given_norm.to(self._device)
+                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self._clip_norm, norm)
         self._engine.step()
-        known = norm if self._clips_itself else self._engine.get_global_grad_norm()
-        return 0.0 if known is None else known
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self._engine.module.parameters())
+
+    def _scale(self) -> float:
+        """What fp16 multiplies the loss by."""
+        return float(getattr(self._optimizer, "loss_scale", 1.0))
 
     def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
         """See `Engine`."""
@@ -176,52 +221,51 @@ class ZeroEngine:
         """See `Engine`."""
         return self._model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
 
-    def save(self, folder: Path) -> None:
+    def fragments(self) -> list[Fragment]:
         """See `Engine`."""
-        try:
-            self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-        except (OSError, RuntimeError) as error:  # torch.save on a full disk is a RuntimeError
-            raise CheckpointError(f"cannot write {folder}: {error}. Free space or mend permissions.") from error
-        if torch.distributed.get_rank() == 0:
-            for script in ("zero_to_fp32.py", "zero_to_torch.py"):  # dropped beside the folder by DeepSpeed
-                (folder.parent / script).unlink(missing_ok=True)
+        return list(fragments(self._partitions, self._base_optimizer))
 
-    def load(self, folder: Path) -> None:
+    def loss_scale(self) -> dict[str, Any]:
         """See `Engine`."""
-        with trusted_globals():
-            found, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
-        if found is None:
-            raise CheckpointError(f"{folder} holds no DeepSpeed state. Resume from another checkpoint.")
-        # DeepSpeed restores the settings that were saved; those of this run are to hold.
-        apply_settings(self._optimizer.param_groups, self._optim)
+        scaler = _loss_scaler(self._optimizer)
+        return {name: getattr(scaler, name) for name in _SCALER_STATE if hasattr(scaler, name)}
+
+    def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
+        """See `Engine`."""
+        optimizer = self._optimizer
+        if self._stage == 3:
+            optimizer.checkpoint_event_prologue()
+        together(lambda: fill(self._partitions, self._base_optimizer, source))
+        # The weights that the model computes with are made of the fp32 ones.
+        if self._stage in (1, 2):
+            optimizer.update_lp_params()
+        elif self._stage == 3:
+            for index in range(len(self._partitions)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            optimizer.checkpoint_event_epilogue()
+        elif hasattr(optimizer, "fp32_groups"):
+            for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+                for master, parameter in zip(masters, parameters, strict=True):
+                    parameter.data.copy_(master.data)
+        scaler = _loss_scaler(optimizer)
+        for name in _SCALER_STATE:
+            if name in loss_scale and hasattr(scaler, name):
+                setattr(scaler, name, loss_scale[name])
 
 
-@contextmanager
-def trusted_globals() -> Iterator[None]:
-    """Within, the few DeepSpeed classes in its checkpoint files may be unpickled; any other class is refused."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    def stage_by_name(enum: Any, name: str) -> Any:
-        """In place of `getattr`, by which Python 3.11 before 3.11.4 pickles a member of an enum."""
-        if enum is not ZeroStageEnum:
-            raise CheckpointError("a DeepSpeed file asks for an attribute of something. Use another checkpoint.")
-        return ZeroStageEnum[name]
-
-    classes: list[Any] = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
-    with torch.serialization.safe_globals([*classes, (stage_by_name, "builtins.getattr")]):
-        yield
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def _safe_checkpoint_engine(engine: Any) -> Any:
-    """DeepSpeed's own file engine, but loading with weights_only: a crafted checkpoint cannot run code."""
+def _loss_scaler(optimizer: Any) -> Any:
+    """What keeps the loss scale in fp16, or None: under one name in ZeRO, another at stage 0."""
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    return scaler if getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False) else None
 
-    def load(path: str, map_location: Any = None) -> Any:
-        return torch.load(path, map_location=map_location, weights_only=True)
 
-    engine.load = load
-    return engine
+def _joined_norm(norms: list[Tensor]) -> Tensor:
+    """The norm of all groups; infinite if DeepSpeed wrote -1 for one of them."""
+    stacked = torch.stack(norms)
+    return torch.where((stacked < 0).any(), torch.inf, torch.linalg.vector_norm(stacked))
 
 
 def import_deepspeed() -> Any:
@@ -230,6 +274,10 @@ def import_deepspeed() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger
+
+    # A CPU extension for inference only: compiled for half a minute at the first start, 67 MB of shared memory per rank
+    # that outlive a killed job, and over several machines a wait without end.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
     deepspeed_logger.setLevel(logging.WARNING)
     # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.

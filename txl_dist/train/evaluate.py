@@ -50,10 +50,12 @@ def evaluate(
     config: Config,
     ranks: Ranks,
     memory_len: int | None = None,
+    before_segment: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score a held-out split. All ranks call it together and get the same result.
 
-    `losses` gives nll_BT and the next memory without gradients; `memory_len` overrides the configuration.
+    `losses` gives nll_BT and the next memory without gradients; `memory_len` overrides the configuration. What
+    `before_segment` raises, on all ranks together, ends the evaluation.
     """
     start_s = time.perf_counter()
     if memory_len is None:
@@ -70,6 +72,7 @@ def evaluate(
     memory = empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len)
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for segment in stream:
+        before_segment()
         batch = to_device(maker.batch(segment), ranks.device)
         nll_BT, memory = losses(batch, memory)
         total += torch.stack([(nll_BT.double() * batch.scored_BT).sum(), batch.scored_BT.sum().double()])

@@ -1,43 +1,48 @@
 """What a run reports: one line, one JSON record and TensorBoard scalars per logging interval.
 
-Sums stay on the device between two reports; a report is the only point at which the loop waits for the device.
-Every value declares how ranks are joined: losses are means over ranks, waiting is that of the slowest rank. Reporting
-never ends a run: a sink that cannot write says so once and falls silent.
+Losses and gradient norms come from the decision of each step, which waits for the device anyway; a report waits for
+nothing more. Losses are means over ranks, waiting is that of the slowest rank. Reporting
+never ends a run: a sink that cannot write says so once, tries again with each record, and says when it works again.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from txl_dist.dist import Ranks, gather_objects
 from txl_dist.errors import TrainingError
-from txl_dist.log import logger
+from txl_dist.log import GrowingFile, logger
 
 
 class Interval:
-    """Sums since the last report, of this rank."""
+    """Sums since the last report; loss and gradient norm are those of all ranks, the rest is this rank's."""
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
-        self._wait_s = 0.0
-        self._num_steps = self._num_scored = 0
-        self._loss: Tensor | float = 0.0
-        self._grad_norm: Tensor | float = 0.0
+        self._wait_s = self._loss = self._grad_norm = self._lr = 0.0
+        self._num_steps = self._num_skipped = self._num_scored = 0
 
-    def add(self, *, loss: Tensor, grad_norm: Tensor | float, wait_s: float, num_scored: int) -> None:
-        """One step: its mean loss in nats and the targets that counted on this rank, the seconds it waited for data."""
-        self._num_scored += num_scored
-        self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
-        self._num_steps, self._wait_s = self._num_steps + 1, self._wait_s + wait_s
+    def add(self, *, loss: float, grad_norm: float, lr: float, num_scored: int, skipped: bool) -> None:
+        """One step: its mean loss in nats, the targets that counted on this rank, and whether it was skipped."""
+        self._num_steps, self._num_scored, self._lr = self._num_steps + 1, self._num_scored + num_scored, lr
+        if skipped:
+            self._num_skipped += 1
+        else:
+            self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
+
+    def wait(self, seconds: float) -> None:
+        """Time that this rank waited for data."""
+        self._wait_s += seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -47,30 +52,28 @@ class Interval:
         self._start_s += time.perf_counter() - start_s
 
     def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> dict[str, float]:
-        """Means over the interval and all ranks, and the sum of the documents skipped. Waits for the device.
+        """Means over the interval and all ranks, and the sum of the documents skipped; NaN if every step was skipped.
 
-        Raises TrainingError on all ranks if the loss of any is not finite, or if nothing was scored.
+        Raises TrainingError on all ranks if nothing was scored.
         """
-        # The sync point.
-        mine = (float(self._loss), float(self._grad_norm), self._wait_s, num_skipped, self._num_scored)
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
-        parts = gather_objects(mine)
-        loss = sum(part[0] for part in parts) / len(parts) / steps
-        check_finite([part[0] for part in parts], what=f"the loss of the {steps} steps up to step {step}")
-        if not any(part[4] for part in parts):
+        parts = gather_objects((self._wait_s, num_skipped, self._num_scored))
+        if not any(num_scored for _, _, num_scored in parts):
             raise TrainingError(
                 f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. Restore "
                 "the corpus (`txl verify` lists the damage), or take it out of data.path and data.more_paths."
             )
-        wait_s = max(part[2] for part in parts)
+        made = self._num_steps - self._num_skipped
+        loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
-            "grad_norm": parts[0][1] / steps,
+            "lr": self._lr,
+            "grad_norm": grad_norm,
             "tokens_per_s": steps * tokens_per_step / span_s,
             "step_ms": 1000 * span_s / steps,
-            "data_wait_pct": 100 * wait_s / span_s,
-            "skipped_documents": sum(part[3] for part in parts),
+            "data_wait_pct": 100 * max(wait_s for wait_s, _, _ in parts) / span_s,
+            "skipped_documents": sum(number for _, number, _ in parts),
         }
 
 
@@ -98,14 +101,13 @@ class JsonLines:
     """`metrics.jsonl`: one record per line, complete numbers, always written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = GrowingFile(path, separator=b"\n")
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """See `Sink`."""
         # JSON has no NaN: a norm that overflowed in half precision becomes null.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps({"kind": kind, **finite}).encode())
 
     def close(self) -> None:
         """See `Sink`."""
@@ -113,23 +115,46 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files; tags are `kind/name`."""
+    """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
+    the first error ends."""
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imports tensorboard, which is slow
-
-        # Steps that a crash made again must not be drawn twice.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=start_step + 1)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._folder, self._file = folder, GrowingFile(folder / name)
+        self._step = start_step
+        self._again_from = start_step + 1
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """See `Sink`."""
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(f"{kind}/{name}", value, record["step"])
+        # Slow to import.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        values = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, int | float)
+        ]
+        step = record["step"]
+        if kind == "train":
+            self._again_from = step if step <= self._step else self._again_from  # after a rewind
+            self._step = step
+        events = [{"step": step, "summary": Summary(value=values)}]
+        if self._again_from:
+            # Steps that a crash or a rewind made again must not be drawn twice.
+            again = {"step": self._again_from, "session_log": SessionLog(status=SessionLog.START)}
+            events = [{"file_version": "brain.Event:2"}, again, *events]
+        piece = io.BytesIO()
+        for event in events:
+            RecordWriter(piece).write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file.append(piece.getvalue())
+        self._again_from = 0
 
     def close(self) -> None:
         """See `Sink`."""
-        self._writer.close()
+        self._file.close()
 
 
 class Console:
@@ -144,7 +169,8 @@ class Console:
 
             self._bar = Progress(console=Terminal(stderr=True), transient=True)
             self._task = self._bar.add_task("training", total=max_steps)
-            self._bar.start()
+            with suppress(OSError):  # the terminal may be gone
+                self._bar.start()
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """See `Sink`."""
@@ -163,26 +189,26 @@ class Reporter:
 
     def __init__(self, run_dir: Path, *, start_step: int, max_steps: int, tensorboard: bool, ranks: Ranks) -> None:
         self._sinks: list[Sink] = []
-        makers: list[Callable[[], Sink]] = [
-            lambda: Console(max_steps=max_steps),
-            lambda: JsonLines(run_dir / "metrics.jsonl"),
-        ]
-        if tensorboard:
-            makers.append(lambda: TensorBoard(run_dir / "tensorboard", start_step=start_step))
-        for maker in makers if ranks.is_first else []:
-            try:
-                self._sinks.append(maker())
-            except OSError as error:
-                logger.warning("metrics: one of the sinks cannot be opened: %s", error)
+        if ranks.is_first:
+            self._sinks += [Console(max_steps=max_steps), JsonLines(run_dir / "metrics.jsonl")]
+            self._sinks += [TensorBoard(run_dir / "tensorboard", start_step=start_step)] if tensorboard else []
+        self._num_lost = [0] * len(self._sinks)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Hand a record (with its `step`) to every sink that still works."""
-        for sink in list(self._sinks):
+        """Hand a record (with its `step`) to every sink."""
+        for index, sink in enumerate(self._sinks):
             try:
                 sink.write(kind, record)
             except OSError as error:
-                self._sinks.remove(sink)
-                logger.warning("metrics: %s stopped after an error: %s", type(sink).__name__, error)
+                self._num_lost[index] += 1
+                if self._num_lost[index] == 1:
+                    logger.warning(
+                        "metrics: %s cannot be written, and lacks records until it can: %s", type(sink).__name__, error
+                    )
+                continue
+            if self._num_lost[index]:
+                num_lost, self._num_lost[index] = self._num_lost[index], 0
+                logger.warning("metrics: %s is written again; it lacks %d records", type(sink).__name__, num_lost)
 
     def close(self) -> None:
         """Flush and release all sinks."""

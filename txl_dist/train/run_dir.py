@@ -1,16 +1,17 @@
 """The run directory: whose it is, and whether this configuration may continue it.
 
-runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  DONE
+runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  stacks/  RUN.lock  STOP  DONE
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.files import replace_file
+from txl_dist.files import free_name, replace_file
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
@@ -19,7 +20,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
     try:
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
-        elif run_dir.is_dir() and any(run_dir.iterdir()):
+        elif run_dir.is_dir() and any(entry.name != "RUN.lock" for entry in run_dir.iterdir()):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
     except OSError as error:
         raise _unusable(run_dir, error) from error
@@ -52,6 +53,32 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
     return [
         f"{change.key} changed from {change.old} to {change.new}" for change in changes if change.policy == "warned"
     ]
+
+
+def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
+    """Loss of each evaluation of the run's first corpus in metrics.jsonl, by step, up to a step."""
+    losses: dict[int, float] = {}
+    try:
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    for line in lines:
+        if '"eval"' not in line:
+            continue
+        try:
+            record = json.loads(line)
+            if record["kind"] == "eval" and record["step"] <= up_to and record["loss"] is not None:
+                losses[record["step"]] = record["loss"]
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a crash tore
+    return losses
+
+
+def set_aside(run_dir: Path, *, newer_than: Path) -> None:
+    """After a rewind: the checkpoints behind it are no place to resume, but are kept for people. Rank 0 only."""
+    for path in sorted((run_dir / "checkpoints").glob("step_*")):
+        if path.name > newer_than.name and path.name.removeprefix("step_").isdecimal():
+            path.rename(free_name(path, "rewound"))
 
 
 def _unusable(run_dir: Path, error: OSError) -> ConfigError:

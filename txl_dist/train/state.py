@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from txl_dist.data.stream import StreamState
 from txl_dist.model.memory import Memory
+from txl_dist.train.health import Health
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,10 @@ class TrainState:
     step: int
     """Finished optimizer steps."""
     tokens_seen: int
-    """Tokens trained on, over all lanes."""
-    skipped_steps: int
-    """Steps that the engine skipped because a half-precision gradient overflowed."""
+    """Tokens trained on, over all lanes; those of skipped steps are not."""
+    health: Health
+    """Steps skipped, and what a spike is measured by."""
     stream: StreamState
     """Position after the segment that was trained on last, whatever the reader has prefetched."""
     memories: tuple[Memory, ...]
-    """One memory per micro-batch of this rank, in lane order."""
+    """One memory per micro-batch of this rank, in lane order. A skipped step leaves it as it was."""

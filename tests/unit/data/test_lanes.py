@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from txl_dist.data.lanes import (
     hash64,
     hashed_order,
     lanes_of_rank,
+    merged,
+    outside,
     owners_of_lanes,
 )
 from txl_dist.errors import ConfigError, DataError
@@ -130,6 +134,59 @@ def test_however_often_lanes_are_cut_anew_each_epoch_is_read_once(
     unread = sum(end - first for first, end in cut.rest) or num_tokens
     missing = num_tokens * (cut.epoch + 1) - unread - len(read)
     assert 0 <= missing <= left_out, "fewer than num_lanes tokens are left out of an epoch, none of the present one"
+
+
+SKIPS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 12)), max_size=4)
+"""(first position, length) of ranges that may overlap."""
+
+
+@given(
+    shards=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=6),
+    seed=st.integers(0, 2**63 - 1),
+    cuts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 70), SKIPS), min_size=1, max_size=5),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_lanes_skip_is_never_read_and_all_else_of_each_epoch_once(
+    shards: list[list[int]], seed: int, cuts: list[tuple[int, int, list[tuple[int, int]]]]
+) -> None:
+    lengths = [np.array(shard, dtype=np.int64) for shard in shards]
+    totals = [int(shard.sum()) for shard in lengths]
+    num_tokens = sum(totals)
+    read: list[tuple[int, ...]] = []
+    skipped: list[tuple[int, ...]] = []
+    cut, left_out = Cut(1), 0
+    for num_lanes, position, skipping in cuts:
+        cut = Cut(min(num_lanes, num_tokens), cut.epoch, cut.rest)
+        plan = LanePlan(totals, cut, seed=seed, document_tokens=lengths.__getitem__, num_cached=2)
+        skips = merged(sorted((first, first + length) for first, length in skipping))
+        position, _ = next(outside(skips, position, 1000))
+        epoch, rest = plan.rest_of_epoch(position, skips)
+        for at in range(110):
+            is_skipped = any(first <= at < end for first, end in skips)
+            for token in [plan.locate(lane, at)[:4] for lane in range(cut.num_lanes)]:
+                if is_skipped and token[0] <= epoch:  # skips of later epochs are forgotten
+                    skipped.append(token)
+                elif at < position:
+                    read.append(token)
+        left_out += (epoch - cut.epoch) * cut.num_lanes
+        cut = Cut(cut.num_lanes, epoch, rest)
+    everything = read + skipped
+    assert len(set(everything)) == len(everything), "no token twice in an epoch, nor one that was to be skipped"
+    unread = sum(end - first for first, end in cut.rest) or num_tokens
+    missing = num_tokens * (cut.epoch + 1) - unread - len(everything)
+    assert 0 <= missing <= left_out, "fewer than num_lanes tokens are left out of an epoch, none of the present one"
+
+
+@given(ranges=SKIPS, first=st.integers(0, 60), length=st.integers(0, 60))
+def test_ranges_are_merged_and_left_out_as_their_positions_are(
+    ranges: list[tuple[int, int]], first: int, length: int
+) -> None:
+    skips = merged(sorted((begin, begin + size) for begin, size in ranges))
+    skipped = {at for begin, size in ranges for at in range(begin, begin + size)}
+    assert [at for begin, end in skips for at in range(begin, end)] == sorted(skipped)
+    assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(skips)), "none touch"
+    kept = [at for begin, end in outside(skips, first, first + length) for at in range(begin, end)]
+    assert kept == [at for at in range(first, first + length) if at not in skipped]
 
 
 def test_a_cut_in_the_middle_of_an_epoch_goes_on_with_what_no_lane_has_read() -> None:

@@ -10,17 +10,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.helpers.corpora import flip_bit, tiny_corpus
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.evaluation import EvalStream
-from txl_dist.data.lanes import Cut, LanePlan, lanes_of_rank, owners_of_lanes
+from txl_dist.data.lanes import Cut, LanePlan, Ranges, lanes_of_rank, merged, owners_of_lanes
 from txl_dist.data.prefetch import prefetch
 from txl_dist.data.shards import RECORD
 from txl_dist.data.stream import CorpusState, LaneStream, StreamState, continued, first_state
@@ -367,6 +370,80 @@ def test_the_state_of_a_thousand_lanes_is_small() -> None:
     state = StreamState(1, (CorpusState("c" * 40, "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest),))
     assert len(rest) == 1024
     assert len(json.dumps(state.to_dict(), indent=1)) < 64_000
+
+
+def with_skips(state: StreamState, *skips: tuple[tuple[int, int], ...]) -> StreamState:
+    """The state with the skips of each corpus."""
+    corpora = [replace(one, skips=ranges) for one, ranges in zip(state.corpora, skips, strict=True)]
+    return replace(state, corpora=tuple(corpora)).advanced(0)
+
+
+RANGES = st.lists(st.integers(0, 150), max_size=8, unique=True).map(
+    lambda bounds: merged(zip(sorted(bounds)[0::2], sorted(bounds)[1::2], strict=False))
+)
+
+
+@given(skips=st.tuples(RANGES, RANGES), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_lanes_read_all_but_the_skips_once_also_with_other_segments_and_resumes(
+    corpus: Corpus, other: Corpus, skips: tuple[Ranges, Ranges], lengths: list[int]
+) -> None:
+    corpora = [corpus, other]
+    plain, marks, _ = take(mixed_stream(corpora, mixed(corpora, [7, 3]), segment_len=600), 1)[0]
+    owners, _ = owners_of_lanes([7, 3], seed=1)
+    state = with_skips(mixed(corpora, [7, 3]), *skips)
+    num_read = 0
+    kept = [[at for at in range(600) if not any(a <= at < b for a, b in ranges)] for ranges in skips]
+    for segment_len in lengths:
+        state = StreamState.from_dict(json.loads(json.dumps(state.to_dict())))
+        for tokens, documents, after in take(mixed_stream(corpora, state, segment_len=segment_len), 2):
+            assert after == state.advanced(segment_len)
+            state = after
+            for row, owner in enumerate(owners.tolist()):
+                places = kept[owner][num_read : num_read + segment_len + 1]
+                behind = [max((b for _, b in skips[owner] if b <= at), default=0) for at in places]
+                assert np.array_equal(tokens[row], plain[row, places])
+                assert np.array_equal(documents[row], np.maximum(marks[row, places], behind))
+            num_read += segment_len
+    assert state == with_skips(mixed(corpora, [7, 3]), *skips).advanced(num_read), "in one go as step by step"
+
+
+def test_a_rewind_leaves_out_what_was_trained_on_between_two_states_and_knows_the_skips_before(corpus: Corpus) -> None:
+    saved, *_ = [state for _, _, state in take(stream(corpus), 1)]
+    states = [saved, *(state for _, _, state in take(stream(corpus, state=saved), 9))]
+    rewound = saved.skipping(states[3], states[5])
+    assert rewound.corpora[0].skips == ((4 * 13, 6 * 13),)
+    assert rewound.corpora[0].position == saved.corpora[0].position
+    plain = take(stream(corpus, state=saved), 9)
+    again = take(stream(corpus, state=rewound), 7)
+    for step, expected in enumerate([0, 1, 2, 5, 6, 7, 8]):
+        assert np.array_equal(again[step][0][:, :-1], plain[expected][0][:, :-1])
+    assert again[3][2].corpora[0].position == 7 * 13
+    # From the same checkpoint once more, for steps that come behind the first skip.
+    twice = saved.skipping(again[4][2], again[5][2])
+    assert twice.corpora[0].skips == ((4 * 13, 6 * 13), (8 * 13, 9 * 13))
+    at_once = saved.skipping(saved, states[2])
+    assert at_once.corpora[0].position == 3 * 13, "a skip may begin where the checkpoint is"
+    around = saved.skipping(again[1][2], again[3][2])
+    assert around.corpora[0].skips == ((3 * 13, 7 * 13),), "steps on both sides of a skip"
+
+
+def test_a_new_cut_leaves_out_what_was_to_be_skipped_of_the_epoch(corpus: Corpus) -> None:
+    split = corpus.split("train")
+    state = first(corpus, num_lanes=8).skipping(*(first(corpus).advanced(n) for n in (40, 60))).advanced(30)
+    anew = continued(state, first(corpus, num_lanes=5), [split]).corpora[0]
+    assert anew.skips == ()
+    assert sum(end - begin for begin, end in anew.rest) == split.tokens - 8 * (30 + 20)
+    paused = continued(state, replace(state, corpora=(replace(state.corpora[0], num_lanes=0),)), [split]).corpora[0]
+    assert paused.rest == anew.rest
+    same = continued(state, first(corpus, num_lanes=8), [split])
+    assert same == state
+
+
+def test_a_state_from_before_there_were_skips_is_read(corpus: Corpus) -> None:
+    values = first(corpus).advanced(26).to_dict()
+    del values["corpora"][0]["skips"]
+    assert StreamState.from_dict(values) == first(corpus).advanced(26)
 
 
 @pytest.mark.parametrize("steps_at_once", [1, 3, 8])

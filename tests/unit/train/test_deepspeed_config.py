@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
-from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.train.engine import deepspeed_config, trusted_globals
+from txl_dist.errors import ConfigError
+from txl_dist.train.engine import deepspeed_config
 from txl_dist.train.job import check_hardware
 
 
@@ -128,26 +126,3 @@ def test_fp16_is_refused_on_a_cpu() -> None:
     for precision, device in (("fp32", "cpu"), ("bf16", "cpu"), ("fp16", "cuda")):
         config = config_from_dict({"engine": {"precision": precision}}, source="test")
         check_hardware(config, device=torch.device(device))
-
-
-class ByName:
-    """Pickles as `getattr(owner, name)`."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.owner, self.name)
-
-
-def test_a_stage_may_be_named_as_older_pythons_do_and_nothing_else(tmp_path: Path) -> None:
-    """Python before 3.11.4 pickles a member of an enum by getattr, which no checkpoint may use for anything else."""
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    torch.save(ByName(ZeroStageEnum, "weights"), tmp_path / "stage.pt")
-    torch.save(ByName(fragment_address, "__init__"), tmp_path / "other.pt")
-    with trusted_globals():
-        assert torch.load(tmp_path / "stage.pt", weights_only=True) is ZeroStageEnum.weights
-        with pytest.raises((CheckpointError, pickle.UnpicklingError)):
-            torch.load(tmp_path / "other.pt", weights_only=True)

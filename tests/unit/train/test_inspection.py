@@ -100,6 +100,20 @@ def test_each_step_of_a_run_is_shown_as_it_was_though_lanes_and_segments_changed
             assert tokens_shown(run, step=step, lane=lane) == run.read[step - 1][lane][:-1], (step, lane)
 
 
+def test_steps_behind_a_rewind_are_shown_without_what_was_left_out(tmp_path: Path, corpora: list[Path]) -> None:
+    run = Run(tmp_path / "run")
+    run.train(config_of(corpora, num_lanes=8, segment_len=10), num_steps=5)
+    assert run.state is not None
+    run.state = run.state.skipping(run.state.advanced(20), run.state.advanced(50))
+    run.train(config_of(corpora, num_lanes=8, segment_len=16), num_steps=6)  # the skip begins within a segment
+    run.state = run.state.skipping(run.state, run.state.advanced(16))  # the skip begins at the checkpoint
+    run.train(config_of(corpora, num_lanes=8, segment_len=16), num_steps=4)
+    run.train(config_of(corpora, num_lanes=4, segment_len=16), num_steps=4)
+    for step in range(1, run.step + 1):
+        for lane in range(len(run.read[step - 1])):
+            assert tokens_shown(run, step=step, lane=lane) == run.read[step - 1][lane][:-1], (step, lane)
+
+
 def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: list[Path]) -> None:
     config = config_of(corpora, num_lanes=4, segment_len=16)
     run, longer = Run(tmp_path / "run"), Run(tmp_path / "longer")

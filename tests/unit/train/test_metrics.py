@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,24 +57,31 @@ class Clock:
         monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
 
 
-def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, ...]) -> None:
-    """This process is rank 0; `others` are the (loss, gradient norm, waiting) sums of the other ranks."""
+def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, int, int]) -> None:
+    """This process is rank 0; `others` are the (seconds waited, documents skipped, targets scored) of other ranks."""
     monkeypatch.setattr(metrics, "gather_objects", lambda mine: [mine, *others])
 
 
-def test_a_report_is_the_mean_over_steps_and_ranks_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def add(interval: Interval, *, loss: float, skipped: bool = False, num_scored: int = 100) -> None:
+    """A step whose gradient norm is twice its loss."""
+    interval.add(loss=loss, grad_norm=2 * loss, lr=1e-3 * loss, num_scored=num_scored, skipped=skipped)
+
+
+def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ranks_are(monkeypatch, (9.0, 99.0, 0.5, 1, 5), (6.0, 99.0, 0.1, 2, 5))
+    ranks_are(monkeypatch, (0.5, 1, 5), (0.1, 2, 5))
     interval = Interval()
-    for loss in (1.0, 2.0, 3.0):
-        interval.add(loss=torch.tensor(loss), grad_norm=torch.tensor(2 * loss), wait_s=0.05, num_scored=100)
+    for loss in (1.0, 2.0, 6.0):
+        add(interval, loss=loss)
+        interval.wait(0.05)
         clock.now_s += 0.5
     values = interval.report(step=3, tokens_per_step=100, num_skipped=4)
     assert values == pytest.approx(
         {
-            "loss": (6.0 + 9.0 + 6.0) / 3 / 3,
-            "ppl": math.exp(21.0 / 9),
-            "grad_norm": 4.0,  # all ranks know the same norm
+            "loss": 3.0,
+            "ppl": math.exp(3.0),
+            "lr": 6e-3,  # of the last step
+            "grad_norm": 6.0,
             "tokens_per_s": 200.0,
             "step_ms": 500.0,
             "data_wait_pct": 100 * 0.5 / 1.5,
@@ -80,10 +90,21 @@ def test_a_report_is_the_mean_over_steps_and_ranks_and_the_slowest_wait(monkeypa
     )
 
 
-def test_steps_in_which_nothing_was_scored_are_no_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks_are(monkeypatch, (0.0, 0.0, 0.0, 3, 0))
+def test_skipped_steps_are_no_part_of_the_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_are(monkeypatch)
     interval = Interval()
-    interval.add(loss=torch.tensor(0.0), grad_norm=0.0, wait_s=0.0, num_scored=0)
+    for loss, skipped in ((1.0, False), (math.nan, True), (2.0, False)):
+        add(interval, loss=loss, skipped=skipped)
+    assert interval.report(step=3, tokens_per_step=1)["loss"] == 1.5
+    interval = Interval()
+    add(interval, loss=math.nan, skipped=True)
+    assert math.isnan(interval.report(step=4, tokens_per_step=1)["loss"])
+
+
+def test_steps_in_which_nothing_was_scored_are_no_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_are(monkeypatch, (0.0, 3, 0))
+    interval = Interval()
+    add(interval, loss=0.0, num_scored=0)
     with pytest.raises(TrainingError, match=r"no token was scored in the 1 steps up to step 7.*txl verify"):
         interval.report(step=7, tokens_per_step=100)
 
@@ -92,7 +113,7 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
     clock = Clock(monkeypatch)
     ranks_are(monkeypatch)
     interval = Interval()
-    interval.add(loss=torch.tensor(1.0), grad_norm=0.0, wait_s=0.0, num_scored=100)
+    add(interval, loss=1.0)
     clock.now_s += 2.0
     with interval.paused():
         clock.now_s += 1000.0
@@ -100,21 +121,10 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
     assert interval.report(step=1, tokens_per_step=30)["tokens_per_s"] == pytest.approx(10.0)
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_on_any_rank_is_an_error_that_names_the_rank(
-    loss: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks_are(monkeypatch, (1.0, 0.0, 0.0, 0, 5), (loss, 0.0, 0.0, 0, 5))
-    interval = Interval()
-    interval.add(loss=torch.tensor(1.0), grad_norm=0.0, wait_s=0.0, num_scored=100)
-    with pytest.raises(TrainingError, match=rf"up to step 7 is {loss} on rank\(s\) \[2\]"):
-        interval.report(step=7, tokens_per_step=1)
-
-
 def test_a_huge_loss_still_has_a_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_are(monkeypatch)
     interval = Interval()
-    interval.add(loss=torch.tensor(1e30), grad_norm=0.0, wait_s=0.0, num_scored=100)
+    add(interval, loss=1e30)
     assert math.isfinite(interval.report(step=1, tokens_per_step=1)["ppl"])
 
 
@@ -165,17 +175,107 @@ def test_only_the_first_rank_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="needs a device that is always full")
-def test_a_sink_that_cannot_write_is_dropped_with_one_warning_and_the_run_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to(FULL_DISK)
+def test_a_sink_that_cannot_write_warns_once_tries_on_and_says_when_it_works_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to(FULL_DISK)
     report = reporter(tmp_path)
     with recorded_log() as lines:
         for step in (10, 20, 30):
             report.write("train", {**TRAIN_RECORD, "step": step})
+        path.unlink()
+        for step in (40, 50):
+            report.write("train", {**TRAIN_RECORD, "step": step})
         report.close()
     warnings = [message for level, message in lines if level == "WARNING"]
-    assert len(warnings) == 1
-    assert "JsonLines stopped after an error" in warnings[0]
-    assert [message[:9] for level, message in lines if level == "INFO"] == ["step   10", "step   20", "step   30"]
+    assert len(warnings) == 2
+    assert "JsonLines cannot be written, and lacks records until it can: [Errno 28]" in warnings[0]
+    assert "JsonLines is written again; it lacks 3 records" in warnings[1]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [40, 50]
+    assert [message[:9] for level, message in lines if level == "INFO"] == [
+        f"step   {step}" for step in range(10, 60, 10)
+    ]
+
+
+def test_a_line_that_a_killed_run_left_torn_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "event"}\n{"kind": "tra')
+    report = reporter(tmp_path)
+    report.write("train", TRAIN_RECORD)
+    report.close()
+    whole, torn, new = path.read_text().splitlines()
+    assert (json.loads(whole), torn) == ({"kind": "event"}, '{"kind": "tra')
+    assert json.loads(new)["step"] == 40
+
+
+def test_a_disk_that_is_full_for_a_while_tears_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: it lets a part of a record through."""
+    script = f"""
+import resource
+from pathlib import Path
+from tests.unit.train.test_metrics import TRAIN_RECORD, reporter
+from txl_dist.log import start_logging
+
+folder = Path({str(tmp_path)!r})
+start_logging(file=folder / "log.txt")
+report = reporter(folder, tensorboard=True)
+for size, steps in ((1500, range(1, 11)), (resource.RLIM_INFINITY, range(11, 14))):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    for step in steps:
+        report.write("train", {{**TRAIN_RECORD, "step": step}})
+report.close()
+"""
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr
+    assert "Traceback" not in child.stderr
+    assert "Logging error" not in child.stderr
+    for name in ("JsonLines", "TensorBoard", "log.txt"):
+        assert child.stderr.count(f"{name} cannot be written") == 1
+        assert child.stderr.count(f"{name} is written again") == 1
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    kept = [json.loads(line)["step"] for line in lines.splitlines()]
+    assert lines.endswith("\n")
+    assert 1 <= len(kept) - 3 < 10
+    assert kept == [*range(1, len(kept) - 2), 11, 12, 13]
+    steps = [step for step, _ in scalars(tmp_path / "tensorboard")]
+    assert steps == [*range(1, len(steps) - 2), 11, 12, 13]
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert all(line[2] == ":" and line[9] in "IW" for line in log), "each begins with its time"
+    assert [line for line in log if "step   13/1000" in line]
+
+
+def test_a_terminal_that_goes_away_costs_the_progress_bar_only(tmp_path: Path) -> None:
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from tests.unit.train.test_metrics import TRAIN_RECORD, reporter
+from txl_dist.log import start_logging
+
+folder = Path({str(tmp_path)!r})
+start_logging(file=folder / "log.txt")
+assert sys.stderr.isatty()
+report = reporter(folder)
+report.write("train", {{**TRAIN_RECORD, "step": 1}})
+os.write(1, b"ready\\n")  # print goes through the bar
+sys.stdin.readline()
+for step in range(2, 6):
+    report.write("train", {{**TRAIN_RECORD, "step": step}})
+    time.sleep(0.2)  # the bar is drawn ten times a second
+report.close()
+os.write(1, b"done\\n")
+"""
+    terminal, stderr = os.openpty()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child: subprocess.Popen[str] = subprocess.Popen([sys.executable, "-c", script], stderr=stderr, **pipes)
+    os.close(stderr)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    os.close(terminal)
+    assert child.communicate("go on\n", timeout=120)[0] == "done\n"
+    assert child.returncode == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+    *log, last = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(log) == 5
+    assert "Console could not be closed" in last
 
 
 def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +287,13 @@ def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path, monke
     with recorded_log() as lines:
         report.close()
     assert [level for level, _ in lines] == ["WARNING"]
+
+
+def scalars(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
+    """What TensorBoard draws: (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(event.step, event.value) for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
 
 
 def test_tensorboard_gets_every_number_once_also_after_a_crash(tmp_path: Path) -> None:
@@ -203,6 +310,17 @@ def test_tensorboard_gets_every_number_once_also_after_a_crash(tmp_path: Path) -
     resumed.write("event", {"event": "saved", "step": 30})
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 9.0), (20, 2.0), (30, 2.0)]
+    assert scalars(tmp_path / "tensorboard") == [(10, 9.0), (20, 2.0), (30, 2.0)]
     expected = {f"train/{name}" for name in TRAIN_RECORD} | {f"eval/{name}" for name in EVAL_RECORD}
     assert set(events.Tags()["scalars"]) == expected - {"train/step", "eval/step"}
+
+
+def test_tensorboard_draws_steps_that_a_rewind_made_again_once(tmp_path: Path) -> None:
+    report = reporter(tmp_path, tensorboard=True)
+    for step, loss in ((10, 2.0), (20, 3.0), (30, 99.0), (20, 2.0), (30, 1.0), (40, 0.5)):
+        report.write("train", {**TRAIN_RECORD, "step": step, "loss": loss})
+        report.write("eval", {**EVAL_RECORD, "step": step, "loss": loss})
+    report.close()
+    expected = [(10, 2.0), (20, 2.0), (30, 1.0), (40, 0.5)]
+    assert scalars(tmp_path / "tensorboard") == expected
+    assert scalars(tmp_path / "tensorboard", "eval/loss") == expected

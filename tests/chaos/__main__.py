@@ -1,0 +1,71 @@
+"""python -m tests.chaos GROUP... [--out chaos.jsonl] [--seed N] [--minutes M]   |   python -m tests.chaos table FILE
+
+Groups: sweep flips elastic signals hangs disk nan spikes lock pickles goodput, or all. One JSON line per case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from tests.chaos.arithmetic import nan, spikes
+from tests.chaos.disks import disk
+from tests.chaos.elastic import elastic
+from tests.chaos.goodput import goodput
+from tests.chaos.hangs import hangs
+from tests.chaos.lab import Case, Lab
+from tests.chaos.lock import lock
+from tests.chaos.pickles import pickles
+from tests.chaos.report import tables
+from tests.chaos.saves import flips, sweep
+from tests.chaos.stops import signals
+
+GROUPS: dict[str, Callable[[Lab], Iterator[Case]]] = {
+    "sweep": sweep,
+    "flips": flips,
+    "elastic": elastic,
+    "signals": signals,
+    "hangs": hangs,
+    "disk": disk,
+    "nan": nan,
+    "spikes": spikes,
+    "lock": lock,
+    "pickles": pickles,
+}
+
+
+def main() -> int:
+    """Run the groups; 1 if a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("groups", nargs="+", metavar="GROUP", help=f"{' '.join(GROUPS)} goodput all; or: table FILE")
+    parser.add_argument("--out", type=Path, default=Path("chaos.jsonl"), help="one JSON line per case is added to it")
+    parser.add_argument("--seed", type=int, default=1, help="of the corpus, the flipped bits and the schedule")
+    parser.add_argument("--minutes", type=float, default=15.0, help="length of goodput")
+    parser.add_argument("--folder", type=Path, help="keep the runs and their logs here, instead of removing them")
+    arguments = parser.parse_args()
+    if arguments.groups[0] == "table":
+        print("\n".join(tables(Path(arguments.groups[1]))))
+        return 0
+    groups = GROUPS | {"goodput": partial(goodput, minutes=arguments.minutes)}
+    names = list(groups) if arguments.groups == ["all"] else arguments.groups
+    if unknown := [name for name in names if name not in groups]:
+        parser.error(f"unknown group {unknown[0]}; there are {', '.join(groups)} and all")
+    num_failed = 0
+    with tempfile.TemporaryDirectory(prefix="txl-chaos-") as folder:
+        lab = Lab(arguments.folder or Path(folder), seed=arguments.seed, report=arguments.out)
+        for name in names:
+            cases = list(groups[name](lab))
+            trials, passed = (
+                sum(case.trials for case in some) for some in (cases, [case for case in cases if not case.problems])
+            )
+            num_failed += trials - passed
+            print(f"{name}: {passed} of {trials}", flush=True)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

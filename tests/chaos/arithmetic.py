@@ -1,0 +1,102 @@
+"""Numbers that go wrong on one rank: the step is skipped on all, the memory put back; spikes are wound back."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+
+from tests.chaos.lab import Case, Lab
+from txl_dist.train.checkpoint import checkpoint_folder, load_memory
+
+SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")
+
+
+def not_finite(lab: Lab, *, kind: str, rank: int, stage: int = 1) -> Case:
+    """NaN on one rank in one step: the same end, bit for bit, as a run that was told to skip that step."""
+    words = ("--engine.zero_stage", str(stage))
+    case, run = lab.case(f"nan: {kind}", stage=stage, fault=f"{kind}:{rank}:9"), lab.new_run(f"nan-{kind}")
+    with lab.start(run, *words, fault=case.fault) as job:
+        case.exit_codes.append(job.wait())
+        if not job.struck:
+            case.problems.append("the fault never struck")
+    lab.judge(case, run, lab.unbroken(*words, fault="skip:*:9"))
+    memory = load_memory(checkpoint_folder(run.dir, 12), lanes=range(4))
+    if not bool(memory.hidden_LBMD.isfinite().all()):
+        case.problems.append("a memory is not finite")
+    skipped = run.records("train")[-1]["skipped_steps"]
+    if skipped != 1 or case.exit_codes != [[0, 0]]:
+        case.problems.append(f"{skipped} steps were skipped instead of 1; exit codes {case.exit_codes}")
+    return lab.report(case)
+
+
+def too_many(lab: Lab, *, num_allowed: int = 3) -> Case:
+    """NaN in more steps in a row than allowed: a clear stop that names the documents of the batch."""
+    case, run = lab.case("nan: too many in a row"), lab.new_run("nan-cap")
+    case.fault = ",".join(f"nan:1:{step}" for step in range(9, 20))
+    with lab.start(run, "--guard.max_skipped_in_row", str(num_allowed), fault=case.fault) as job:
+        case.exit_codes.append(job.wait())
+        text = job.text
+    case.message_ok = "error:" in text and re.search(r"\.tar of \S+, document \d+", text) is not None and "Traceback" not in text
+    if not case.message_ok:
+        case.problems.append(f"the message does not name the documents: {text[-800:]}")
+    if run.is_done or 0 in case.exit_codes[0]:
+        case.problems.append(f"it did not stop: {case.exit_codes}")
+    if run.last_step > 9 + num_allowed + 1:
+        case.problems.append(f"it stopped only at step {run.last_step}")
+    return lab.report(case)
+
+
+SPIKES = ",".join(f"spike:*:{step}" for step in (15, 16))
+
+
+def rewind(lab: Lab, *, is_killed: bool) -> Case:
+    """Two spikes in a row: back to the last checkpoint, without their tokens; a kill afterwards changes nothing."""
+    words = (*SPIKY, "--engine.zero_stage", "1")
+    unbroken = lab.unbroken(*words, fault=SPIKES)
+    case, run = lab.case("spikes: rewind" + (", then kill -9" if is_killed else "")), lab.new_run("spikes")
+    case.fault = SPIKES + (",slow:*:21" if is_killed else "")
+    with lab.start(run, *words, fault=case.fault) as job:
+        if is_killed:
+            job.wait_for(lambda: any(point.kind == "slow" for point in job.struck))
+            job.signal(signal.SIGKILL)
+        case.exit_codes.append(job.wait())
+        case.message_ok = re.search(r"rew|back to", job.text) is not None
+    while not run.is_done and len(case.exit_codes) < 3:
+        with lab.start(run, *words) as job:
+            case.exit_codes.append(job.wait())
+    lab.judge(case, run, unbroken)
+    if not case.message_ok:
+        case.problems.append("the log does not tell of a rewind")
+    return lab.report(case)
+
+
+def flipped_replica(lab: Lab, *, rank: int) -> Case:
+    """A bit of one rank's parameters flips: found within the interval, and that rank named."""
+    case, run = lab.case("replicas: a flipped bit", ranks=4, stage=0, fault=f"flip:{rank}:9"), lab.new_run("replicas")
+    words = ("--guard.check_replicas_every", "4", "--engine.zero_stage", "0")
+    with lab.start(run, *words, ranks=4, fault=case.fault) as job:
+        case.exit_codes.append(job.wait())
+        text = job.text
+    case.message_ok = re.search(rf"rank(s|\(s\))?:? \[?{rank}\b", text) is not None and "Traceback" not in text
+    if not case.message_ok or 0 in case.exit_codes[0] or run.last_step > 12:
+        case.problems.append(
+            f"not found at step 12, or not named: {case.exit_codes}, step {run.last_step}: {text[-600:]}"
+        )
+    return lab.report(case)
+
+
+def nan(lab: Lab) -> Iterator[Case]:
+    """NaN and infinity on either rank, at every stage."""
+    for stage in (0, 1, 2, 3):
+        yield not_finite(lab, kind="nan", rank=1, stage=stage)
+    yield not_finite(lab, kind="nan", rank=0)
+    yield not_finite(lab, kind="inf", rank=1)
+    yield too_many(lab)
+    yield flipped_replica(lab, rank=2)
+
+
+def spikes(lab: Lab) -> Iterator[Case]:
+    """Rewinding, left alone and killed afterwards."""
+    for is_killed in (False, True):
+        yield rewind(lab, is_killed=is_killed)

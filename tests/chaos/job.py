@@ -1,0 +1,181 @@
+"""Ranks that start in a second, and a supervisor that behaves as DeepSpeed's `launch.py` does.
+
+    this process --> rank server (everything imported, one thread, no process group) --fork--> rank 0, rank 1 ...
+
+Importing torch and DeepSpeed takes each rank seconds; the server (the standard library's forkserver) does it once. A
+forked rank runs the same command line as one that the `deepspeed` launcher starts, in the environment that the launcher
+would give it; a test holds the two to the same losses, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+from unittest import mock
+
+REPOSITORY = Path(__file__).parents[2]
+WARM = "tests.chaos.warm"
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)}
+GRACE_S = 1.0
+"""From the first rank that fails to SIGTERM for the others: `launch.py` looks every second."""
+KILL_S = 5.0
+"""From that SIGTERM to SIGKILL; `launch.py` waits 30 s."""
+
+
+class Struck(NamedTuple):
+    """A fault of TXL_FAULT that happened."""
+
+    kind: str
+    rank: int
+    step: int
+    phase: str
+    time_s: float
+    """Seconds since the epoch."""
+
+
+class Job:
+    """One start of a run: its ranks, their exits, and their common log. Leaving the context kills what still lives."""
+
+    def __init__(self, *words: str, log: Path, ranks: int = 2, fault: str = "") -> None:
+        """Start `txl words` on so many ranks; `log` is appended to."""
+        start_server()
+        self.log, self.started_s = log, time.time()
+        log.touch()
+        self._log_start = log.stat().st_size
+        self.exits: dict[int, tuple[int, float]] = {}
+        """Per rank that has ended: (exit code, negative for a signal; seconds since the epoch)."""
+        self._failed_s = self._termed_s = 0.0
+        self._port, self.leaked_bytes = str(free_port()), 0
+        context = multiprocessing.get_context("forkserver")
+        self._processes = []
+        for rank in range(ranks):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_SIZE": ranks,
+                "MASTER_PORT": self._port,
+            }
+            environment = {name: str(value) for name, value in place.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "TXL_FAULT": fault}
+            process = context.Process(target=_rank, args=(words, environment, str(log)))
+            process.start()
+            self._processes.append(process)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.join(30)
+        # DeepSpeed's buffers in shared memory, which the engine is to unlink as soon as all ranks have mapped them.
+        for leaked in Path("/dev/shm").glob(f"deepspeed_*_{self._port}_*"):
+            self.leaked_bytes += leaked.stat().st_size
+            leaked.unlink()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    @property
+    def codes(self) -> list[int]:
+        """Exit codes in rank order, negative for a signal. All have ended."""
+        return [self.exits[rank][0] for rank in range(len(self._processes))]
+
+    @property
+    def text(self) -> str:
+        """What the ranks of this start have written."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    @property
+    def struck(self) -> list[Struck]:
+        """The faults of TXL_FAULT that happened, in order."""
+        pattern = r"^TXL_FAULT (\w+) rank (\d+) step (\d+) phase (\S+) time ([\d.]+)$"
+        found = re.findall(pattern, self.text, re.MULTILINE)
+        return [Struck(kind, int(rank), int(step), phase, float(at)) for kind, rank, step, phase, at in found]
+
+    def signal(self, number: int, *, rank: int | None = None) -> float:
+        """Send a signal to one rank, or to all that live; returns when, in seconds since the epoch."""
+        for this, process in enumerate(self._processes):
+            if rank in (None, this) and this not in self.exits:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, number)
+        return time.time()
+
+    def wait_for(self, condition: Callable[[], bool], *, limit_s: float = 60) -> float:
+        """Supervise until the condition holds; returns when, in seconds since the epoch. Fails if the job ends."""
+        end_s = time.monotonic() + limit_s
+        while not condition():
+            if not self._watch():
+                assert condition(), f"the job ended with {self.codes} before that:\n{self.text[-3000:]}"
+            assert time.monotonic() < end_s, f"nothing within {limit_s} s:\n{self.text[-3000:]}"
+        return time.time()
+
+    def wait(self, *, limit_s: float = 120) -> list[int]:
+        """Supervise until all ranks have ended. Returns the exit codes."""
+        end_s = time.monotonic() + limit_s
+        while self._watch():
+            assert time.monotonic() < end_s, f"still running after {limit_s} s:\n{self.text[-3000:]}"
+        return self.codes
+
+    def _watch(self) -> bool:
+        """Note who has ended, and do to the others what the launcher does. Returns whether any rank lives."""
+        living = {process.sentinel: rank for rank, process in enumerate(self._processes) if rank not in self.exits}
+        for sentinel in connection.wait(list(living), timeout=0.005) if living else []:
+            rank = living[sentinel]  # type: ignore[index]
+            self._processes[rank].join()
+            code, now_s = self._processes[rank].exitcode, time.time()
+            assert code is not None
+            self.exits[rank] = (code, now_s)
+            if code != 0 and not self._failed_s:
+                self._failed_s = now_s
+        now_s = time.time()
+        if self._failed_s and not self._termed_s and now_s > self._failed_s + GRACE_S:
+            self._termed_s = self.signal(signal.SIGTERM)
+        if self._termed_s and now_s > self._termed_s + KILL_S:
+            self.signal(signal.SIGKILL)
+        return len(self.exits) < len(self._processes)
+
+
+def start_server() -> None:
+    """Start the rank server, unless it runs; it ends with this process."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([WARM])
+    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
+        forkserver.ensure_running()
+
+
+def _rank(words: tuple[str, ...], environment: dict[str, str], log: str) -> None:
+    """The life of a rank, in the forked process: as `python -m txl_dist words` under the launcher."""
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    assert WARM in sys.modules, f"the rank server could not import {WARM}"
+    os.environ.update(environment)
+    sys.argv = ["txl", *words]
+    from txl_dist.cli import run
+
+    run()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

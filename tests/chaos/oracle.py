@@ -1,0 +1,75 @@
+"""The one oracle of every case: is a run that was struck and mended the run that nothing befell, bit for bit?
+
+Compared are the final parameters, moments and memories, the position in the data, and the loss of every step, also of
+those that were trained twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.chaos.runs import Run
+from txl_dist.train.checkpoint import list_checkpoints
+
+
+def differences_of(run: Run, unbroken: Run) -> list[str]:
+    """Where a finished run differs from the unbroken one; empty if nowhere."""
+    if not run.is_done or not unbroken.is_done:
+        return [f"{one.dir.name} is not done" for one in (run, unbroken) if not one.is_done]
+    found = list(_differing_losses(run, unbroken))
+    ours, theirs = (list_checkpoints(one.dir)[-1] for one in (run, unbroken))
+    names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (ours, theirs)]
+    found += [f"only one of them has {name}" for name in sorted(names[0] ^ names[1])]
+    for name in sorted(names[0] & names[1]):
+        if name.name not in ("MANIFEST.json", "config.toml"):  # these name the run directory
+            found += _differing_files(ours / name, theirs / name)
+    return found
+
+
+def _differing_losses(run: Run, unbroken: Run) -> Iterator[str]:
+    """Also a step that was trained twice must give the loss of the unbroken run both times."""
+    wanted = {record["step"]: record["loss"] for record in unbroken.records("train")}
+    seen = set()
+    for record in run.records("train"):
+        seen.add(record["step"])
+        if record["loss"] != wanted.get(record["step"]):
+            yield f"the loss of step {record['step']} is {record['loss']} instead of {wanted.get(record['step'])}"
+    yield from (f"step {step} was never reported" for step in sorted(wanted.keys() - seen))
+
+
+def _differing_files(ours: Path, theirs: Path) -> Iterator[str]:
+    if ours.read_bytes() == theirs.read_bytes():
+        return
+    if ours.suffix == ".safetensors":
+        yield from differing(load_file(ours), load_file(theirs), where=ours.name)
+    elif ours.suffix == ".json":
+        yield from differing(json.loads(ours.read_text()), json.loads(theirs.read_text()), where=ours.name)
+    else:
+        yield f"{ours.name} differs"
+
+
+def differing(ours: Any, theirs: Any, *, where: str) -> Iterator[str]:
+    """The places at which nested values differ, bit for bit."""
+    if type(ours) is not type(theirs):
+        yield f"{where} is a {type(ours).__name__} instead of a {type(theirs).__name__}"
+    elif isinstance(ours, torch.Tensor):
+        if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+            yield f"{where} differs"
+    elif isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            yield f"{where} has other keys: {sorted(map(str, ours.keys() ^ theirs.keys()))}"
+        for key in ours.keys() & theirs.keys():
+            yield from differing(ours[key], theirs[key], where=f"{where}.{key}")
+    elif isinstance(ours, Sequence) and not isinstance(ours, str):
+        if len(ours) != len(theirs):
+            yield f"{where} has {len(ours)} entries instead of {len(theirs)}"
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from differing(one, other, where=f"{where}[{index}]")
+    elif isinstance(ours, int | float | str | None) and ours != theirs:
+        yield f"{where} is {ours!r} instead of {theirs!r}"

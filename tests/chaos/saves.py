@@ -1,0 +1,119 @@
+"""Crashes in the middle of a save, and files that rot afterwards.
+
+The points of the sweep are not listed here: a run with TXL_FAULT=trace names every point that a save passes, on every
+rank, and each is a case.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+from tests.chaos.job import Job
+from tests.chaos.lab import Case, Lab, paused
+from tests.chaos.runs import Run
+from tests.helpers.corpora import flip_bit
+from txl_dist.train.checkpoint import checkpoint_folder, newest_checkpoint
+
+SWEEP_STEP = 9
+SWEEP = ("--train.max_steps", "12", "--checkpoint.every_steps", "3", "--checkpoint.keep_last", "2")
+"""The save of step 9 writes, commits and removes the checkpoint of step 3."""
+SHARES_PCT = (0, 1, 50, 99)
+
+
+def crash_points(lab: Lab, *, stage: int) -> list[str]:
+    """Every point of one save as an entry of TXL_FAULT that kills there."""
+    run, counts = lab.new_run("trace"), Counter[tuple[int, str]]()
+    points = []
+    with lab.start(run, *SWEEP, "--engine.zero_stage", str(stage), fault=f"trace:*:{SWEEP_STEP}:*") as job:
+        job.wait()
+        for point in job.struck:
+            if point.phase.startswith(("save", "prune")):
+                counts[point.rank, point.phase] += 1
+                points.append(f"kill:{point.rank}:{SWEEP_STEP}:{point.phase}#{counts[point.rank, point.phase]}")
+    return points
+
+
+def crash_in_save(lab: Lab, *, stage: int, fault: str) -> Case:
+    """kill -9 at one point of a save; never more is lost than the steps since the checkpoint before."""
+    case, run = lab.survive("sweep", *SWEEP, stage=stage, fault=fault)
+    if case.steps_lost > 6:
+        case.problems.append(f"{case.steps_lost} steps lost, though one was saved every 3")
+    if run.checkpoints[-2:] != [SWEEP_STEP, 12]:
+        case.problems.append(f"checkpoints {run.checkpoints} are left instead of the last two")
+    return lab.report(case)
+
+
+def sweep(lab: Lab) -> Iterator[Case]:
+    """kill -9 at every point of a save."""
+    for stage in (1, 3):
+        points = crash_points(lab, stage=stage)
+        assert len(points) > 20, f"too few points to be true: {points}"
+        for fault in points:
+            yield crash_in_save(lab, stage=stage, fault=fault)
+
+
+def verifier(lab: Lab, *, num_flips: int) -> Iterator[Case]:
+    """Random bit flips, and every file cut short: each must be found, and the checkpoint before be chosen."""
+    for stage in (1, 3):
+        run = lab.unbroken("--engine.zero_stage", str(stage))
+        newest, before = (checkpoint_folder(run.dir, step) for step in reversed(run.checkpoints[-2:]))
+        files = sorted(path for path in newest.rglob("*") if path.is_file())
+        generator = random.Random(lab.seed)
+        flips = [(generator.choice(files), generator.random()) for _ in range(num_flips // 2)]
+        cuts = [(path, share) for path in files for share in SHARES_PCT]
+        for name, trials in (("flips: bits", flips), ("flips: cuts", cuts)):
+            case = lab.case(name, stage=stage)
+            case.trials, case.message_ok = len(trials), True
+            for path, where in trials:
+                data = path.read_bytes()
+                if name == "flips: bits":
+                    offset = int(where * len(data))
+                    path.write_bytes(
+                        data[:offset] + bytes([data[offset] ^ 1 << generator.randrange(8)]) + data[offset + 1 :]
+                    )
+                else:
+                    path.write_bytes(data[: len(data) * int(where) // 100])
+                found, why = newest_checkpoint(run.dir)
+                path.write_bytes(data)
+                if found != before:
+                    case.problems.append(f"{path.name} at {where}: {found} was chosen")
+                if not any(newest.name in line and path.name in line for line in why):
+                    case.message_ok = False
+                    case.problems.append(f"{path.name} at {where}: not named in {why}")
+            yield lab.report(case)
+
+
+DAMAGES = ("engine/00001.safetensors", "lanes/00000-*.safetensors", "MANIFEST.json")
+
+
+def damaged_folder(lab: Lab, *, pattern: str, stage: int = 1) -> Case:
+    """The newest checkpoint of a killed run is damaged: it goes on from the one before, and saves that step again."""
+
+    def damage(job: Job, run: Run) -> None:
+        paused(job)
+        job.wait_for(lambda: 18 in run.checkpoints)
+        job.signal(signal.SIGKILL)
+        job.wait()
+        (victim,) = checkpoint_folder(run.dir, 18).glob(pattern)
+        if "lanes" in pattern:
+            victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+        else:
+            flip_bit(victim)
+
+    case, run = lab.survive(f"flips: {pattern}", stage=stage, fault="slow:*:20", during=damage)
+    log = run.log.read_text(encoding="utf-8")
+    case.message_ok = "damaged" in log and "step_000000018" in log and "step_000000012" in log
+    aside = [path.name for path in (run.dir / "checkpoints").glob("*.damaged-*")]
+    if not case.message_ok or aside != ["step_000000018.damaged-1"]:
+        case.problems.append(f"not said, or not moved aside: {aside}")
+    return lab.report(case)
+
+
+def flips(lab: Lab) -> Iterator[Case]:
+    """Damage of every kind: found in process, survived by launched runs."""
+    yield from verifier(lab, num_flips=200)
+    for pattern in DAMAGES:
+        yield damaged_folder(lab, pattern=pattern)

@@ -1,0 +1,172 @@
+"""Requests to stop: every signal, the file and the time limit; in a step, in an evaluation and in a save; and sent to
+the launchers, which drop them on the way.
+
+Each time: exit code 75, no step lost, the checkpoint committed within 10 s, nobody left 5 s after that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import psutil
+
+from tests.chaos.job import Job
+from tests.chaos.lab import Case, Lab, paused
+from tests.chaos.runs import Run
+from tests.helpers.launch import kill_everything, start_training, wait_for
+from txl_dist.train.checkpoint import checkpoint_folder
+
+WORDS = ("--eval.every_steps", "6")
+MOMENTS = {"training": "slow:*:9:step", "evaluation": "slow:0:12:evaluate", "save": "slow:0:12:save-file"}
+"""Pauses in which the request comes."""
+COMMIT_LIMIT_S = 10.0
+ORPHAN_LIMIT_S = 5.0
+
+
+def _signal(number: int, rank: int) -> Callable[[Job, Run], float]:
+    return lambda job, run: job.signal(number, rank=rank)
+
+
+def _stop_file(job: Job, run: Run) -> float:
+    (run.dir / "STOP").touch()
+    return time.time()
+
+
+REQUESTS: dict[str, Callable[[Job, Run], float]] = {
+    "SIGTERM to rank 0": _signal(signal.SIGTERM, 0),
+    "SIGTERM to rank 1": _signal(signal.SIGTERM, 1),
+    "SIGUSR1 to rank 1": _signal(signal.SIGUSR1, 1),
+    "SIGINT to rank 0": _signal(signal.SIGINT, 0),
+    "STOP file": _stop_file,
+}
+
+
+def request(lab: Lab, *, kind: str, moment: str, stage: int = 1) -> Case:
+    """One request at one moment, to the ranks themselves."""
+    asked_s, committed_s = [0.0], [0.0]
+
+    def ask(job: Job, run: Run) -> None:
+        paused(job)
+        asked_s[0] = REQUESTS[kind](job, run)
+        job.wait()
+        committed_s[0] = _committed_s(run)
+
+    name = f"signals: {kind}, in {moment}"
+    case, _ = lab.survive(name, *WORDS, stage=stage, fault=MOMENTS[moment], during=ask)
+    return lab.report(_judged(case, codes=[75, 75], commit_s=committed_s[0] - asked_s[0]))
+
+
+def time_limit(lab: Lab, *, limit_s: int = 3) -> Case:
+    """--max-time: counted from the start, kept to the length of a step and a save."""
+    case, run = lab.case("signals: --max-time"), lab.new_run("max-time")
+    words = ("--train.max_steps", "1000")
+    with lab.start(run, *words, "--max-time", f"{limit_s}s") as job:
+        case.exit_codes.append(job.wait())
+    overrun_s = _committed_s(run) - job.started_s - limit_s
+    stopped = run.last_step
+    with lab.start(run, *words, "--max-time", f"{limit_s}s") as job:
+        case.exit_codes.append(job.wait())
+    case.steps_lost, case.bytes_left = run.steps_lost, run.bytes_left
+    if run.last_step <= stopped:
+        case.problems.append(f"the second start did not go on from step {stopped}")
+    return lab.report(_judged(case, codes=[75, 75], commit_s=max(0.0, overrun_s)))
+
+
+def _judged(case: Case, *, codes: list[int] | None, commit_s: float) -> Case:
+    case.detect_s = round(commit_s, 2)
+    if codes is not None and case.exit_codes[0] != codes:
+        case.problems.append(f"exit codes {case.exit_codes[0]} instead of {codes}")
+    if case.steps_lost:
+        case.problems.append(f"{case.steps_lost} steps lost")
+    if not 0 <= commit_s < COMMIT_LIMIT_S:
+        case.problems.append(f"committed after {commit_s:.1f} s")
+    return case
+
+
+def _committed_s(run: Run) -> float:
+    """When the newest checkpoint was renamed to its name, in seconds since the epoch."""
+    return checkpoint_folder(run.dir, run.checkpoints[-1]).stat().st_ctime
+
+
+def _launch_py(process: subprocess.Popen[str]) -> psutil.Process:
+    (child,) = (one for one in psutil.Process(process.pid).children() if "deepspeed.launcher.launch" in one.cmdline())
+    return child
+
+
+LAUNCHERS: dict[str, Callable[[subprocess.Popen[str]], psutil.Process]] = {
+    "deepspeed": lambda process: psutil.Process(process.pid),
+    "launch.py": _launch_py,
+    "txl launch": lambda process: psutil.Process(process.pid),
+}
+
+
+def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) -> Case:
+    """A signal to a launcher; the ranks are real ones, started through it."""
+    name = f"signals: {signal.Signals(number).name} to {kind}, in {moment}"
+    case, run = lab.case(name, fault=MOMENTS[moment]), lab.new_run(name)
+    run.log.touch()
+    words = (str(lab.config), "--run.dir", str(run.dir), *WORDS)
+    with mock.patch.dict(os.environ, {"TXL_FAULT": case.fault}):
+        process = _start(kind, words, cwd=run.log.parent / f"{run.dir.name}-launcher")
+    try:
+        log = Path(run.log.parent / f"{run.dir.name}-launcher" / "launcher.log")
+        wait_for(lambda: "TXL_FAULT slow" in log.read_text(encoding="utf-8"), process=process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        asked_s = time.time()
+        LAUNCHERS[kind](process).send_signal(number)
+        wait_for(lambda: _has_stopped(run) or not any(map(_lives, family)), timeout_s=60)
+        _, orphans = psutil.wait_procs(family, timeout=ORPHAN_LIMIT_S)
+        case.exit_codes.append([process.wait(timeout=60)])
+        if orphans:
+            case.problems.append(
+                f"still alive after {ORPHAN_LIMIT_S} s: {[' '.join(one.cmdline()) for one in orphans]}"
+            )
+    finally:
+        if process.poll() is None:
+            kill_everything(process)
+        for one in filter(_lives, family):
+            one.kill()
+    if 0 in case.exit_codes[0]:
+        case.problems.append("a launcher that was stopped reports success")
+    commit_s = _committed_s(run) - asked_s if run.checkpoints else -1.0
+    lab.finish(case, run, *WORDS, "--engine.zero_stage", "1")
+    return lab.report(_judged(case, codes=[75] if kind == "txl launch" else None, commit_s=commit_s))
+
+
+def _start(kind: str, words: tuple[str, ...], *, cwd: Path) -> subprocess.Popen[str]:
+    cwd.mkdir()
+    if kind != "txl launch":
+        return start_training(*words, cwd=cwd)
+    command = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", "2", *words]
+    with (
+        (cwd / "launcher.log").open("w", encoding="utf-8") as log,
+        mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}),
+    ):
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def _has_stopped(run: Run) -> bool:
+    """Whether the checkpoint of the stop is there: the newest, of the last step that was trained."""
+    return bool(run.checkpoints) and run.checkpoints[-1] == run.last_step >= 9
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def signals(lab: Lab) -> Iterator[Case]:
+    """All requests at all moments."""
+    for kind in REQUESTS:
+        for moment in MOMENTS:
+            yield request(lab, kind=kind, moment=moment)
+    yield time_limit(lab)
+    for kind in LAUNCHERS:
+        for moment in MOMENTS:
+            yield launcher(lab, kind=kind, moment=moment)

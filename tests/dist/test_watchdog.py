@@ -1,0 +1,161 @@
+"""Ranks that hang, freeze, die or fail: found in time, named rightly, once, and nobody stays behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from txl_dist.errors import HANG
+from txl_dist.train.heartbeats import Beat
+from txl_dist.train.processes import process_id
+from txl_dist.train.watchdog import behind
+
+pytestmark = pytest.mark.dist
+
+LIMIT_S = 3.0
+FAULT_STEP = 5
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+import torch
+from txl_dist.dist import all_reduce_sum, barrier, joined_ranks
+from txl_dist.errors import HANG, DataError
+from txl_dist.faults import fault_point
+from txl_dist.log import logger, start_logging
+from txl_dist.train.watchdog import Watchdog
+
+limit_s, num_steps = float(sys.argv[1]), int(sys.argv[2])
+with joined_ranks(timeout_s=60) as ranks:
+    start_logging(rank=ranks.rank)
+    watchdog = Watchdog(ranks, limit_s=60)
+    watchdog.write_stacks_to(Path("stacks"))
+    try:
+        for step in range(num_steps):
+            watchdog.beat("step", step=step)
+            Path(f"at-{ranks.rank}").write_text(f"{step} {time.time()}")
+            if fault_point("step", step=step) == "flip":
+                while True:
+                    pass
+            if step == 2:
+                watchdog.limit(limit_s)
+            all_reduce_sum(torch.ones(1))
+            time.sleep(0.01)
+        barrier()
+        watchdog.close()
+    except BaseException as error:
+        line = watchdog.first_cause(error)
+        if line is None:
+            watchdog.report(error)
+            print(f"own error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        if line:
+            logger.error(line)
+        os._exit(HANG)
+os._exit(0)
+"""
+
+
+class Outcome(NamedTuple):
+    codes: list[int]
+    lines: list[str]
+    """What people see, of all ranks."""
+    after_s: float
+    """From the last step to the end of the last rank."""
+    folder: Path
+
+
+def outcome_of(fault: str, folder: Path, *, world_size: int, limit_s: float = LIMIT_S, num_steps: int = 10**6) -> Outcome:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    ranks = []
+    for rank in range(world_size):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "TXL_FAULT": fault, "DS_ACCELERATOR": "cpu"}
+        environment = os.environ | {name: str(value) for name, value in (job | own).items()}
+        with (folder / f"stderr-{rank}").open("wb") as stderr:
+            command = [sys.executable, "-c", WORKER, str(limit_s), str(num_steps)]
+            ranks.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr))
+    try:
+        codes = [rank.wait(60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    last_s = max(float((folder / f"at-{rank}").read_text().split()[1]) for rank in range(world_size))
+    text = "".join((folder / f"stderr-{rank}").read_text() for rank in range(world_size))
+    lines = [line for line in text.splitlines() if not line.startswith("TXL_FAULT")]
+    return Outcome(codes, lines, time.time() - last_s, folder)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("kind", ["stop", "hang", "flip", "spin"])
+def test_the_rank_that_stands_still_is_named_and_all_end(
+    kind: str, culprit: int, world_size: int, tmp_path: Path
+) -> None:
+    outcome = outcome_of(f"{kind}:{culprit}:{FAULT_STEP}", tmp_path, world_size=world_size)
+    (line,) = outcome.lines
+    assert re.search(rf"rank {culprit} on \S+ \(pid \d+\) has ", line)
+    assert f"step {FAULT_STEP}, in phase `step`" in line
+    assert "--engine.timeout_s" in line
+    others = [code for rank, code in enumerate(outcome.codes) if rank != culprit]
+    assert others == [HANG] * len(others)
+    assert outcome.codes[culprit] in (HANG, -signal.SIGKILL)
+    assert outcome.after_s < LIMIT_S + 5
+    for rank in range(world_size):
+        if rank != culprit or kind != "stop":  # a stopped process cannot write
+            assert "most recent call first" in (tmp_path / "stacks" / f"rank_{rank:05d}.txt").read_text()
+    if kind in ("hang", "flip"):
+        assert re.search(r", at \S+:\d+ \(\S+\)", line)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_that_was_killed_is_named_once_and_the_others_leave_at_once(culprit: int, tmp_path: Path) -> None:
+    outcome = outcome_of(f"kill:{culprit}:{FAULT_STEP}", tmp_path, world_size=3, limit_s=60)
+    (line,) = outcome.lines
+    assert re.search(rf"rank {culprit} on \S+ \(pid \d+\) was lost at step {FAULT_STEP}, in phase `step`", line)
+    assert [code for rank, code in enumerate(outcome.codes) if rank != culprit] == [HANG, HANG]
+    assert outcome.after_s < 10
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_of_a_ranks_own_is_the_only_thing_said(culprit: int, tmp_path: Path) -> None:
+    outcome = outcome_of(f"raise:{culprit}:{FAULT_STEP}", tmp_path, world_size=2, limit_s=60)
+    assert outcome.lines == ["own error: ordered by TXL_FAULT"]
+    assert outcome.codes == [1 if rank == culprit else HANG for rank in (0, 1)]
+
+
+def test_a_run_that_ends_well_says_nothing_and_leaves_no_files(tmp_path: Path) -> None:
+    outcome = outcome_of("", tmp_path, world_size=2, num_steps=150)
+    assert (outcome.codes, outcome.lines) == ([0, 0], [])
+    assert not (tmp_path / "stacks").exists()
+
+
+def test_a_single_rank_watches_itself(tmp_path: Path) -> None:
+    outcome = outcome_of(f"flip:0:{FAULT_STEP}", tmp_path, world_size=1)
+    assert outcome.codes == [HANG]
+    assert "has made no progress for 3 s" in outcome.lines[0]
+
+
+def test_the_net_below_ends_a_single_rank_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
+    outcome = outcome_of(f"spin:0:{FAULT_STEP}", tmp_path, world_size=1)
+    assert outcome.codes == [1]
+    assert "_strike" in (tmp_path / "stacks" / "rank_00000.txt").read_text()
+
+
+def beat(step: int, *, is_waiting: bool) -> Beat:
+    return Beat(process_id(), step, "step", "somewhere", is_waiting, True, False)
+
+
+def test_the_rank_behind_is_the_lowest_step_and_then_who_is_not_waiting() -> None:
+    assert behind({0: beat(7, is_waiting=True), 1: beat(6, is_waiting=True), 2: beat(7, is_waiting=False)}) == [1]
+    assert behind({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=False), 2: beat(8, is_waiting=True)}) == [1]
+    assert behind({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=True)}) == [0, 1]

@@ -1,0 +1,94 @@
+"""What the loop does when numbers go wrong: report, count, stop.
+
+`health` decides, as pure functions of what the decisions of the steps said; here it is said to people and acted on. All
+methods are called by all ranks together, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from torch import nn
+
+from txl_dist.config import Config
+from txl_dist.data.corpus import Split
+from txl_dist.dist import gather_objects
+from txl_dist.errors import TrainingError
+from txl_dist.log import warn_for_all
+from txl_dist.train import health as rules
+from txl_dist.train.health import Health
+from txl_dist.train.inspection import documents_at
+from txl_dist.train.metrics import Reporter
+from txl_dist.train.replicas import deviating_ranks
+from txl_dist.train.state import TrainState
+from txl_dist.train.step import Decision
+
+
+class Guard:
+    """Watches over one run, by `guard` of its settings."""
+
+    def __init__(self, config: Config, *, splits: Sequence[Split], lanes: range, reporter: Reporter) -> None:
+        self._config, self._splits, self._lanes, self._reporter = config, splits, lanes, reporter
+
+    def wants_rewind(self, health: Health) -> bool:
+        """Whether the last steps call for one."""
+        return rules.wants_rewind(health, self._config.guard)
+
+    def judge(self, before: TrainState, decision: Decision, *, step: int) -> Health:
+        """The health after a step from the state before it. Raises TrainingError if a limit is reached."""
+        skipped = not math.isfinite(decision.grad_norm)
+        health, spikes = rules.after_step(
+            before.health,
+            step=step,
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
+            skipped=skipped,
+            guard=self._config.guard,
+        )
+        if skipped:
+            warn_for_all(
+                "step %d is skipped on all ranks: loss %s, gradient norm %s; weights and memories stay as they were",
+                step,
+                decision.loss,
+                decision.grad_norm,
+            )
+            self._reporter.write("event", {"event": "skipped", "step": step, "loss": decision.loss})
+        for spike in spikes:
+            warn_for_all(
+                "spike at step %d: %s %.4g, the median before it %.4g (%.1f sigma)",
+                step,
+                spike.what,
+                spike.value,
+                spike.median,
+                spike.sigmas,
+            )
+            self._reporter.write("event", {"event": "spike", **spike._asdict()})
+        if reason := rules.reason_to_stop(health, self._config.guard):
+            raise TrainingError(self._blame(before, reason))
+        return health
+
+    def check_replicas(self, model: nn.Module, *, step: int) -> None:
+        """At its interval. Raises TrainingError if a rank computes with other weights than the rest."""
+        every = self._config.guard.check_replicas_every
+        if not every or step % every or self._config.engine.zero_stage == 3:  # there each holds its own part
+            return
+        start_s = time.perf_counter()
+        deviation = deviating_ranks(model.named_parameters())
+        if deviation is not None:
+            raise TrainingError(
+                f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before saving it; take "
+                "the machine of that rank out of service, and start again from the last checkpoint."
+            )
+        seconds = round(time.perf_counter() - start_s, 4)
+        self._reporter.write("event", {"event": "replicas_agree", "step": step, "seconds": seconds})
+
+    def _blame(self, before: TrainState, reason: str) -> str:
+        lanes = range(self._lanes.start, min(self._lanes.stop, self._lanes.start + 2))
+        parts = gather_objects(documents_at(self._splits, before.stream, lanes))
+        documents = [line for part in parts for line in part][:8]
+        return (
+            f"{reason}. The run stops before saving it; step {before.step + 1} read {'; '.join(documents)}. Continue "
+            "from the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+        )

@@ -1,0 +1,252 @@
+"""Writing checkpoints behind the training: whole or not at all, one at a time.
+
+    step boundary   state is copied into host memory                   `begin`, all ranks; the step waits for this
+    behind steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives
+    step boundary   all ranks have written: manifest and rename        `finish`, all ranks; the rename commits
+
+Files go to `step_N.tmp-NONCE`. A crash anywhere leaves that folder, which nobody reads and the next start removes, or
+the committed one. A file system that fails never ends a run here: what was written is removed, `finish` says why on
+every rank, and the loop tries again later.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import txl_dist
+from txl_dist.config import Config, config_fingerprint, config_to_toml
+from txl_dist.dist import Ranks, gather_objects, on_first, together
+from txl_dist.errors import CheckpointError
+from txl_dist.faults import fault_point
+from txl_dist.files import sha256_of_bytes, write_bytes
+from txl_dist.manifest import commit_folder, write_manifest
+from txl_dist.train.checkpoint import FORMAT_VERSION, CorpusFacts, checkpoint_folder
+from txl_dist.train.engine import Engine
+from txl_dist.train.state import TrainState
+from txl_dist.train.tensor_files import file_bytes, fragment_tensors, write_tensors
+
+Content = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors and metadata of one file."""
+
+Write = Callable[[Path], dict[str, Any]]
+"""Write one file; returns its bytes and sha256."""
+
+
+class Saved(NamedTuple):
+    """How a save ended; the same on every rank."""
+
+    step: int
+    folder: Path
+    gib: float
+    error: str
+    """Why there is none; empty if there is one."""
+
+
+class Saver:
+    """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
+
+    def __init__(self, run_dir: Path, *, config: Config, corpus: CorpusFacts, lanes: range, ranks: Ranks, nonce: str):
+        """`nonce` is the same on every rank and no other run's: it names temporary folders."""
+        self._run_dir, self._config, self._corpus, self._lanes = run_dir, config, corpus, lanes
+        self._ranks, self._nonce = ranks, nonce
+        # A GPU's state must be copied anyway before it can be written.
+        copies = config.checkpoint.asynchronous or ranks.device.type == "cuda"
+        self._host = HostCopy(pin=ranks.device.type == "cuda") if copies else None
+        self._thread: threading.Thread | None = None
+        self._step = -1
+        self._gib = 0.0
+        self._written: dict[str, dict[str, Any]] = {}
+        self._error: Exception | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """A save was begun and not finished. The same on every rank."""
+        return self._step >= 0
+
+    @property
+    def is_written(self) -> bool:
+        """This rank has nothing left to write of the save in flight."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def begin(self, state: TrainState, engine: Engine, *, probe: dict[str, Tensor]) -> None:
+        """Copy the state and start to write it. No save may be in flight."""
+        assert not self.in_flight
+        fault_point("save-begin", step=state.step)
+        self._step, self._written, self._error = state.step, {}, None
+        tensors = self._tensors(state, engine, probe)
+        own = self._own_files(state, engine) if self._ranks.is_first else {}
+        fault_point("save-copied", step=state.step)
+        needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
+        total = sum(gather_objects(needed))
+        self._gib = total / 2**30
+        files: dict[str, Write] = {name: _tensor_writer(*content, step=state.step) for name, content in tensors.items()}
+        files |= {name: _bytes_writer(data) for name, data in own.items()}
+        try:
+            on_first(lambda: self._check_space(total))
+        except CheckpointError as error:
+            self._error = error
+            return
+        self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Saved:
+        """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
+        if self._thread is not None:
+            self._thread.join()
+        step, self._step, self._thread = self._step, -1, None
+        final, temporary = checkpoint_folder(self._run_dir, step), self._temporary(step)
+        parts = gather_objects((self._written, None if self._error is None else _explained(self._error, temporary)))
+        reasons = [reason for _, reason in parts if reason is not None]
+
+        def commit() -> None:
+            if reasons:
+                raise CheckpointError(reasons[0])
+            fault_point("save-manifest", step=step)
+            write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
+            fault_point("save-manifest-done", step=step)
+            fault_point("save-rename", step=step)
+            commit_folder(temporary, final)
+            fault_point("save-renamed", step=step)
+
+        try:
+            on_first(lambda: _in_file_system(commit, temporary))
+        except CheckpointError as error:
+            together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._ranks.is_first else None)
+            return Saved(step, final, self._gib, str(error))
+        return Saved(step, final, self._gib, "")
+
+    def _temporary(self, step: int) -> Path:
+        final = checkpoint_folder(self._run_dir, step)
+        return final.with_name(f"{final.name}.tmp-{self._nonce}")
+
+    def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
+        """(tensors, metadata) of each file of this rank, on the host."""
+        memories = {
+            "hidden": torch.cat([memory.hidden_LBMD for memory in state.memories], dim=1),
+            "document": torch.cat([memory.document_BM for memory in state.memories]),
+        }
+        files: dict[str, Content] = {
+            f"lanes/{self._lanes.start:05d}-{self._lanes.stop - 1:05d}.safetensors": (memories, {})
+        }
+        # At stage 0 all ranks hold the same.
+        if self._config.engine.zero_stage > 0 or self._ranks.is_first:
+            files[f"engine/{self._ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
+        if self._ranks.is_first:
+            files["probe.safetensors"] = (probe, {})
+        if self._host is None:
+            return {name: ({k: t.detach().contiguous() for k, t in ts.items()}, m) for name, (ts, m) in files.items()}
+        return self._host.copy(files)
+
+    def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
+        """What rank 0 writes besides tensors."""
+        content = {
+            "format_version": FORMAT_VERSION,
+            "code_version": txl_dist.__version__,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "health": state.health.to_dict(),
+            "stream": state.stream.to_dict(),
+            "world_size": self._ranks.world_size,
+            "zero_stage": self._config.engine.zero_stage,
+            "precision": self._config.engine.precision,
+            "loss_scale": engine.loss_scale(),
+            "parameters": engine.shapes,
+            "vocab_size": self._corpus.vocab_size,
+            "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
+            "config_fingerprint": config_fingerprint(self._config),
+        }
+        return {
+            "config.toml": config_to_toml(self._config).encode(),
+            "tokenizer.json": self._corpus.tokenizer_json.encode(),
+            "state.json": json.dumps(content, indent=1).encode() + b"\n",
+        }
+
+    def _check_space(self, needed: int) -> None:
+        folder = self._run_dir / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise CheckpointError(
+                f"no room for a checkpoint in {folder}: it needs {_size(needed)}, {_size(free)} are free. Free space, "
+                "lower checkpoint.keep_last, or move the run to another file system."
+            )
+
+    def _write(self, files: dict[str, Write]) -> None:
+        """Runs in the thread."""
+        temporary, step = self._temporary(self._step), self._step
+        try:
+            for name, write in files.items():
+                path = temporary / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fault_point("save-file", step=step)
+                self._written[name] = write(path)
+                fault_point("save-file-done", step=step)
+            fault_point("save-written", step=step)
+        except Exception as error:  # noqa: BLE001  whatever it is, `finish` tells all ranks
+            self._error = error
+
+
+class HostCopy:
+    """Host memory that a rank's tensors are copied into; kept from save to save, so that only the first one pays for
+    making it."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, files: dict[str, Content]) -> dict[str, Content]:
+        """The same with tensors on the host, which stay as they are until the next call."""
+        copies = {
+            name: ({key: self._copy((name, key), tensor) for key, tensor in tensors.items()}, metadata)
+            for name, (tensors, metadata) in files.items()
+        }
+        if self._pin:
+            torch.cuda.synchronize()
+        return copies
+
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def _tensor_writer(tensors: dict[str, Tensor], metadata: dict[str, str], *, step: int) -> Write:
+    return lambda path: write_tensors(path, tensors, metadata=metadata, step=step)
+
+
+def _bytes_writer(data: bytes) -> Write:
+    def write(path: Path) -> dict[str, Any]:
+        write_bytes(path, data)
+        return {"bytes": len(data), "sha256": sha256_of_bytes(data)}
+
+    return write
+
+
+def _in_file_system(action: Callable[[], None], path: Path) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(_explained(error, path)) from error
+
+
+def _explained(error: Exception, path: Path) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = error.filename or path
+        return f"cannot write {where}: {error.strerror or error}. Free space or mend permissions in {path.parent}."
+    return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

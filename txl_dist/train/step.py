@@ -1,0 +1,161 @@
+"""One training step of this rank: its micro-batches, the one decision that all ranks take together, and the update.
+
+Nothing in a step waits for the device but that decision (`decide`): one small reduction tells every rank whether loss
+and gradient are finite everywhere, whether anybody was asked to stop, and whether a checkpoint is written. A step that
+is not finite is skipped by all: weights, moments and memories stay as they were, the text is passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from txl_dist.config import BatchPlan, Config
+from txl_dist.data.corpus import Split
+from txl_dist.data.damage import DamagePolicy
+from txl_dist.data.stream import LaneStream, StreamState
+from txl_dist.dist import Ranks, all_reduce_sum, gather_objects
+from txl_dist.faults import fault_point
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import Batch
+from txl_dist.rng import derive_seed
+from txl_dist.train.batch import BatchMaker, pinned, to_device
+from txl_dist.train.engine import Engine
+
+
+class StepInput(NamedTuple):
+    """What the reader thread prepares for one step of this rank."""
+
+    batches: list[Batch]
+    num_scored: int
+    """Targets of this rank that count."""
+    stream: StreamState
+    """Where the stream stands once this step is trained on."""
+
+
+class Decision(NamedTuple):
+    """What all ranks know after a step; the same on each."""
+
+    loss: float
+    """Mean over the tokens of all ranks, in nats."""
+    grad_norm: float
+    """Before clipping; infinite if the step is to be skipped."""
+    stop: bool
+    """A rank was asked to stop."""
+    written: bool
+    """Every rank has written its part of the checkpoint in flight."""
+
+
+def read_inputs(
+    splits: Sequence[Split],
+    stream: StreamState,
+    *,
+    config: Config,
+    plan: BatchPlan,
+    lanes: range,
+    maker: BatchMaker,
+    damage: DamagePolicy,
+    device: torch.device,
+) -> Iterator[StepInput]:
+    """The steps behind a position. Runs in the reader thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
+    segments = LaneStream(
+        splits,
+        stream,
+        segment_len=config.train.segment_len,
+        lanes=lanes,
+        damage=damage,
+        mark_documents=maker.mask_documents,
+        # Those that wait, the one that is trained on and the one that is being filled.
+        num_buffers=config.data.prefetch_depth + 2,
+    )
+    for segment, state in segments:
+        batches = maker.microbatches(segment, lanes=plan.microbatch_lanes)
+        num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
+        yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
+
+
+class Stepper:
+    """Makes steps; holds nothing that changes but the engine."""
+
+    def __init__(
+        self, engine: Engine, *, config: Config, plan: BatchPlan, lanes: range, ranks: Ranks, masks_documents: bool
+    ) -> None:
+        self._engine, self._config, self._plan, self._lanes, self._ranks = engine, config, plan, lanes, ranks
+        self._counts_tokens = masks_documents or config.data.on_damage == "skip"
+
+    def __call__(
+        self,
+        step_input: StepInput,
+        memories: Sequence[Memory],
+        *,
+        step: int,
+        lr: float,
+        stop: bool,
+        written: bool,
+    ) -> tuple[tuple[Memory, ...], Decision]:
+        """Make step number `step`, counted from 1. `stop` and `written` are what this rank has to say.
+
+        Returns (the memories after it, or those given if it is skipped; what was decided).
+        """
+        fault = fault_point("step", step=step)
+        normalizer = self._normalizer(step_input, fault)
+        losses: list[Tensor] = []
+        after: list[Memory] = []
+        for index, (batch, memory) in enumerate(zip(step_input.batches, memories, strict=True)):
+            first_lane = self._lanes.start + index * self._plan.microbatch_lanes
+            torch.manual_seed(derive_seed(self._config.run.seed, "dropout", step - 1, first_lane))
+            batch = to_device(batch, self._ranks.device)
+            loss, memory = self._engine.micro_step(batch, _struck(memory, fault), normalizer=normalizer)
+            losses.append(loss)
+            after.append(memory)
+        decision = decide(
+            torch.stack(losses).mean(),
+            self._engine.grad_norm(),
+            skip=fault == "skip",
+            stop=stop,
+            written=written,
+            world_size=self._ranks.world_size,
+        )
+        self._engine.step(lr=lr, grad_norm=decision.grad_norm)
+        return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
+
+    def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:
+        """What a micro-batch's summed loss is divided by, so that the mean over micro-batches and ranks is the mean
+        over all scored tokens. With document masks, or damage skipped, ranks score different numbers of tokens."""
+        wrong = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
+        if not self._counts_tokens:
+            return wrong * self._plan.microbatch_lanes * self._config.train.segment_len
+        scored = torch.tensor(float(step_input.num_scored), device=self._ranks.device)
+        parts = self._plan.num_microbatches * self._plan.world_size
+        return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
+
+
+def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, stop: bool, written: bool, world_size: int) -> Decision:
+    """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
+    says = torch.tensor([skip, stop, written], dtype=torch.float64, device=loss.device)
+    votes = torch.cat([loss.double()[None], (~loss.isfinite()).double()[None], says])
+    total, bad, skips, stops, writtens, norm = torch.cat([all_reduce_sum(votes), grad_norm.double()[None]]).tolist()
+    is_sound = not bad and not skips
+    return Decision(
+        loss=total / world_size,
+        grad_norm=norm if is_sound and math.isfinite(norm) else math.inf,
+        stop=stops > 0,
+        written=writtens == world_size,
+    )
+
+
+def poll(*, stop: bool, written: bool) -> tuple[bool, bool]:
+    """(whether any rank was asked to stop, whether all have written), between steps. All ranks call it."""
+    says = gather_objects((stop, written))
+    return any(one for one, _ in says), all(one for _, one in says)
+
+
+def _struck(memory: Memory, fault: str) -> Memory:
+    """For faults on purpose: a rank whose activations go wrong has them in its memory too."""
+    return memory._replace(hidden_LBMD=memory.hidden_LBMD * math.nan) if fault == "nan" else memory

@@ -1,0 +1,276 @@
+"""Finds the rank that hangs or was lost, says so in one line, and ends the job. One daemon thread per rank.
+
+The main thread calls `beat` at every step and phase; the thread tells rank 0's thread about it (heartbeats.py).
+    hangs    no beat for the limit: who is silent, else behind, else outside the collective that others wait in, is it
+    is lost  its connection closes without a goodbye: the others end at once, not at the time-out of a collective
+    fails    it says so by `report`, prints its own error, and the others leave without a word
+Rank 0 judges and prints; if it is the one, the first process of every other node does (and rank 1). All write the
+stacks of all their threads, kill a frozen rank beside them, and leave by os._exit(HANG), for a stuck main thread
+cannot. Below this is a net in C: a process whose interpreter lock is held past the limit, so that no thread runs,
+writes its stacks and ends too, with exit code 1. `kill -USR2 PID` writes the stacks at any time.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from txl_dist.dist import Ranks, from_first
+from txl_dist.errors import HANG, TxlError
+from txl_dist.log import logger
+from txl_dist.train.heartbeats import Beat, Hub, Message, Seen, Spoke
+from txl_dist.train.processes import ProcessId, process_id
+
+SILENT_AFTER_S = 3.0
+"""Seconds without a word after which a rank counts as frozen, once another one is stuck."""
+LOST_AFTER_S = 2.0
+"""Seconds that a rank of another node has to connect again; on the same node one sees that it is dead."""
+NET_S = 4.0
+"""The net in C comes so much later than the limit."""
+GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
+"""By the kind of verdict: what the main thread has, to come by itself for the first cause and leave in its own way."""
+ANSWER_S = 5.0
+"""No verdict within so many seconds after an error: no other rank has caused it."""
+STDERR = 2
+
+
+class Verdict(NamedTuple):
+    """Who did it. JSON keeps it as a list."""
+
+    kind: str
+    """hang, lost or failed."""
+    ranks: list[int]
+    line: str
+    """For people; empty if the rank itself has said it."""
+    frozen: list[ProcessId]
+    """To be killed by who runs beside them: they cannot end by themselves."""
+
+
+class Watchdog:
+    """Watches over this rank's main thread, and with the others over all. Every rank makes one, together.
+
+    `limit_s`: seconds without a beat after which a rank hangs.
+    """
+
+    def __init__(self, ranks: Ranks, *, limit_s: float, stacks: Path | None = None) -> None:
+        self._ranks, self._limit_s = ranks, limit_s
+        self._main = threading.get_ident()
+        self._last = (time.monotonic(), 0, "start")
+        self._process = process_id()
+        self._stacks: Path | None = None
+        self._stacks_fd = STDERR
+        self._notices: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._verdict: Verdict | None = None
+        self._asked, self._answered, self._closing = threading.Event(), threading.Event(), threading.Event()
+        hub = Hub() if ranks.is_first else None
+        key, port = from_first((hub.key, hub.port) if hub else ("", 0))
+        self._link: Hub | Spoke = hub or Spoke(rank=ranks.rank, key=key, port=port)
+        self.write_stacks_to(stacks)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self, phase: str, *, step: int) -> None:
+        """The main thread has begun this phase of this step. Costs nothing."""
+        self._last = (time.monotonic(), step, phase)
+
+    def limit(self, limit_s: float) -> None:
+        """Another limit from now on: long for the start, shorter once a step has been made."""
+        self._limit_s = limit_s
+        self._arm()
+
+    def write_stacks_to(self, folder: Path | None) -> None:
+        """Write stacks to files in this folder, which is made, instead of standard error."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
+            # Opened now: the net in C can open nothing. Appended to: the next start must not erase what was found.
+            self._stacks_fd = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._arm()
+        faulthandler.register(signal.SIGUSR2, file=self._stacks_fd, all_threads=True)
+
+    def first_cause(self, error: BaseException) -> str | None:
+        """After an error: None if it is this rank's own, else what came first, in one line; empty if others say it.
+
+        Waits a few seconds where another rank may be behind it.
+        """
+        if not isinstance(error, RuntimeError) or isinstance(error, TxlError) or self._ranks.world_size == 1:
+            return None
+        self._asked.set()
+        self._answered.wait(ANSWER_S)
+        if self._verdict is None:
+            self._asked.clear()
+            return None
+        return self._verdict.line if self._speaks(self._verdict) else ""
+
+    def report(self, error: BaseException) -> None:
+        """Before this rank leaves because of an error of its own, which it prints: the others leave silently then."""
+        self._notices.put({"failed": self._ranks.rank})
+        self._leave()
+
+    def close(self) -> None:
+        """Before this rank leaves because all do."""
+        self._notices.put({"left": True})
+        self._leave()
+        if self._stacks is not None:
+            with suppress(OSError):  # others' may be in the folder
+                if self._stacks.stat().st_size == 0:
+                    self._stacks.unlink()
+                self._stacks.parent.rmdir()
+
+    def _leave(self) -> None:
+        self._closing.set()
+        self._thread.join(ANSWER_S)
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR2)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._arm()
+            for notice in self._link.exchange(self._own_beat()):
+                if "left" in notice:
+                    self._link.seen[0].has_left = True
+                elif "verdict" in notice:
+                    return self._carry_out(_verdict(notice["verdict"]))
+                elif "failed" in notice:
+                    return self._pass_on(Verdict("failed", [notice["failed"]], "", []))
+            verdict = self._judge(time.monotonic())
+            if verdict is not None:
+                return self._pass_on(verdict)
+        while not self._notices.empty():
+            notice = self._notices.get()
+            if "failed" in notice and isinstance(self._link, Hub):
+                notice = {"verdict": Verdict("failed", [0], "", [])}
+            self._link.tell(notice)
+
+    def _own_beat(self) -> Beat:
+        when_s, step, phase = self._last
+        where, is_waiting = _place(sys._current_frames().get(self._main))
+        is_stalled = time.monotonic() - when_s > self._limit_s
+        return Beat(self._process, step, phase, where, is_waiting, is_stalled, self._asked.is_set())
+
+    def _judge(self, now_s: float) -> Verdict | None:
+        """What can be said with what this rank knows: the hub knows all ranks, others only rank 0 and themselves."""
+        seen = {rank: one for rank, one in self._link.seen.items() if not one.has_left}
+        lost = [rank for rank, one in seen.items() if _is_lost(one, now_s)]
+        if lost:
+            line = f"{self._name(lost)} was lost at {_position(seen[lost[0]].beat)}: killed, crashed or cut off."
+            return Verdict("lost", lost, f"{line} The same command goes on from the last checkpoint.", [])
+        is_stalled = any(one.beat.is_stalled for one in seen.values())
+        if not is_stalled and not any(one.beat.asks for one in seen.values()):
+            return None
+        silent = [rank for rank, one in seen.items() if now_s - one.heard_s > SILENT_AFTER_S]
+        if not silent and (not is_stalled or (isinstance(self._link, Spoke) and 0 in seen)):
+            return None
+        culprits = silent or behind({rank: one.beat for rank, one in seen.items()})
+        first = seen[culprits[0]].beat
+        if silent:
+            silent_s = now_s - seen[culprits[0]].heard_s
+            how = f"has not answered for {silent_s:.0f} s: last at {_position(first)}; its process or host stands still"
+        else:
+            how = f"has made no progress for {self._limit_s:g} s: {_position(first)}, at {first.where}"
+        stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""
+        line = (
+            f"{self._name(culprits)} {how}.{stacks} The same command goes on from the last checkpoint; if a step may "
+            "take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
+        )
+        return Verdict("hang", culprits, line, [seen[rank].beat.process for rank in silent])
+
+    def _name(self, ranks: list[int]) -> str:
+        names = [
+            f"rank {rank} on {process.host} (pid {process.pid})"
+            for rank, process in ((rank, self._link.seen[rank].beat.process) for rank in ranks[:3])
+        ]
+        return " and ".join(names) + (f" and {len(ranks) - 3} others" if len(ranks) > 3 else "")
+
+    def _speaks(self, verdict: Verdict) -> bool:
+        """Rank 0 does. Without it nobody knows who else is there: one process per node, and rank 1 beside rank 0."""
+        if 0 in verdict.ranks and isinstance(self._link, Spoke):
+            return self._ranks.local_rank == 0 or self._ranks.rank == 1
+        return self._ranks.is_first
+
+    def _pass_on(self, verdict: Verdict) -> None:
+        if isinstance(self._link, Hub):
+            self._link.tell({"verdict": verdict})
+        self._carry_out(verdict)
+
+    def _carry_out(self, verdict: Verdict) -> None:
+        """Leave it to the main thread if that asks for the first cause; else end this process."""
+        self._verdict = verdict
+        if verdict.kind == "hang":
+            self._dump()
+            _kill(verdict.frozen)
+        if self._asked.wait(GRACE_S[verdict.kind]):
+            self._answered.set()
+            return
+        faulthandler.dump_traceback_later(NET_S, exit=True, file=self._stacks_fd)  # should even this get stuck
+        if verdict.line and self._speaks(verdict):
+            logger.error(verdict.line)
+            logging.shutdown()
+        os._exit(HANG)
+
+    def _arm(self) -> None:
+        faulthandler.dump_traceback_later(self._limit_s + NET_S, exit=True, file=self._stacks_fd)
+
+    def _dump(self) -> None:
+        with suppress(OSError):
+            title = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._ranks.rank}\n"
+            os.write(self._stacks_fd, title.encode())
+            faulthandler.dump_traceback(file=self._stacks_fd, all_threads=True)
+
+
+def behind(beats: dict[int, Beat]) -> list[int]:
+    """The ranks that the others wait for: the lowest step, and of these who is not inside a collective, if any is."""
+    lowest = min(beat.step for beat in beats.values())
+    late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
+    return sorted(rank for rank, beat in late.items() if not beat.is_waiting) or sorted(late)
+
+
+def _is_lost(seen: Seen, now_s: float) -> bool:
+    if seen.closed_s is None:
+        return False
+    return seen.beat.process.lives() is False or now_s - seen.closed_s > LOST_AFTER_S
+
+
+def _position(beat: Beat) -> str:
+    return f"step {beat.step}, in phase `{beat.phase}`"
+
+
+def _place(frame: FrameType | None) -> tuple[str, bool]:
+    """(the line that a thread runs, whether it is inside a collective)."""
+    if frame is None:
+        return "an unknown line", False
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    is_waiting = any("torch/distributed/" in name or "deepspeed/comm/" in name for name in _files(frame))
+    return where, is_waiting
+
+
+def _files(frame: FrameType | None) -> Iterable[str]:
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _kill(processes: list[ProcessId]) -> None:
+    """Of those that run beside this one: their stacks, if they can still write them, and an end."""
+    beside = [process for process in processes if process.lives()]
+    for number in (signal.SIGUSR2, signal.SIGKILL):
+        for process in beside:
+            with suppress(OSError):
+                os.kill(process.pid, number)
+        time.sleep(0.5 if beside else 0)
+
+
+def _verdict(values: list[Any]) -> Verdict:
+    kind, ranks, line, frozen = values
+    return Verdict(kind, ranks, line, [ProcessId(*process) for process in frozen])
