@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from txl_dist.config import Config, load_config
 from txl_dist.errors import REQUEUE, ConfigError, TxlError
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.inspect import inspect
+from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, generate, import_
 
 
@@ -47,6 +48,26 @@ class TrainArguments:
 
 def train(argv: Sequence[str]) -> int:
     """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
+    arguments = _train_arguments(argv)
+    if arguments.dry_run:
+        from txl_dist.train.describe import dry_run
+
+        print("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
+        return 0
+    from txl_dist.train.start import train as run_training
+    from txl_dist.train.stopping import parse_duration
+
+    max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
+    finished = run_training(arguments.settings, resume=arguments.resume, max_time_s=max_time_s)
+    return 0 if finished else REQUEUE
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Train under the `deepspeed` launcher, on one machine or many, stopping and exiting cleanly."""
+    return run_launch(argv, read_settings=lambda words: _train_arguments(words).settings)
+
+
+def _train_arguments(argv: Sequence[str]) -> TrainArguments:
     file = argv[0] if argv and not argv[0].startswith("-") else None
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
@@ -55,25 +76,17 @@ def train(argv: Sequence[str]) -> int:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
     if file is None and _is_speaker():
         print("txl train: no config file; starting from the defaults", file=sys.stderr)
+    if not arguments.init:
+        return arguments
     settings = arguments.settings
-    if arguments.init:
-        settings = settings.model_copy(update={"run": settings.run.model_copy(update={"init": arguments.init})})
-    if arguments.dry_run:
-        from txl_dist.train.describe import dry_run
-
-        print("\n".join(dry_run(settings, world_size=arguments.ranks)))
-        return 0
-    from txl_dist.train.start import train as run_training
-    from txl_dist.train.stopping import parse_duration
-
-    max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
-    finished = run_training(settings, resume=arguments.resume, max_time_s=max_time_s)
-    return 0 if finished else REQUEUE
+    run = settings.run.model_copy(update={"init": arguments.init})
+    return replace(arguments, settings=settings.model_copy(update={"run": run}))
 
 
 VERBS: dict[str, Callable[..., object]] = {
     "prepare": prepare,
     "train": train,
+    "launch": launch,
     "evaluate": evaluate,
     "export": export,
     "import": import_,
@@ -97,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"txl: unknown verb {verb!r}.\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        if verb == "train":
-            return train(rest)
+        if verb in ("train", "launch"):  # they read the words themselves: flags begin with those of a file
+            return (train if verb == "train" else launch)(rest)
         else:
             tyro.cli(VERBS[verb], prog=f"txl {verb}", args=rest)
     except TxlError as error:

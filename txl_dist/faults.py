@@ -109,7 +109,14 @@ def _strike(kind: str) -> str:
         while True:
             time.sleep(3600)
     elif kind == "spin":
-        ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter lock
+        _hold_the_interpreter()
     elif kind == "slow":
         time.sleep(2)
     return kind if kind in ACTED_ON_BY_CALLER else ""
+
+
+def _hold_the_interpreter() -> None:
+    """Wait for ever for a lock in C (zeros are an open one), keeping the interpreter's; no signal ends that."""
+    libc, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)

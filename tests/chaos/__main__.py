@@ -17,14 +17,14 @@ from tests.chaos.disks import disk
 from tests.chaos.elastic import elastic
 from tests.chaos.goodput import goodput
 from tests.chaos.hangs import hangs
-from tests.chaos.lab import Case, Lab
+from tests.chaos.lab import Lab, Trial
 from tests.chaos.lock import lock
 from tests.chaos.pickles import pickles
 from tests.chaos.report import tables
 from tests.chaos.saves import flips, sweep
 from tests.chaos.stops import signals
 
-GROUPS: dict[str, Callable[[Lab], Iterator[Case]]] = {
+GROUPS: dict[str, Callable[[Lab], Iterator[Trial]]] = {
     "sweep": sweep,
     "flips": flips,
     "elastic": elastic,
@@ -50,7 +50,7 @@ def main() -> int:
     if arguments.groups[0] == "table":
         print("\n".join(tables(Path(arguments.groups[1]))))
         return 0
-    groups = GROUPS | {"goodput": partial(goodput, minutes=arguments.minutes)}
+    groups = GROUPS | {"goodput": lambda lab: iter([partial(goodput, lab, minutes=arguments.minutes)])}
     names = list(groups) if arguments.groups == ["all"] else arguments.groups
     if unknown := [name for name in names if name not in groups]:
         parser.error(f"unknown group {unknown[0]}; there are {', '.join(groups)} and all")
@@ -58,7 +58,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="txl-chaos-") as folder:
         lab = Lab(arguments.folder or Path(folder), seed=arguments.seed, report=arguments.out)
         for name in names:
-            cases = list(groups[name](lab))
+            cases = [lab.attempt(trial) for trial in groups[name](lab)]
             trials, passed = (
                 sum(case.trials for case in some) for some in (cases, [case for case in cases if not case.problems])
             )

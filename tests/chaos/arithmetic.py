@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 
-from tests.chaos.lab import Case, Lab
+from tests.chaos.lab import Case, Lab, Trial
 from txl_dist.train.checkpoint import checkpoint_folder, load_memory
 
 SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")
@@ -37,7 +38,9 @@ def too_many(lab: Lab, *, num_allowed: int = 3) -> Case:
     with lab.start(run, "--guard.max_skipped_in_row", str(num_allowed), fault=case.fault) as job:
         case.exit_codes.append(job.wait())
         text = job.text
-    case.message_ok = "error:" in text and re.search(r"\.tar of \S+, document \d+", text) is not None and "Traceback" not in text
+    case.message_ok = (
+        "error:" in text and re.search(r"\.tar of \S+, document \d+", text) is not None and "Traceback" not in text
+    )
     if not case.message_ok:
         case.problems.append(f"the message does not name the documents: {text[-800:]}")
     if run.is_done or 0 in case.exit_codes[0]:
@@ -86,17 +89,17 @@ def flipped_replica(lab: Lab, *, rank: int) -> Case:
     return lab.report(case)
 
 
-def nan(lab: Lab) -> Iterator[Case]:
+def nan(lab: Lab) -> Iterator[Trial]:
     """NaN and infinity on either rank, at every stage."""
     for stage in (0, 1, 2, 3):
-        yield not_finite(lab, kind="nan", rank=1, stage=stage)
-    yield not_finite(lab, kind="nan", rank=0)
-    yield not_finite(lab, kind="inf", rank=1)
-    yield too_many(lab)
-    yield flipped_replica(lab, rank=2)
+        yield partial(not_finite, lab, kind="nan", rank=1, stage=stage)
+    yield partial(not_finite, lab, kind="nan", rank=0)
+    yield partial(not_finite, lab, kind="inf", rank=1)
+    yield partial(too_many, lab)
+    yield partial(flipped_replica, lab, rank=2)
 
 
-def spikes(lab: Lab) -> Iterator[Case]:
+def spikes(lab: Lab) -> Iterator[Trial]:
     """Rewinding, left alone and killed afterwards."""
     for is_killed in (False, True):
-        yield rewind(lab, is_killed=is_killed)
+        yield partial(rewind, lab, is_killed=is_killed)

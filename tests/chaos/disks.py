@@ -6,10 +6,11 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tests.chaos.job import Job
-from tests.chaos.lab import Case, Lab
+from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 
 PHASES = ("save-begin", "save-file", "save-file-half", "save-written", "save-manifest", "save-rename")
@@ -102,14 +103,14 @@ def can_mount(folder: Path) -> bool:
         return False
 
 
-def disk(lab: Lab) -> Iterator[Case]:
+def disk(lab: Lab) -> Iterator[Trial]:
     """Full disks, and errors at every phase of a save on either rank."""
     if can_mount(lab.folder):
         for stage in (1, 3):
-            yield full_disk(lab, stage=stage)
+            yield partial(full_disk, lab, stage=stage)
     for kind in ("enospc", "eio"):
         for phase in PHASES:
-            yield failing_write(lab, kind=kind, phase=phase, rank=0)
+            yield partial(failing_write, lab, kind=kind, phase=phase, rank=0)
         for phase in ("save-file", "save-file-half"):
-            yield failing_write(lab, kind=kind, phase=phase, rank=1)
-    yield failing_write(lab, kind="enospc", phase="save-file-half", rank=1, stage=3)
+            yield partial(failing_write, lab, kind=kind, phase=phase, rank=1)
+    yield partial(failing_write, lab, kind="enospc", phase="save-file-half", rank=1, stage=3)

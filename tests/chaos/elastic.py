@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.chaos.lab import TOKENS_PER_STEP, Case, Lab
+from tests.chaos.lab import TOKENS_PER_STEP, Case, Lab, Trial
 from tests.chaos.runs import Run
 from txl_dist.train.checkpoint import checkpoint_folder, load_memory
 
@@ -94,7 +95,7 @@ def _state(run: Run, step: int) -> dict[str, Any]:
     return state
 
 
-def elastic(lab: Lab) -> Iterator[Case]:
+def elastic(lab: Lab) -> Iterator[Trial]:
     """All journeys."""
     for name in JOURNEYS:
-        yield journey(lab, name=name)
+        yield partial(journey, lab, name=name)

@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.chaos.job import Job
@@ -125,7 +125,7 @@ class Storm:
             self.tally.recover_s.append(new_s - job.started_s)
 
 
-def goodput(lab: Lab, *, minutes: float) -> Iterator[Case]:
+def goodput(lab: Lab, *, minutes: float) -> Case:
     """Faults for so many minutes."""
     case, storm, begun_s = lab.case("goodput"), Storm(lab, minutes=minutes), time.time()
     while not storm.is_over:
@@ -146,7 +146,7 @@ def goodput(lab: Lab, *, minutes: float) -> Iterator[Case]:
         **_middle_and_tail("detect_s", tally.detect_s),
         **_middle_and_tail("recover_s", tally.recover_s),
     }
-    yield lab.report(case)
+    return lab.report(case)
 
 
 def _middle_and_tail(name: str, values: list[int] | list[float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,6 +86,10 @@ class Case:
     """Of a case that is a statistic."""
     problems: list[str] = field(default_factory=list)
     """Why the case failed; empty if it passed."""
+
+
+Trial = Callable[[], Case]
+"""A case that can be run."""
 
 
 class Lab:
@@ -179,6 +184,17 @@ class Lab:
             case.tokens_lost = wanted - seen
         if case.bytes_left:
             case.problems.append(f"{case.bytes_left} bytes left behind")
+
+    def attempt(self, trial: Trial) -> Case:
+        """Run a case; one that cannot be finished, for whatever reason, has failed."""
+        try:
+            return trial()
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            arguments = getattr(trial, "keywords", {})
+            case = self.case(getattr(trial, "func", trial).__name__, fault=str(arguments))
+            case.problems.append(f"{type(error).__name__}: {error}")
+            return self.report(case)
 
     def report(self, case: Case) -> Case:
         """Add a line to the report, and say how the case went."""

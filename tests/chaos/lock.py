@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from tests.chaos.job import Job
-from tests.chaos.lab import Case, Lab, paused
+from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 
 REFUSAL_LIMIT_S = 2.0
@@ -56,7 +57,7 @@ def takeover(lab: Lab) -> Case:
     return lab.report(case)
 
 
-def lock(lab: Lab) -> Iterator[Case]:
+def lock(lab: Lab) -> Iterator[Trial]:
     """Both."""
-    yield second_job(lab)
-    yield takeover(lab)
+    yield partial(second_job, lab)
+    yield partial(takeover, lab)

@@ -33,14 +33,20 @@ def differences_of(run: Run, unbroken: Run) -> list[str]:
 
 
 def _differing_losses(run: Run, unbroken: Run) -> Iterator[str]:
-    """Also a step that was trained twice must give the loss of the unbroken run both times."""
-    wanted = {record["step"]: record["loss"] for record in unbroken.records("train")}
-    seen = set()
+    """Also a step that was trained twice must give a loss of the unbroken run both times (which has two of a step only
+    where it was wound back)."""
+    ours, theirs = _losses(run), _losses(unbroken)
+    yield from (f"step {step} was never reported" for step in sorted(theirs.keys() - ours.keys()))
+    for step, losses in ours.items():
+        if not set(losses) <= set(theirs.get(step, ())) or losses[-1] != theirs[step][-1]:
+            yield f"the loss of step {step} is {losses} instead of {theirs.get(step)}"
+
+
+def _losses(run: Run) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
     for record in run.records("train"):
-        seen.add(record["step"])
-        if record["loss"] != wanted.get(record["step"]):
-            yield f"the loss of step {record['step']} is {record['loss']} instead of {wanted.get(record['step'])}"
-    yield from (f"step {step} was never reported" for step in sorted(wanted.keys() - seen))
+        found.setdefault(record["step"], []).append(record["loss"])
+    return found
 
 
 def _differing_files(ours: Path, theirs: Path) -> Iterator[str]:

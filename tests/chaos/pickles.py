@@ -13,6 +13,7 @@ import pickle
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from tests.chaos.job import Job
-from tests.chaos.lab import Case, Lab
+from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from txl_dist.files import sha256_of_file, write_hashed_json
 from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
@@ -104,7 +105,7 @@ def control(lab: Lab) -> Case:
     ]
     case.trials = len(careless)
     for read in careless:
-        read()
+        read()  # type: ignore[no-untyped-call]
         if not flag.exists():
             case.problems.append("a payload is harmless")
         flag.unlink(missing_ok=True)
@@ -116,7 +117,7 @@ def _run_to_poison(lab: Lab, *, stage: int) -> Run:
     return lab.unbroken("--engine.zero_stage", str(stage), "--train.max_steps", "12")
 
 
-def in_checkpoints(lab: Lab, *, stage: int, pattern: str = "*") -> Iterator[Case]:
+def in_checkpoints(lab: Lab, *, stage: int, pattern: str = "*") -> Iterator[Trial]:
     """Every file of a checkpoint, and of the run around it."""
     run = _run_to_poison(lab, stage=stage)
     newest = list_checkpoints(run.dir)[-1].relative_to(run.dir)
@@ -129,10 +130,12 @@ def in_checkpoints(lab: Lab, *, stage: int, pattern: str = "*") -> Iterator[Case
     for name in files:
         if Path(name).match(pattern):
             reads = [*verbs, other] if "/engine/" in name else verbs
-            yield poisoned(lab, what=f"checkpoint ZeRO-{stage}", source=run.dir, name=name, seal=sealed, verbs=reads)
+            yield partial(
+                poisoned, lab, what=f"checkpoint ZeRO-{stage}", source=run.dir, name=name, seal=sealed, verbs=reads
+            )
 
 
-def in_bundle(lab: Lab) -> Iterator[Case]:
+def in_bundle(lab: Lab) -> Iterator[Trial]:
     """Every file of a bundle."""
     bundle = lab.folder / "bundle"
     with Job(
@@ -143,10 +146,10 @@ def in_bundle(lab: Lab) -> Iterator[Case]:
     begin = ["train", str(lab.config), "--run.dir", run_dir, "--train.max_steps", "1", "--init", "{}"]
     verbs = [["generate", "{}", "--max-tokens", "3"], ["verify", "{}"], begin]
     for name in (*files_of(bundle), MANIFEST):
-        yield poisoned(lab, what="bundle", source=bundle, name=name, seal=sealed, verbs=verbs)
+        yield partial(poisoned, lab, what="bundle", source=bundle, name=name, seal=sealed, verbs=verbs)
 
 
-def in_corpus(lab: Lab) -> Iterator[Case]:
+def in_corpus(lab: Lab) -> Iterator[Trial]:
     """Every kind of file of a corpus, and inside a shard."""
     corpus = Path(lab.corpus)
     run_dir = str(lab.folder / "from-corpus")
@@ -155,7 +158,7 @@ def in_corpus(lab: Lab) -> Iterator[Case]:
     kinds = {path.suffix: path.name for path in sorted(corpus.iterdir()) if path.is_file()}
     names = [*kinds.values(), "tokenizer.json", "index.json"]
     for name in dict.fromkeys(names):
-        yield poisoned(lab, what="corpus", source=corpus, name=name, seal=sealed_corpus, verbs=verbs)
+        yield partial(poisoned, lab, what="corpus", source=corpus, name=name, seal=sealed_corpus, verbs=verbs)
     for suffix in (".npy", ".pyd", ".pickle", ".pth"):
         tar = next(iter(sorted(corpus.glob("train-*.tar")))).name
 
@@ -169,12 +172,12 @@ def in_corpus(lab: Lab) -> Iterator[Case]:
             sealed_corpus(folder)
 
         case_name = f"corpus, {suffix} in a shard"
-        yield poisoned(lab, what=case_name, source=corpus, name=tar, seal=into_member, verbs=verbs)
+        yield partial(poisoned, lab, what=case_name, source=corpus, name=tar, seal=into_member, verbs=verbs)
 
 
-def pickles(lab: Lab) -> Iterator[Case]:
+def pickles(lab: Lab) -> Iterator[Trial]:
     """Every kind of file."""
-    yield control(lab)
+    yield partial(control, lab)
     for stage in (0, 1, 3):
         yield from in_checkpoints(lab, stage=stage, pattern="*" if stage == 1 else "engine/*")
     yield from in_bundle(lab)

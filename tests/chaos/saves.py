@@ -10,9 +10,10 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from tests.chaos.job import Job
-from tests.chaos.lab import Case, Lab, paused
+from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
 from txl_dist.train.checkpoint import checkpoint_folder, newest_checkpoint
@@ -46,44 +47,41 @@ def crash_in_save(lab: Lab, *, stage: int, fault: str) -> Case:
     return lab.report(case)
 
 
-def sweep(lab: Lab) -> Iterator[Case]:
+def sweep(lab: Lab) -> Iterator[Trial]:
     """kill -9 at every point of a save."""
     for stage in (1, 3):
         points = crash_points(lab, stage=stage)
         assert len(points) > 20, f"too few points to be true: {points}"
         for fault in points:
-            yield crash_in_save(lab, stage=stage, fault=fault)
+            yield partial(crash_in_save, lab, stage=stage, fault=fault)
 
 
-def verifier(lab: Lab, *, num_flips: int) -> Iterator[Case]:
-    """Random bit flips, and every file cut short: each must be found, and the checkpoint before be chosen."""
-    for stage in (1, 3):
-        run = lab.unbroken("--engine.zero_stage", str(stage))
-        newest, before = (checkpoint_folder(run.dir, step) for step in reversed(run.checkpoints[-2:]))
-        files = sorted(path for path in newest.rglob("*") if path.is_file())
-        generator = random.Random(lab.seed)
-        flips = [(generator.choice(files), generator.random()) for _ in range(num_flips // 2)]
-        cuts = [(path, share) for path in files for share in SHARES_PCT]
-        for name, trials in (("flips: bits", flips), ("flips: cuts", cuts)):
-            case = lab.case(name, stage=stage)
-            case.trials, case.message_ok = len(trials), True
-            for path, where in trials:
-                data = path.read_bytes()
-                if name == "flips: bits":
-                    offset = int(where * len(data))
-                    path.write_bytes(
-                        data[:offset] + bytes([data[offset] ^ 1 << generator.randrange(8)]) + data[offset + 1 :]
-                    )
-                else:
-                    path.write_bytes(data[: len(data) * int(where) // 100])
-                found, why = newest_checkpoint(run.dir)
-                path.write_bytes(data)
-                if found != before:
-                    case.problems.append(f"{path.name} at {where}: {found} was chosen")
-                if not any(newest.name in line and path.name in line for line in why):
-                    case.message_ok = False
-                    case.problems.append(f"{path.name} at {where}: not named in {why}")
-            yield lab.report(case)
+def verifier(lab: Lab, *, kind: str, num_flips: int = 100, stage: int = 1) -> Case:
+    """Random bit flips (kind: bits), or every file cut short (cuts): each must be found, and the checkpoint before it
+    be chosen. In process, with the function that a resuming job calls."""
+    run = lab.unbroken("--engine.zero_stage", str(stage))
+    newest, before = (checkpoint_folder(run.dir, step) for step in reversed(run.checkpoints[-2:]))
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    draw = random.Random(lab.seed)
+    if kind == "bits":
+        trials = [(draw.choice(files), draw.random()) for _ in range(num_flips)]
+    else:
+        trials = [(path, share / 100) for path in files for share in SHARES_PCT]
+    case = lab.case(f"flips: {kind}", stage=stage)
+    case.trials, case.message_ok = len(trials), True
+    for path, where in trials:
+        data = path.read_bytes()
+        offset = int(where * len(data))
+        flipped = bytes([data[offset] ^ 1 << draw.randrange(8)]) + data[offset + 1 :]
+        path.write_bytes(data[:offset] + (flipped if kind == "bits" else b""))
+        found, why = newest_checkpoint(run.dir)
+        path.write_bytes(data)
+        if found != before:
+            case.problems.append(f"{path.name} at {where}: {found} was chosen")
+        if not any(newest.name in line and path.name in line for line in why):
+            case.message_ok = False
+            case.problems.append(f"{path.name} at {where}: not named in {why}")
+    return lab.report(case)
 
 
 DAMAGES = ("engine/00001.safetensors", "lanes/00000-*.safetensors", "MANIFEST.json")
@@ -112,8 +110,10 @@ def damaged_folder(lab: Lab, *, pattern: str, stage: int = 1) -> Case:
     return lab.report(case)
 
 
-def flips(lab: Lab) -> Iterator[Case]:
+def flips(lab: Lab) -> Iterator[Trial]:
     """Damage of every kind: found in process, survived by launched runs."""
-    yield from verifier(lab, num_flips=200)
+    for stage in (1, 3):
+        for kind in ("bits", "cuts"):
+            yield partial(verifier, lab, kind=kind, stage=stage)
     for pattern in DAMAGES:
-        yield damaged_folder(lab, pattern=pattern)
+        yield partial(damaged_folder, lab, pattern=pattern)

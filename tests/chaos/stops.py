@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import psutil
 
 from tests.chaos.job import Job
-from tests.chaos.lab import Case, Lab, paused
+from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.launch import kill_everything, start_training, wait_for
 from txl_dist.train.checkpoint import checkpoint_folder
@@ -158,15 +159,15 @@ def _has_stopped(run: Run) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
-def signals(lab: Lab) -> Iterator[Case]:
+def signals(lab: Lab) -> Iterator[Trial]:
     """All requests at all moments."""
     for kind in REQUESTS:
         for moment in MOMENTS:
-            yield request(lab, kind=kind, moment=moment)
-    yield time_limit(lab)
+            yield partial(request, lab, kind=kind, moment=moment)
+    yield partial(time_limit, lab)
     for kind in LAUNCHERS:
         for moment in MOMENTS:
-            yield launcher(lab, kind=kind, moment=moment)
+            yield partial(launcher, lab, kind=kind, moment=moment)

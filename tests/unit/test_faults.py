@@ -23,9 +23,9 @@ for step in (1, 2):
 NOTHING = [f"{step} {phase} -" for step in (1, 2) for phase in ("step", "save-file", "save-file")]
 
 
-def start(orders: str, *, rank: str = "1") -> subprocess.Popen[str]:
+def start(orders: str, program: str = PROGRAM, *, rank: str = "1") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=os.environ | {"RANK": rank, "TXL_FAULT": orders},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -96,6 +96,22 @@ def test_a_frozen_process_stays_where_it_is(kind: str, status: str) -> None:
         end_s = time.monotonic() + 30
         while psutil.Process(process.pid).status() != status:
             assert time.monotonic() < end_s
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_spinning_process_holds_the_interpreter_through_signals() -> None:
+    """A Python handler of the signal would run, and end the process, if the interpreter were free for a moment."""
+    handler = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+    process = start("spin:1:1:save-file", handler + PROGRAM)
+    assert process.stderr is not None
+    try:
+        assert process.stderr.readline().startswith("TXL_FAULT spin rank 1")
+        time.sleep(0.5)  # it is announced just before
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
     finally:
         process.kill()
         process.communicate()

@@ -110,7 +110,15 @@ class Run:
         )
         self.guard = Guard(config, splits=self.splits, lanes=self.lanes, reporter=self.reporter)
         self.saving = Saving(
-            Saver(self.run_dir, config=config, corpus=job.start.facts, lanes=self.lanes, ranks=ranks, nonce=job.nonce),
+            Saver(
+                self.run_dir,
+                config=config,
+                corpus=job.start.facts,
+                lanes=self.lanes,
+                ranks=ranks,
+                nonce=job.nonce,
+                beat=lambda: self._beat("commit"),
+            ),
             engine,
             self.maker,
             config=config,

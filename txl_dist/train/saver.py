@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,9 @@ Write = Callable[[Path], dict[str, Any]]
 """Write one file; returns its bytes and sha256."""
 
 
+_POLL_S = 0.05
+
+
 class Saved(NamedTuple):
     """How a save ended; the same on every rank."""
 
@@ -53,8 +57,20 @@ class Saved(NamedTuple):
 class Saver:
     """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
 
-    def __init__(self, run_dir: Path, *, config: Config, corpus: CorpusFacts, lanes: range, ranks: Ranks, nonce: str):
-        """`nonce` is the same on every rank and no other run's: it names temporary folders."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        config: Config,
+        corpus: CorpusFacts,
+        lanes: range,
+        ranks: Ranks,
+        nonce: str,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`nonce` is the same on every rank and no other run's: it names temporary folders. `beat` is called while
+        something is waited for that makes progress."""
+        self._beat = beat
         self._run_dir, self._config, self._corpus, self._lanes = run_dir, config, corpus, lanes
         self._ranks, self._nonce = ranks, nonce
         # A GPU's state must be copied anyway before it can be written.
@@ -64,6 +80,7 @@ class Saver:
         self._step = -1
         self._gib = 0.0
         self._written: dict[str, dict[str, Any]] = {}
+        self._num_bytes = 0
         self._error: Exception | None = None
 
     @property
@@ -80,14 +97,14 @@ class Saver:
         """Copy the state and start to write it. No save may be in flight."""
         assert not self.in_flight
         fault_point("save-begin", step=state.step)
-        self._step, self._written, self._error = state.step, {}, None
+        self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
         own = self._own_files(state, engine) if self._ranks.is_first else {}
         fault_point("save-copied", step=state.step)
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
         total = sum(gather_objects(needed))
         self._gib = total / 2**30
-        files: dict[str, Write] = {name: _tensor_writer(*content, step=state.step) for name, content in tensors.items()}
+        files: dict[str, Write] = {name: self._tensor_writer(*content) for name, content in tensors.items()}
         files |= {name: _bytes_writer(data) for name, data in own.items()}
         try:
             on_first(lambda: self._check_space(total))
@@ -99,8 +116,7 @@ class Saver:
 
     def finish(self) -> Saved:
         """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
-        if self._thread is not None:
-            self._thread.join()
+        self._wait()
         step, self._step, self._thread = self._step, -1, None
         final, temporary = checkpoint_folder(self._run_dir, step), self._temporary(step)
         parts = gather_objects((self._written, None if self._error is None else _explained(self._error, temporary)))
@@ -122,6 +138,19 @@ class Saver:
             together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._ranks.is_first else None)
             return Saved(step, final, self._gib, str(error))
         return Saved(step, final, self._gib, "")
+
+    def _wait(self) -> None:
+        """Until all ranks have written. In short collectives: a slow disk is no rank that hangs, a still one is."""
+        seen = -1
+        while True:
+            parts = gather_objects((self.is_written, self._num_bytes))
+            total = sum(num_bytes for _, num_bytes in parts)
+            if all(is_written for is_written, _ in parts):
+                return
+            if total > seen:
+                seen = total
+                self._beat()
+            time.sleep(_POLL_S)
 
     def _temporary(self, step: int) -> Path:
         final = checkpoint_folder(self._run_dir, step)
@@ -179,6 +208,15 @@ class Saver:
                 "lower checkpoint.keep_last, or move the run to another file system."
             )
 
+    def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:
+        step = self._step
+
+        def on_progress(num_bytes: int) -> None:
+            self._num_bytes += num_bytes
+            fault_point("save-file-half", step=step)
+
+        return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
+
     def _write(self, files: dict[str, Write]) -> None:
         """Runs in the thread."""
         temporary, step = self._temporary(self._step), self._step
@@ -218,10 +256,6 @@ class HostCopy:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
             self._buffers[key] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)
-
-
-def _tensor_writer(tensors: dict[str, Tensor], metadata: dict[str, str], *, step: int) -> Write:
-    return lambda path: write_tensors(path, tensors, metadata=metadata, step=step)
 
 
 def _bytes_writer(data: bytes) -> Write:

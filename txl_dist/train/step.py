@@ -123,6 +123,8 @@ class Stepper:
             world_size=self._ranks.world_size,
         )
         self._engine.step(lr=lr, grad_norm=decision.grad_norm)
+        if fault == "flip":
+            _flip_bit(next(self._engine.model.parameters()))
         return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
 
     def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:
@@ -159,3 +161,9 @@ def poll(*, stop: bool, written: bool) -> tuple[bool, bool]:
 def _struck(memory: Memory, fault: str) -> Memory:
     """For faults on purpose: a rank whose activations go wrong has them in its memory too."""
     return memory._replace(hidden_LBMD=memory.hidden_LBMD * math.nan) if fault == "nan" else memory
+
+
+def _flip_bit(parameter: Tensor) -> None:
+    """For faults on purpose: silent corruption of what this rank computes with."""
+    first = parameter.detach().view(-1).view(torch.uint8)[:1]
+    first ^= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError
-from txl_dist.faults import fault_point
 from txl_dist.files import flush_to_disk
 from txl_dist.train.partitions import Fragment
 
@@ -26,21 +25,25 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str], step: int
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
     """Write contiguous host tensors to a new file and wait until the disk has it. Returns its bytes and sha256.
 
-    `step` is for faults on purpose. Raises OSError.
+    `on_progress` is told of each chunk how long it was. Raises OSError.
     """
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
-        for chunk in _chunks(tensors, metadata):
+        for chunk in _chunks(tensors, metadata or {}):
             digest.update(chunk)
             written = 0
             while written < len(chunk):  # an unbuffered file may take a part
                 written += file.write(chunk[written:])
             num_bytes += len(chunk)
-            fault_point("save-file-half", step=step)
+            on_progress(len(chunk))
         flush_to_disk(file)
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 

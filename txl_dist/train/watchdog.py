@@ -4,10 +4,10 @@ The main thread calls `beat` at every step and phase; the thread tells rank 0's 
     hangs    no beat for the limit: who is silent, else behind, else outside the collective that others wait in, is it
     is lost  its connection closes without a goodbye: the others end at once, not at the time-out of a collective
     fails    it says so by `report`, prints its own error, and the others leave without a word
-Rank 0 judges and prints; if it is the one, the first process of every other node does (and rank 1). All write the
-stacks of all their threads, kill a frozen rank beside them, and leave by os._exit(HANG), for a stuck main thread
-cannot. Below this is a net in C: a process whose interpreter lock is held past the limit, so that no thread runs,
-writes its stacks and ends too, with exit code 1. `kill -USR2 PID` writes the stacks at any time.
+Rank 0 judges and prints; if it does not answer, rank 1 does, and the first process of every other node. All write the
+stacks of all their threads, abort a frozen rank beside them (which writes its own, if it can), and leave by
+os._exit(HANG), for a stuck main thread cannot. Below this is a net in C: a process whose interpreter lock is held past
+the limit, so that no thread runs, writes its stacks and ends by itself, with exit code 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import faulthandler
 import logging
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -35,7 +36,9 @@ from txl_dist.train.processes import ProcessId, process_id
 SILENT_AFTER_S = 3.0
 """Seconds without a word after which a rank counts as frozen, once another one is stuck."""
 LOST_AFTER_S = 2.0
-"""Seconds that a rank of another node has to connect again; on the same node one sees that it is dead."""
+"""Seconds that a rank of another node has to connect again."""
+DEAD_AFTER_S = 0.3
+"""The same for a rank whose process is seen to be dead: time for the others to get to where they wait for it."""
 NET_S = 4.0
 """The net in C comes so much later than the limit."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
@@ -72,6 +75,7 @@ class Watchdog:
         self._stacks_fd = STDERR
         self._notices: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._verdict: Verdict | None = None
+        self._line = ""
         self._asked, self._answered, self._closing = threading.Event(), threading.Event(), threading.Event()
         hub = Hub() if ranks.is_first else None
         key, port = from_first((hub.key, hub.port) if hub else ("", 0))
@@ -97,7 +101,7 @@ class Watchdog:
             # Opened now: the net in C can open nothing. Appended to: the next start must not erase what was found.
             self._stacks_fd = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._arm()
-        faulthandler.register(signal.SIGUSR2, file=self._stacks_fd, all_threads=True)
+        faulthandler.enable(file=self._stacks_fd, all_threads=True)
 
     def first_cause(self, error: BaseException) -> str | None:
         """After an error: None if it is this rank's own, else what came first, in one line; empty if others say it.
@@ -111,7 +115,7 @@ class Watchdog:
         if self._verdict is None:
             self._asked.clear()
             return None
-        return self._verdict.line if self._speaks(self._verdict) else ""
+        return self._line
 
     def report(self, error: BaseException) -> None:
         """Before this rank leaves because of an error of its own, which it prints: the others leave silently then."""
@@ -132,7 +136,7 @@ class Watchdog:
         self._closing.set()
         self._thread.join(ANSWER_S)
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.enable(file=STDERR)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -164,7 +168,7 @@ class Watchdog:
         seen = {rank: one for rank, one in self._link.seen.items() if not one.has_left}
         lost = [rank for rank, one in seen.items() if _is_lost(one, now_s)]
         if lost:
-            line = f"{self._name(lost)} was lost at {_position(seen[lost[0]].beat)}: killed, crashed or cut off."
+            line = f"{self._name(lost)} was lost at {self._position(seen[lost[0]].beat)}: killed, crashed or cut off."
             return Verdict("lost", lost, f"{line} The same command goes on from the last checkpoint.", [])
         is_stalled = any(one.beat.is_stalled for one in seen.values())
         if not is_stalled and not any(one.beat.asks for one in seen.values()):
@@ -176,9 +180,9 @@ class Watchdog:
         first = seen[culprits[0]].beat
         if silent:
             silent_s = now_s - seen[culprits[0]].heard_s
-            how = f"has not answered for {silent_s:.0f} s: last at {_position(first)}; its process or host stands still"
+            how = f"has not answered for {silent_s:.0f} s: its process or host stands still at {self._position(first)}"
         else:
-            how = f"has made no progress for {self._limit_s:g} s: {_position(first)}, at {first.where}"
+            how = f"has made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
         stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""
         line = (
             f"{self._name(culprits)} {how}.{stacks} The same command goes on from the last checkpoint; if a step may "
@@ -193,15 +197,18 @@ class Watchdog:
         ]
         return " and ".join(names) + (f" and {len(ranks) - 3} others" if len(ranks) > 3 else "")
 
-    def _speaks(self, verdict: Verdict) -> bool:
-        """Rank 0 does. Without it nobody knows who else is there: one process per node, and rank 1 beside rank 0."""
-        if 0 in verdict.ranks and isinstance(self._link, Spoke):
-            return self._ranks.local_rank == 0 or self._ranks.rank == 1
-        return self._ranks.is_first
+    def _position(self, beat: Beat) -> str:
+        """Where the job stood: what a silent rank said last may be a second old, but nobody gets far without it."""
+        _, step, phase = max(self._last, (0.0, beat.step, beat.phase), key=lambda last: last[1])
+        return f"step {max(step, beat.step)}, in phase `{phase}`"
 
     def _pass_on(self, verdict: Verdict) -> None:
+        """This rank has judged, so it speaks. Without rank 0 nobody knows who else is there: one per node does then."""
         if isinstance(self._link, Hub):
             self._link.tell({"verdict": verdict})
+            self._line = verdict.line
+        elif self._ranks.rank in (1, *verdict.ranks) or self._ranks.local_rank == 0:
+            self._line = verdict.line
         self._carry_out(verdict)
 
     def _carry_out(self, verdict: Verdict) -> None:
@@ -209,13 +216,13 @@ class Watchdog:
         self._verdict = verdict
         if verdict.kind == "hang":
             self._dump()
-            _kill(verdict.frozen)
+            _abort(verdict.frozen)
         if self._asked.wait(GRACE_S[verdict.kind]):
             self._answered.set()
             return
         faulthandler.dump_traceback_later(NET_S, exit=True, file=self._stacks_fd)  # should even this get stuck
-        if verdict.line and self._speaks(verdict):
-            logger.error(verdict.line)
+        if self._line:
+            logger.error(self._line)
             logging.shutdown()
         os._exit(HANG)
 
@@ -239,11 +246,8 @@ def behind(beats: dict[int, Beat]) -> list[int]:
 def _is_lost(seen: Seen, now_s: float) -> bool:
     if seen.closed_s is None:
         return False
-    return seen.beat.process.lives() is False or now_s - seen.closed_s > LOST_AFTER_S
-
-
-def _position(beat: Beat) -> str:
-    return f"step {beat.step}, in phase `{beat.phase}`"
+    is_dead = seen.beat.process.lives() is False
+    return now_s - seen.closed_s > (DEAD_AFTER_S if is_dead else LOST_AFTER_S)
 
 
 def _place(frame: FrameType | None) -> tuple[str, bool]:
@@ -261,12 +265,13 @@ def _files(frame: FrameType | None) -> Iterable[str]:
         frame = frame.f_back
 
 
-def _kill(processes: list[ProcessId]) -> None:
-    """Of those that run beside this one: their stacks, if they can still write them, and an end."""
+def _abort(processes: list[ProcessId]) -> None:
+    """End those that run beside this one; who can still take the first signal writes its stacks, in C."""
     beside = [process for process in processes if process.lives()]
-    for number in (signal.SIGUSR2, signal.SIGKILL):
+    for number in (signal.SIGABRT, signal.SIGKILL):
         for process in beside:
             with suppress(OSError):
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # the stacks say enough
                 os.kill(process.pid, number)
         time.sleep(0.5 if beside else 0)
 

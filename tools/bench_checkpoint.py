@@ -1,0 +1,286 @@
+"""What a checkpoint costs the training: `python tools/bench_checkpoint.py [--ranks 2] [--layers 13] [--rounds 5]`.
+
+A model of about 45 million parameters (with both moments over 500 MB) is trained on a CPU with ZeRO-1 in fp32, and
+saved as the training loop saves it, asynchronously and synchronously in turn within one run. Per save:
+
+    stall       the time that the loop spends in `Saving.begin` and `Saving.finish`: probe, copy, commit and pruning, and
+                if synchronous the writing too
+    committed   from the beginning of the save to the rename; training goes on meanwhile where it is asynchronous
+    step        milliseconds of a training step, without a writer behind it and with one
+
+then write + hash beside `dd bs=16M conv=fsync` of as many bytes into the same folder, verification and loading of a
+checkpoint from a warm page cache. Each rank is a process. The folder (`--folder`) should lie where runs will lie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from txl_dist.config import Config, plan_batch
+from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.damage import DamagePolicy
+from txl_dist.data.lanes import lanes_of_rank
+from txl_dist.data.prepare import prepare_corpus
+from txl_dist.dist import Ranks, barrier, joined_ranks
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.checkpoint import checkpoint_folder, corpus_facts, load_checkpoint, problems_together
+from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.export import make_probe
+from txl_dist.train.health import Health
+from txl_dist.train.job import first_stream, train_splits
+from txl_dist.train.metrics import Reporter
+from txl_dist.train.saver import Saver
+from txl_dist.train.saving import Saving
+from txl_dist.train.state import TrainState
+from txl_dist.train.step import Stepper, read_inputs
+
+MODES = ("asynchronous", "synchronous")
+STEPS_BETWEEN = 3
+NEVER = 10**9
+
+Times = dict[str, list[float]]
+"""Seconds of each round, by what was measured."""
+
+
+def config_of(folder: Path, *, mode: str, layers: int, ranks: int) -> Config:
+    """3.4 million parameters a layer, and a byte vocabulary."""
+    return Config.model_validate(
+        {
+            "run": {"dir": str(folder / mode)},
+            "data": {"path": str(folder / "corpus"), "eval_split": ""},
+            "model": {"num_layers": layers, "width": 512, "num_heads": 8, "head_width": 64, "ff_width": 2048},
+            "train": {
+                "num_lanes": ranks,
+                "segment_len": 32,
+                "memory_len": 32,
+                "microbatch_lanes": 1,
+                "max_steps": NEVER,
+            },
+            "checkpoint": {"every_steps": NEVER, "keep_last": 1, "asynchronous": mode == "asynchronous"},
+            "metrics": {"tensorboard": False},
+        }
+    )
+
+
+class Bench:
+    """One rank: an engine that is trained, and a `Saving` per mode."""
+
+    def __init__(self, folder: Path, ranks: Ranks, *, layers: int) -> None:
+        configs = {mode: config_of(folder, mode=mode, layers=layers, ranks=ranks.world_size) for mode in MODES}
+        self.ranks, self.config = ranks, configs[MODES[0]]
+        self.plan = plan_batch(self.config.train, world_size=ranks.world_size)
+        self.lanes = lanes_of_rank(self.config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
+        self.corpus = open_corpus(folder / "corpus")
+        self.engine = self.new_engine()
+        self.maker = batch_maker(self.engine.model, mask_documents=False)
+        self.stepper = Stepper(
+            self.engine, config=self.config, plan=self.plan, lanes=self.lanes, ranks=ranks, masks_documents=False
+        )
+        stream = first_stream(self.config, [self.corpus])
+        empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
+        self.state = TrainState(0, 0, Health(), stream, (empty,) * self.plan.num_microbatches)
+        self.inputs = read_inputs(
+            train_splits(self.config, [self.corpus]),
+            stream,
+            config=self.config,
+            plan=self.plan,
+            lanes=self.lanes,
+            maker=self.maker,
+            damage=DamagePolicy(),
+            device=ranks.device,
+        )
+        self.savings = {mode: self._saving(config, self.corpus) for mode, config in configs.items()}
+        self.written = False
+
+    def new_engine(self) -> ZeroEngine:
+        """As at the start of a run."""
+        return ZeroEngine(self.config, vocab_size=self.corpus.vocab_size, plan=self.plan, ranks=self.ranks)
+
+    def _saving(self, config: Config, corpus: Corpus) -> Saving:
+        run_dir, ranks = Path(config.run.dir), self.ranks
+        run_dir.mkdir(exist_ok=True)
+        reporter = Reporter(run_dir, start_step=0, max_steps=NEVER, tensorboard=False, ranks=ranks)
+        facts = corpus_facts(corpus)
+        return Saving(
+            Saver(run_dir, config=config, corpus=facts, lanes=self.lanes, ranks=ranks, nonce="bench"),
+            self.engine,
+            self.maker,
+            config=config,
+            ranks=ranks,
+            reporter=reporter,
+            newest=None,
+            best_step=lambda: -1,
+            beat=lambda phase: None,
+        )
+
+    def step(self, saving: Saving | None = None) -> float:
+        """One training step; returns its seconds."""
+        began = time.perf_counter()
+        given = next(self.inputs)
+        memories, decision = self.stepper(
+            given,
+            self.state.memories,
+            step=self.state.step + 1,
+            lr=1e-5,
+            stop=False,
+            written=saving is not None and saving.is_written,
+        )
+        self.written = decision.written
+        self.state = TrainState(self.state.step + 1, 0, Health(), given.stream, memories)
+        return time.perf_counter() - began
+
+    def probe(self) -> None:
+        """What a save begins with."""
+        make_probe(self.engine, self.maker, memory_len=self.config.train.memory_len)
+
+    def save(self, mode: str, times: Times) -> None:
+        """Save once, training on until it is committed."""
+        saving = self.savings[mode]
+        times["step alone"] += [self.step() for _ in range(STEPS_BETWEEN)]
+        times["probe"].append(seconds(self.probe))
+        barrier()
+        began = time.perf_counter()
+        stall = seconds(lambda: saving.begin(self.state))
+        self.written = mode == "synchronous"
+        while not self.written:
+            times["step with a writer"].append(self.step(saving))
+        if mode == "asynchronous":
+            commit = seconds(lambda: saving.finish(self.state.step))
+            times["commit"].append(commit)
+            stall += commit
+        times[f"{mode}: stall"].append(stall)
+        times[f"{mode}: committed"].append(time.perf_counter() - began)
+
+    def load(self, folder: Path, engine: ZeroEngine) -> None:
+        """What a start reads, once the engine is built."""
+        load_checkpoint(
+            folder,
+            engine,
+            stream=self.state.stream,
+            lanes=self.lanes,
+            microbatch_lanes=1,
+            memory_len=self.config.train.memory_len,
+            ranks=self.ranks,
+        )
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """How long it takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def dd(folder: Path, *, num_bytes: int) -> float:
+    """Seconds of a plain copy of zeros to the disk."""
+    path = folder / "dd"
+    block = 16 << 20
+    command = ["dd", "if=/dev/zero", f"of={path}", f"bs={block}", f"count={-(-num_bytes // block)}", "conv=fsync"]
+    duration = seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+    path.unlink()
+    return duration
+
+
+def work(rank: int, folder: Path, port: int, arguments: argparse.Namespace) -> None:
+    """One rank."""
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    with joined_ranks(timeout_s=600) as ranks:
+        measure(folder, ranks, layers=arguments.layers, rounds=arguments.rounds)
+    sys.stdout.flush()
+    os._exit(0)  # the interpreter's teardown sometimes aborts in native threads
+
+
+def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
+    """All figures; rank 0 prints them."""
+    say: Callable[..., object] = print if ranks.is_first else lambda *_, **__: None
+    bench = Bench(folder, ranks, layers=layers)
+    bench.save("asynchronous", first := new_times())  # makes the host memory
+    bench.save("synchronous", new_times())
+    checkpoint = checkpoint_folder(folder / "synchronous", bench.state.step)
+    num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors"))
+    gib, parameters = num_bytes / 2**30, sum(p.numel() for p in bench.engine.model.parameters())
+    say(f"{parameters:,} parameters, checkpoint of {num_bytes / 1e6:,.0f} MB, {ranks.world_size} ranks, ", end="")
+    say(f"{ranks.num_threads} threads each; first save: stall {first['asynchronous: stall'][0]:.3f} s")
+
+    times = new_times()
+    for number in range(rounds):
+        for mode in MODES if number % 2 == 0 else MODES[::-1]:
+            bench.save(mode, times)
+        if ranks.is_first:
+            times["dd"].append(dd(folder, num_bytes=num_bytes))
+        barrier()
+    for name in ("probe", "commit", "asynchronous: stall", "synchronous: stall", "asynchronous: committed", "dd"):
+        say(line(name, times[name]))
+    shares = [a / s for a, s in zip(times["asynchronous: stall"], times["synchronous: stall"], strict=True)]
+    say(line("stall, asynchronous / synchronous", shares, unit=""))
+    write = [stall - probe for stall, probe in zip(times["synchronous: stall"], times["probe"], strict=False)]
+    say(rate("write + hash (synchronous stall less probe)", write, gib), "|", rate("dd", times["dd"], gib))
+    for name in ("step alone", "step with a writer"):
+        say(line(name, [1000 * one for one in times[name]], unit="ms"), f"of {len(times[name])} steps")
+
+    checkpoint = checkpoint_folder(folder / "synchronous", newest_step(folder / "synchronous"))
+    verify = [seconds(lambda: problems_together(checkpoint, ranks=ranks)) for _ in range(rounds)]
+    build = seconds(lambda: engines.append(bench.new_engine())) if (engines := []) == [] else 0.0
+    load = [seconds(lambda: bench.load(checkpoint, engines[0])) for _ in range(rounds)]
+    say(rate("verify", verify, gib), "|", rate("load", load, gib))
+    say(f"resume: verify + build the engine + load = {min(verify):.2f} + {build:.2f} + {min(load):.2f} s")
+
+
+def new_times() -> Times:
+    """Nothing measured yet."""
+    names = ["probe", "commit", "step alone", "step with a writer", "dd"]
+    return {name: [] for name in (*names, *(f"{mode}: {what}" for mode in MODES for what in ("stall", "committed")))}
+
+
+def newest_step(run_dir: Path) -> int:
+    """Step of its last checkpoint."""
+    return max(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").iterdir())
+
+
+def line(name: str, values: Iterable[float], *, unit: str = "s") -> str:
+    """Minimum and median."""
+    values = list(values)
+    return f"{name:<34} min {min(values):8.3f}  median {statistics.median(values):8.3f} {unit}"
+
+
+def rate(name: str, values: Iterable[float], gib: float) -> str:
+    """The best and the median, in GiB/s."""
+    values = list(values)
+    return f"{name}: {gib / min(values):.2f} GiB/s (median {gib / statistics.median(values):.2f})"
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=13)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None)
+    arguments = parser.parse_args()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        folder = Path(scratch)
+        (folder / "text.txt").write_text("".join(f"{number} times {number}\n" for number in range(20_000)))
+        prepare_corpus(folder / "corpus", inputs=[folder / "text.txt"], kind="byte")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mp.spawn(work, args=(folder, port, arguments), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
