@@ -3,7 +3,7 @@
 A model of about 45 million parameters (with both moments over 500 MB) is trained on a CPU with ZeRO-1 in fp32, and
 saved as the training loop saves it, asynchronously and synchronously in turn within one run. Per save:
 
-    stall       the time that the loop spends in `Saving.begin` and `Saving.finish`: probe, copy, commit and pruning, and
+    stall       the time that the loop spends in `Saving.begin` and `Saving.finish`: probe, copy, commit and pruning;
                 if synchronous the writing too
     committed   from the beginning of the save to the rename; training goes on meanwhile where it is asynchronous
     step        milliseconds of a training step, without a writer behind it and with one
@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch.multiprocessing as mp
 
@@ -164,11 +162,11 @@ class Bench:
         times[f"{mode}: stall"].append(stall)
         times[f"{mode}: committed"].append(time.perf_counter() - began)
 
-    def load(self, folder: Path, engine: ZeroEngine) -> None:
-        """What a start reads, once the engine is built."""
+    def load(self, folder: Path) -> None:
+        """What a start reads once the engine is built."""
         load_checkpoint(
             folder,
-            engine,
+            self.engine,
             stream=self.state.stream,
             lanes=self.lanes,
             microbatch_lanes=1,
@@ -234,8 +232,8 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
 
     checkpoint = checkpoint_folder(folder / "synchronous", newest_step(folder / "synchronous"))
     verify = [seconds(lambda: problems_together(checkpoint, ranks=ranks)) for _ in range(rounds)]
-    build = seconds(lambda: engines.append(bench.new_engine())) if (engines := []) == [] else 0.0
-    load = [seconds(lambda: bench.load(checkpoint, engines[0])) for _ in range(rounds)]
+    build = seconds(bench.new_engine)
+    load = [seconds(lambda: bench.load(checkpoint)) for _ in range(rounds)]
     say(rate("verify", verify, gib), "|", rate("load", load, gib))
     say(f"resume: verify + build the engine + load = {min(verify):.2f} + {build:.2f} + {min(load):.2f} s")
 
@@ -275,7 +273,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         folder = Path(scratch)
         (folder / "text.txt").write_text("".join(f"{number} times {number}\n" for number in range(20_000)))
-        prepare_corpus(folder / "corpus", inputs=[folder / "text.txt"], kind="byte")
+        prepare_corpus(folder / "corpus", inputs=[folder / "text.txt"], kind="byte", valid_fraction=0.0)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -208,7 +208,7 @@ def config_to_toml(config: Config) -> str:
 
 def config_fingerprint(config: Config) -> str:
     """sha256 over the frozen settings: equal for two configs that may continue one another."""
-    frozen = {key: value for key, value in _flatten(config) if _resume_policy(key) == "frozen"}
+    frozen = {key: value for key, value in _flatten(config) if resume_policy(key) == "frozen"}
     return hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
 
 
@@ -225,7 +225,7 @@ def config_changes(old: Config, new: Config) -> list[Change]:
     """All settings in which `new` differs from `old`, each with its resume policy."""
     new_values = dict(_flatten(new))
     return [
-        Change(key, value, new_values[key], _resume_policy(key))
+        Change(key, value, new_values[key], resume_policy(key))
         for key, value in _flatten(old)
         if new_values[key] != value
     ]
@@ -246,7 +246,8 @@ def _flatten(config: Config) -> Iterator[tuple[str, Any]]:
             yield f"{section}.{key}", value
 
 
-def _resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
+def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
+    """What becomes of a setting (`section.key`) that differs when a run is continued: see `Resume`."""
     section, key = name.split(".")
     marks = [mark for mark in _sections()[section].model_fields[key].metadata if isinstance(mark, Resume)]
     return marks[0].policy if marks else "frozen"

@@ -13,7 +13,7 @@ from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 
-PHASES = ("save-begin", "save-file", "save-file-half", "save-written", "save-manifest", "save-rename")
+PHASES = ("save-file", "save-file-half", "save-written", "save-manifest", "save-rename")
 
 
 def failing_write(lab: Lab, *, kind: str, phase: str, rank: int, stage: int = 1) -> Case:
@@ -40,7 +40,7 @@ def full_disk(lab: Lab, *, stage: int = 1) -> Case:
             job.wait_for(lambda: len(job.struck) >= 2)
             free = _fill(ballast)
             job.wait_for(lambda: len(job.struck) >= 4)
-            case.message_ok = _names_path_and_need(job)
+            case.message_ok = _names_path_and_need(job, run.dir)
             ballast.unlink()
             case.exit_codes.append(job.wait())
         if not case.message_ok:
@@ -65,9 +65,9 @@ def _check(case: Case, run: Run, *, missing: int) -> None:
         case.problems.append(f"checkpoints {run.checkpoints}: that of step 18 should be there, not that of {missing}")
 
 
-def _names_path_and_need(job: Job) -> bool:
-    lines = [line for line in job.text.splitlines() if "step_000000012" in line and " I " not in line]
-    return any(re.search(r"\d[\d.,]* ?(bytes|[KMG]i?B)", line) for line in lines)
+def _names_path_and_need(job: Job, folder: Path) -> bool:
+    lines = [line for line in job.text.splitlines() if "step 12" in line and str(folder) in line]
+    return any(re.search(r"needs [\d.,]+ \w?i?B", line) for line in lines)
 
 
 def _fill(ballast: Path) -> int:

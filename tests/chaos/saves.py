@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 
 from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial, paused
@@ -25,15 +26,18 @@ SHARES_PCT = (0, 1, 50, 99)
 
 
 def crash_points(lab: Lab, *, stage: int) -> list[str]:
-    """Every point of one save as an entry of TXL_FAULT that kills there."""
-    run, counts = lab.new_run("trace"), Counter[tuple[int, str]]()
-    points = []
+    """Every point of one save as an entry of TXL_FAULT that kills there; of the many inside a file, the middle one."""
+    run, points = lab.new_run("trace"), []
     with lab.start(run, *SWEEP, "--engine.zero_stage", str(stage), fault=f"trace:*:{SWEEP_STEP}:*") as job:
         job.wait()
-        for point in job.struck:
-            if point.phase.startswith(("save", "prune")):
-                counts[point.rank, point.phase] += 1
-                points.append(f"kill:{point.rank}:{SWEEP_STEP}:{point.phase}#{counts[point.rank, point.phase]}")
+        struck = [point for point in job.struck if point.phase.startswith(("save", "prune"))]
+    for rank in (0, 1):
+        counts = Counter[str]()
+        for phase, group in groupby(point.phase for point in struck if point.rank == rank):
+            size = len(list(group))
+            middle = (size + 1) // 2 if phase == "save-file-half" else size
+            points.append(f"kill:{rank}:{SWEEP_STEP}:{phase}#{counts[phase] + middle}")
+            counts[phase] += size
     return points
 
 

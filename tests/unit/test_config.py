@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from txl_dist.config import (
     config_to_toml,
     load_config,
     plan_batch,
+    resume_policy,
     setting_names,
 )
 from txl_dist.errors import ConfigError
@@ -313,6 +315,12 @@ def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fin
     is_frozen = changes[0].policy == "frozen"
     assert (config_fingerprint(new) != config_fingerprint(old)) is is_frozen
     assert config_changes(new, new) == []
+
+
+def test_every_setting_has_one_of_three_classes_and_a_change_of_class_is_seen_here() -> None:
+    counts = Counter(resume_policy(name) for name in setting_names())
+    assert sum(counts.values()) == len(setting_names())
+    assert counts == {"frozen": 30, "warned": 27, "free": 35}
 
 
 def test_what_defines_the_run_is_frozen_and_what_only_watches_it_is_free() -> None:

@@ -58,7 +58,7 @@ class Health:
     grad_norms: tuple[float, ...] = ()
     """The same."""
     spikes_in_row: int = 0
-    """Up to now; steps that were skipped in between do not end the row."""
+    """Steps of the present row, up to now: spikes, and what was skipped behind the first of them."""
     num_spikes: int = 0
     """Steps reported, in all."""
     rewinds: int = 0
@@ -97,6 +97,7 @@ def after_step(
                 skipped_steps=health.skipped_steps + 1,
                 skipped_in_row=health.skipped_in_row + 1,
                 recent_skips=recent,
+                spikes_in_row=health.spikes_in_row + bool(health.spikes_in_row),
             ),
             [],
         )

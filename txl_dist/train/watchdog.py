@@ -199,8 +199,10 @@ class Watchdog:
 
     def _position(self, beat: Beat) -> str:
         """Where the job stood: what a silent rank said last may be a second old, but nobody gets far without it."""
-        _, step, phase = max(self._last, (0.0, beat.step, beat.phase), key=lambda last: last[1])
-        return f"step {max(step, beat.step)}, in phase `{phase}`"
+        _, step, phase = self._last
+        if step <= beat.step:
+            step, phase = beat.step, beat.phase
+        return f"step {step}, in phase `{phase}`"
 
     def _pass_on(self, verdict: Verdict) -> None:
         """This rank has judged, so it speaks. Without rank 0 nobody knows who else is there: one per node does then."""

@@ -1,4 +1,4 @@
-"""The verb that looks into corpora and lanes. Each kind of question has a function that gives facts and lines."""
+"""The verb that looks into corpora, lanes, runs and checkpoints: each kind of question gives facts and lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Question:
     """The flags of `txl inspect`."""
 
     path: Positional[str]
-    """Folder or URL of a corpus; or, with --lane, a run, which knows its corpora, lanes and seed."""
+    """Folder or URL of a corpus; a run, with --lane too: it knows its corpora, lanes and seed; or a checkpoint."""
     split: str = "train"
     """Split of a corpus to look into, for clusters and lanes."""
     cutoffs: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Question:
     max_tokens: int = 500
     """Most tokens of a document to show."""
     max_documents: int = 1000
-    """Most documents of a shard to list."""
+    """Most documents of a shard, or parameters of a checkpoint, to list."""
     lane: int = -1
     """Show what this lane reads at --step: corpus, epoch, shard, document, offset and text."""
     step: int = 1
@@ -61,7 +61,7 @@ class Question:
 
 
 def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
-    """Look into a corpus, its clusters, a shard, a document, or what a lane reads at a step."""
+    """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step."""
     import json
 
     from txl_dist.files import write_bytes
@@ -83,8 +83,9 @@ def _answer(question: Question) -> Answer:
         raise ConfigError(f"--document {question.document} is one of a shard. Name the shard with `--shard`.")
     if question.lane >= 0 and question.step < 1:
         raise ConfigError(f"there is no step {question.step}: 1 is the first. Name the step as the log does.")
-    if (Path(question.path) / "config.toml").is_file():
-        return _lane_of_run(question)
+    folder = Path(question.path)
+    if any((folder / name).exists() for name in ("config.toml", "state.json", "engine")):
+        return _run_or_checkpoint(question, folder)
     settings = StorageSettings(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols)
     corpus = open_corpus(question.path, settings)
     if question.lane >= 0:
@@ -92,17 +93,26 @@ def _answer(question: Question) -> Answer:
     return _shard(question, corpus) if question.shard else _corpus(question, corpus)
 
 
-def _lane_of_run(question: Question) -> Answer:
+def _run_or_checkpoint(question: Question, folder: Path) -> Answer:
     from txl_dist.data.inspect import lane_facts, lane_lines
-    from txl_dist.train.inspection import stream_before_step
+    from txl_dist.train import inspection as view
 
-    if question.lane < 0 or question.num_lanes or question.segment_len or question.seed:
+    for_corpora = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
+    if any(getattr(question, name) for name in for_corpora):
         raise ConfigError(
-            f"{question.path} is a run, which knows its lanes and seed itself: name only a lane of it with `--lane` "
-            "and a step with `--step`, or inspect the corpus that it reads."
+            f"{folder} is no corpus but a run or a checkpoint, which knows its lanes and seed itself: leave out "
+            f"{', '.join('--' + name.replace('_', '-') for name in for_corpora)}, or inspect the corpus that it reads."
         )
-    facts = lane_facts(*stream_before_step(Path(question.path), question.step), lane=question.lane)
-    return facts, lane_lines(facts)
+    if view.is_checkpoint(folder):
+        if question.lane >= 0:
+            raise ConfigError(f"{folder} is a checkpoint: name the run that it is of to see what a lane reads.")
+        facts = view.checkpoint_facts(folder)
+        return facts, view.checkpoint_lines(facts, max_parameters=question.max_documents)
+    if question.lane >= 0:
+        facts = lane_facts(*view.stream_before_step(folder, question.step), lane=question.lane)
+        return facts, lane_lines(facts)
+    facts = view.run_facts(folder)
+    return facts, view.run_lines(facts)
 
 
 def _lane_of_corpus(question: Question, corpus: Corpus) -> Answer:
