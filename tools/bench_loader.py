@@ -30,8 +30,9 @@ import numpy.typing as npt
 
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.lanes import Cut, LanePlan
+from txl_dist.data.position import CorpusState, StreamState, first_state
 from txl_dist.data.reindex import reindex_corpus
-from txl_dist.data.stream import CorpusState, LaneStream, StreamState, first_state
+from txl_dist.data.stream import LaneStream
 from txl_dist.text.training import train_tokenizer
 
 LANES, SEGMENT_LEN = 32, 512

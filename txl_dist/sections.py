@@ -264,8 +264,8 @@ class GuardSection(Section):
     max_skipped_per_1000: Annotated[PositiveInt, FREE] = 50
     """The same for skipped steps among the last 1,000."""
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
-    """A loss or gradient norm is a spike when it lies more than so many robust standard deviations above the median of
-    the steps before it; 0 looks for none."""
+    """A loss or gradient norm is a spike when its logarithm lies more than so many robust standard deviations, of at
+    least 2 %, above the median of the steps before it; 0 looks for none."""
     spike_window: Annotated[PositiveInt, FREE] = 128
     """Steps that median and deviation are taken over; no spike is seen before half of them are there."""
     on_spike: Annotated[Literal["report", "rewind"], FREE] = "report"

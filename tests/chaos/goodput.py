@@ -27,11 +27,8 @@ WORDS = (
     *("--checkpoint.every_steps", str(EVERY_STEPS)),
 )
 FOR_EVER = ("--train.max_steps", "10000000")
-MEAN_S = 10.0
-"""Of training between two faults."""
 STEPS_PER_S = 25
 """About; only where faults that are ordered by step fall in time."""
-IN_A_SAVE = ("save-copied", "save-file", "save-file-half", "save-manifest", "save-rename", "save-renamed", "prune-half")
 
 
 def _to_all(number: int) -> Callable[[Job, Run, int], object]:
@@ -60,6 +57,12 @@ BLOWS: dict[str, Callable[[Job, Run, int], object]] = {
 }
 ORDERED = {"kill -9 in a save": "kill", "an exception": "raise", "a hang": "hang", "a full disk": "enospc"}
 """Faults that strike from inside: kind of TXL_FAULT."""
+IN_A_WRITE = ("save-file", "save-file-half", "save-manifest", "save-rename")
+IN_A_SAVE_ONLY = {
+    "kill -9 in a save": (*IN_A_WRITE, "save-copied", "save-renamed", "prune-half"),
+    "a full disk": IN_A_WRITE,
+}
+"""Where in a save they strike."""
 
 
 @dataclass
@@ -75,7 +78,8 @@ class Tally:
 class Storm:
     """A run, struck again and again."""
 
-    def __init__(self, lab: Lab, *, minutes: float) -> None:
+    def __init__(self, lab: Lab, *, minutes: float, mean_s: float) -> None:
+        self._mean_s = mean_s
         self.lab, self.run, self.tally = lab, lab.new_run("goodput"), Tally()
         self._generator, self._end_s = random.Random(lab.seed), time.time() + 60 * minutes
 
@@ -87,26 +91,23 @@ class Storm:
     def start_and_strike(self) -> list[int]:
         """One start, struck once after an exponential time of training, or stopped at the end. Returns exit codes."""
         draw = self._generator
-        name, rank, wait_s = draw.choice([*BLOWS, *ORDERED]), draw.randrange(2), draw.expovariate(1 / MEAN_S)
-        step = self.run.last_step + 1 + int(wait_s * STEPS_PER_S)
-        phase = draw.choice(IN_A_SAVE) if name in ("kill -9 in a save", "a full disk") else "step"
-        if phase != "step":
-            step += -step % EVERY_STEPS
-        rank = 0 if phase not in ("save-copied", "save-file", "save-file-half", "step") else rank
-        fault = f"{ORDERED[name]}:{rank}:{step}:{phase}" if name in ORDERED else ""
+        name, rank, wait_s = draw.choice([*BLOWS, *ORDERED]), draw.randrange(2), draw.expovariate(1 / self._mean_s)
+        fault = self._order(name, rank, step=self.run.last_step + 1 + int(wait_s * STEPS_PER_S))
         with self.lab.start(self.run, *WORDS, *FOR_EVER, fault=fault) as job:
             self._wait_for_progress(job)
             strike_s = time.time() + wait_s
             job.wait_for(
-                lambda: self.is_over or bool(job.struck or job.exits or (not fault and time.time() > strike_s))
+                lambda: self.is_over or bool(job.struck or job.exits or (not fault and time.time() > strike_s)),
+                limit_s=600,
             )
-            if self.is_over and not job.struck:
+            if self.is_over and not job.struck and not job.exits:
                 job.signal(signal.SIGTERM)
                 return job.wait()
             struck_s = time.time()
             if name in BLOWS:
                 BLOWS[name](job, self.run, rank)
             elif name == "a full disk":  # it must go on; a signal ends this start
+                step = self.run.last_step
                 job.wait_for(lambda: self.is_over or self.run.last_step > step + EVERY_STEPS)
                 job.signal(signal.SIGTERM)
             codes = job.wait()
@@ -115,6 +116,16 @@ class Storm:
                 others = [at for who, (_, at) in job.exits.items() if who != rank]
                 self.tally.detect_s.append(max(others) - struck_s)
             return codes
+
+    def _order(self, name: str, rank: int, *, step: int) -> str:
+        """The entry of TXL_FAULT, or nothing for what comes from outside; in a save, the next one from that step."""
+        if name not in ORDERED:
+            return ""
+        if name not in IN_A_SAVE_ONLY:
+            return f"{ORDERED[name]}:{rank}:{step}"
+        phase = self._generator.choice(IN_A_SAVE_ONLY[name])
+        writer = rank if phase in ("save-copied", "save-file", "save-file-half") else 0
+        return f"{ORDERED[name]}:{writer}:{step + -step % EVERY_STEPS}:{phase}"
 
     def _wait_for_progress(self, job: Job) -> None:
         """Until a step is trained that never was before: what the fault before this start has cost."""
@@ -125,13 +136,13 @@ class Storm:
             self.tally.recover_s.append(new_s - job.started_s)
 
 
-def goodput(lab: Lab, *, minutes: float) -> Case:
-    """Faults for so many minutes."""
-    case, storm, begun_s = lab.case("goodput"), Storm(lab, minutes=minutes), time.time()
+def goodput(lab: Lab, *, minutes: float, mean_s: float = 10.0) -> Case:
+    """Faults for so many minutes, on average one after `mean_s` of training."""
+    case, storm, begun_s = lab.case("goodput"), Storm(lab, minutes=minutes, mean_s=mean_s), time.time()
     while not storm.is_over:
         case.exit_codes.append(storm.start_and_strike())
     run, tally = storm.run, storm.tally
-    finish = (*WORDS, "--train.max_steps", str(run.last_step))
+    finish = (*WORDS, "--train.max_steps", str(run.highest_step))
     with lab.start(run, *finish) as job:
         case.exit_codes.append(job.wait(limit_s=600))
     wall_s = time.time() - begun_s

@@ -137,7 +137,7 @@ class Job:
     def _watch(self) -> bool:
         """Note who has ended, and do to the others what the launcher does. Returns whether any rank lives."""
         living = {process.sentinel: rank for rank, process in enumerate(self._processes) if rank not in self.exits}
-        for sentinel in connection.wait(list(living), timeout=0.005) if living else []:
+        for sentinel in connection.wait(list(living), timeout=0.01) if living else []:
             rank = living[sentinel]  # type: ignore[index]
             self._processes[rank].join()
             code, now_s = self._processes[rank].exitcode, time.time()

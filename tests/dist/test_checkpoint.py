@@ -12,7 +12,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.stream import CorpusState, StreamState, plain_segment
+from txl_dist.data.position import CorpusState, StreamState
+from txl_dist.data.stream import plain_segment
 from txl_dist.dist import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from txl_dist.data.corpus import Corpus, Split
-from txl_dist.data.stream import LaneStream, StreamState
+from txl_dist.data.position import StreamState
+from txl_dist.data.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 

@@ -6,9 +6,7 @@ Key properties:
 - A segment is a function of (corpora, state, lanes, segment_len): resuming costs milliseconds anywhere, ranks
   exchange nothing, and any number of ranks together reads the same global batches.
 - Several corpora are mixed by lane: each lane reads one corpus, each corpus has its own position and epochs, and every
-  batch holds them in the same proportion. Other weights or another number of lanes are a new cut (`continued`): what
-  no lane has read yet is dealt out anew, no token twice and none left out.
-- What made a run rewind is left out (`skipping`): a lane's stream is what lies outside the skips of its corpus.
+  batch holds them in the same proportion. `position` says where they are.
 
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
@@ -20,24 +18,22 @@ one target in a piece belongs to other text. With document masks it is not score
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.corpus import Shards, Split
 from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import Cut, LanePlan, Ranges, Stretch, allot_lanes, merged, outside, owners_of_lanes
+from txl_dist.data.lanes import Cut, LanePlan, Stretch, owners_of_lanes
+from txl_dist.data.position import Span, StreamState
 from txl_dist.data.shards import Tokens
-from txl_dist.errors import CheckpointError, DataError, UnreachableError
+from txl_dist.errors import DataError, UnreachableError
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-STATE_VERSION = 2
 STEPS_AT_ONCE = 8
 MAX_TOKENS_AT_ONCE = 1 << 20
 
@@ -57,178 +53,6 @@ class Segment(NamedTuple):
 def plain_segment(tokens: Int64s) -> Segment:
     """[lanes, T+1] tokens of one document each, all targets counting."""
     return Segment(tokens, np.zeros_like(tokens), np.ones((tokens.shape[0], tokens.shape[1] - 1), dtype=bool))
-
-
-class Span(NamedTuple):
-    """Consecutive positions that a lane reads."""
-
-    position: int
-    length: int
-    begin: int
-    """Where the skip before it ended, 0 without one: no piece of a document begins earlier."""
-
-
-@dataclass(frozen=True)
-class CorpusState:
-    """Where the lanes of one corpus are."""
-
-    name: str
-    """For people; the fingerprint decides."""
-    fingerprint: str
-    """Data fingerprint of the corpus."""
-    split: str
-    num_lanes: int
-    """Lanes that read it; 0 while it is paused."""
-    position: int = 0
-    """Tokens that each of these lanes has been trained on, or has skipped, since they were cut; never in a skip."""
-    epoch: int = 0
-    """Epoch in which they were cut."""
-    rest: Ranges = ()
-    """What of that epoch was cut; empty means all of it."""
-    skips: Ranges = ()
-    """Positions since that cut that no lane is trained on, or was."""
-
-    def cut(self) -> Cut:
-        """For `LanePlan`."""
-        return Cut(num_lanes=self.num_lanes, epoch=self.epoch, rest=self.rest)
-
-    def spans(self, num_tokens: int) -> Iterator[Span]:
-        """Where the next so many tokens of each lane are."""
-        begin = max((end for _, end in self.skips if end <= self.position), default=0)
-        for first, end in outside(self.skips, self.position, sys.maxsize):
-            length = min(end - first, num_tokens)
-            yield Span(first, length, begin if first == self.position else first)
-            num_tokens -= length
-            if not num_tokens:
-                return
-
-    def advanced(self, num_tokens: int) -> CorpusState:
-        """The state after each lane has been trained on so many tokens more."""
-        *_, last = self.spans(num_tokens + 1)  # ends with the token behind them
-        return replace(self, position=last.position + last.length - 1)
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """Where all lanes are, for a checkpoint. Lanes belong to corpora as `owners_of_lanes` says."""
-
-    seed: int
-    corpora: tuple[CorpusState, ...]
-    version: int = field(default=STATE_VERSION)
-
-    @property
-    def num_lanes(self) -> int:
-        """Lanes of all corpora."""
-        return sum(corpus.num_lanes for corpus in self.corpora)
-
-    def advanced(self, num_tokens: int) -> StreamState:
-        """The state after every lane has been trained on so many tokens more."""
-        return replace(self, corpora=tuple(one.advanced(num_tokens) if one.num_lanes else one for one in self.corpora))
-
-    def skipping(self, begin: StreamState, end: StreamState) -> StreamState:
-        """This state, to be rewound to, but what was trained on from `begin` to `end`, or skipped before, is left out.
-
-        Both are states of the same cut that the stream came to from here.
-        """
-        corpora = [
-            replace(one, skips=merged(sorted((*last.skips, (first.position, last.position)))))
-            for one, first, last in zip(self.corpora, begin.corpora, end.corpora, strict=True)
-        ]
-        return replace(self, corpora=tuple(corpora)).advanced(0)  # a skip may begin right here
-
-    def has_lanes_of(self, other: StreamState) -> bool:
-        """Whether every lane reads the same corpus, and goes on where it was: then its memory is still true."""
-        mine, others = (
-            [(one.fingerprint, one.split, one.num_lanes) for one in state.corpora if one.num_lanes]
-            for state in (self, other)
-        )
-        return mine == others
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values. After each new cut within an epoch, `rest` takes about 20 bytes more per lane."""
-        values = asdict(self)
-        for one, corpus in zip(values["corpora"], self.corpora, strict=True):
-            one |= {"rest": _text_of(corpus.rest), "skips": _text_of(corpus.skips)}
-        return values
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> StreamState:
-        """Raises CheckpointError for values of another version or form."""
-        if values.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the stream state has version {values.get('version')}, this program reads {STATE_VERSION}. "
-                "Continue with the program that wrote the checkpoint."
-            )
-        try:
-            corpora = [
-                # States from before there were skips have none.
-                CorpusState(**{**one, "rest": _ranges_of(one["rest"]), "skips": _ranges_of(one.get("skips", ""))})
-                for one in values["corpora"]
-            ]
-            return StreamState(**{**values, "corpora": tuple(corpora)})
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(f"the stream state of the checkpoint is damaged: {error}.") from error
-
-
-def _text_of(ranges: Ranges) -> str:
-    """Gaps and lengths in turn are smaller than bounds, and a text stays on one line."""
-    return " ".join(map(str, np.diff(np.array(ranges, np.int64).reshape(-1), prepend=0).tolist()))
-
-
-def _ranges_of(text: str) -> Ranges:
-    bounds = np.cumsum([int(step) for step in text.split()], dtype=np.int64).reshape(-1, 2)
-    return tuple((first, end) for first, end in bounds.tolist())
-
-
-def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_lanes: int, seed: int) -> StreamState:
-    """The state of a new run. No weights means in proportion to the tokens. Raises ConfigError for bad weights."""
-    names = [split.corpus.location for split in splits]
-    allotted = allot_lanes(num_lanes, weights or [split.tokens for split in splits], names=names)
-    return StreamState(
-        seed=seed,
-        corpora=tuple(
-            CorpusState(name=split.corpus.name, fingerprint=split.corpus.fingerprint, split=split.name, num_lanes=count)
-            for split, count in zip(splits, allotted, strict=True)
-        ),
-    )
-
-
-def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) -> StreamState:
-    """Where `wanted`, the first state of the present settings, goes on behind `old`, the state of a checkpoint.
-
-    A corpus that keeps its number of lanes keeps its place; one that does not is cut anew; a new one begins.
-    Raises CheckpointError if the seed differs, or a corpus that was read is missing: its data would be lost.
-    """
-    if old.seed != wanted.seed:
-        raise CheckpointError(
-            f"the checkpoint's stream has the seed {old.seed}, this run {wanted.seed}. Restore run.seed."
-        )
-    before = {(one.fingerprint, one.split): one for one in old.corpora}
-    missing = before.keys() - {(one.fingerprint, one.split) for one in wanted.corpora}
-    if missing:
-        lost = [one for key, one in before.items() if key in missing]
-        names = ", ".join(f"{one.name} (split {one.split}, fingerprint {one.fingerprint[:12]})" for one in lost)
-        raise CheckpointError(
-            f"the checkpoint was trained on data that is not given now: {names}. Restore it in data.path or "
-            "data.more_paths (a weight of 0 in data.weights pauses a corpus), or start a new run."
-        )
-    return replace(
-        wanted,
-        corpora=tuple(
-            _continued_corpus(before[key], new, split) if (key := (new.fingerprint, new.split)) in before else new
-            for new, split in zip(wanted.corpora, splits, strict=True)
-        ),
-    )
-
-
-def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> CorpusState:
-    if old.num_lanes == new.num_lanes:
-        return replace(old, name=new.name)
-    if not old.num_lanes:  # was paused: its rest was listed then
-        return replace(old, name=new.name, num_lanes=new.num_lanes)
-    plan = LanePlan(split.shard_tokens, old.cut(), seed=0, document_tokens=lambda shard: np.empty(0, np.int64))
-    epoch, rest = plan.rest_of_epoch(old.position, old.skips)
-    return replace(new, epoch=epoch, rest=rest)
 
 
 class LaneStream:

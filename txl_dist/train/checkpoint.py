@@ -27,7 +27,7 @@ from torch import Tensor
 
 from txl_dist.config import Config, load_config
 from txl_dist.data.corpus import Corpus, Split
-from txl_dist.data.stream import StreamState, continued
+from txl_dist.data.position import StreamState, continued
 from txl_dist.dist import Ranks, gather_objects, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point

@@ -9,7 +9,7 @@ import torch
 from txl_dist.config import BatchPlan, Config, config_to_toml
 from txl_dist.data.corpus import Split
 from txl_dist.data.lanes import epochs_read
-from txl_dist.data.stream import StreamState
+from txl_dist.data.position import StreamState
 from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
 from txl_dist.train.initial import initial_weights

@@ -8,8 +8,8 @@ import torch
 
 from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
 from txl_dist.data.corpus import Corpus, Split, open_corpus
+from txl_dist.data.position import StreamState, first_state
 from txl_dist.data.storage import StorageSettings
-from txl_dist.data.stream import StreamState, first_state
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import has_projections
 from txl_dist.rng import derive_seed

@@ -20,8 +20,8 @@ from txl_dist.config import BatchPlan, Config
 from txl_dist.data.corpus import Corpus, Split, bits_per_unit
 from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.lanes import epochs_read, lanes_of_rank
+from txl_dist.data.position import StreamState
 from txl_dist.data.prefetch import prefetch
-from txl_dist.data.stream import StreamState
 from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
@@ -271,9 +271,9 @@ class Run:
         on_first(lambda: set_aside(self.run_dir, newer_than=target))
         self.saving.forget_newest()
         saved = StreamState.from_dict(together(lambda: read_state(target))["stream"])
-        begin = base = self.job.start.stream if step_of(target) == self.job.start.step else saved
-        for _ in range(step_of(target) + 1, first_bad):
-            begin = begin.advanced(self.config.train.segment_len)
+        base = self.job.start.stream if step_of(target) == self.job.start.step else saved
+        base = base.skipping(state.stream, state.stream)  # what earlier rewinds leave out
+        begin = base.advanced((first_bad - 1 - step_of(target)) * self.config.train.segment_len)
         loaded = self._load(target, base.skipping(begin, state.stream))
         warn_for_all("rewound to %s: the text of steps %d to %d is left out", target.name, first_bad, state.step)
         self.reporter.write("event", {"event": "rewound", "step": loaded.step, "from": state.step})

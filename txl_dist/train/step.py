@@ -17,7 +17,8 @@ from torch import Tensor
 from txl_dist.config import BatchPlan, Config
 from txl_dist.data.corpus import Split
 from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.stream import LaneStream, StreamState
+from txl_dist.data.position import StreamState
+from txl_dist.data.stream import LaneStream
 from txl_dist.dist import Ranks, all_reduce_sum, gather_objects
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory

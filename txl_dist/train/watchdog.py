@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from txl_dist.dist import Ranks, from_first
 from txl_dist.errors import HANG, TxlError
 from txl_dist.log import logger
-from txl_dist.train.heartbeats import Beat, Hub, Message, Seen, Spoke
+from txl_dist.train.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
 from txl_dist.train.processes import ProcessId, process_id
 
 SILENT_AFTER_S = 3.0
@@ -173,14 +173,16 @@ class Watchdog:
         is_stalled = any(one.beat.is_stalled for one in seen.values())
         if not is_stalled and not any(one.beat.asks for one in seen.values()):
             return None
-        silent = [rank for rank, one in seen.items() if now_s - one.heard_s > SILENT_AFTER_S]
+        silent_s = {rank: now_s - one.heard_s for rank, one in seen.items()}
+        silent = [rank for rank in seen if silent_s[rank] > SILENT_AFTER_S]
+        if not silent and max(silent_s.values()) > 1.5 * EXCHANGE_EVERY_S:
+            return None  # one is about to count as frozen
         if not silent and (not is_stalled or (isinstance(self._link, Spoke) and 0 in seen)):
             return None
         culprits = silent or behind({rank: one.beat for rank, one in seen.items()})
         first = seen[culprits[0]].beat
         if silent:
-            silent_s = now_s - seen[culprits[0]].heard_s
-            how = f"has not answered for {silent_s:.0f} s: its process or host stands still at {self._position(first)}"
+            how = f"has not answered for {silent_s[culprits[0]]:.0f} s: its process or host stands still at {self._position(first)}"
         else:
             how = f"has made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
         stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""

@@ -113,16 +113,16 @@ def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> 
         yield from _problems_of_corpus(path, settings, num_workers=num_workers)
     elif not folder.is_dir():
         raise DataError(f"{path} is no folder. Name a corpus, a run, a checkpoint or a bundle.")
-    elif (folder / "config.toml").is_file() and not (folder / MANIFEST).is_file():  # a run
+    elif (folder / "txl_tokenizer.json").is_file():
+        raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
+    elif any((folder / name).exists() for name in (MANIFEST, "state.json", "engine", "model.safetensors")):
+        yield from problems_of(folder)  # a checkpoint or a bundle, perhaps without its manifest
+    elif (folder / "config.toml").is_file():  # a run
         checkpoints = sorted((folder / "checkpoints").glob("step_?????????"))
         if not checkpoints:
             yield f"{path} is a run without checkpoints"
         for checkpoint in checkpoints:
             yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
-    elif (folder / "txl_tokenizer.json").is_file():
-        raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
-    elif (folder / MANIFEST).is_file() or (folder / "model.safetensors").is_file():
-        yield from problems_of(folder)
     else:
         yield from _problems_of_corpus(path, settings, num_workers=num_workers)
 

@@ -24,9 +24,10 @@ from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.evaluation import EvalStream
 from txl_dist.data.lanes import Cut, LanePlan, Ranges, lanes_of_rank, merged, owners_of_lanes
+from txl_dist.data.position import CorpusState, StreamState, continued, first_state
 from txl_dist.data.prefetch import prefetch
 from txl_dist.data.shards import RECORD
-from txl_dist.data.stream import CorpusState, LaneStream, StreamState, continued, first_state
+from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, DataError, UnreachableError
 from txl_dist.files import write_hashed_json
 

@@ -12,7 +12,8 @@ from tests.helpers.corpora import random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, config_from_dict, config_to_toml
 from txl_dist.data.inspect import lane_facts
-from txl_dist.data.stream import LaneStream, StreamState, continued
+from txl_dist.data.position import StreamState, continued
+from txl_dist.data.stream import LaneStream
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint import FORMAT_VERSION, checkpoint_folder
 from txl_dist.train.inspection import stream_before_step

@@ -1,0 +1,141 @@
+"""A few cases of every group; all of them by `python -m tests.chaos all`."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.arithmetic import not_finite, rewind, too_many
+from tests.chaos.disks import can_mount, failing_write, full_disk
+from tests.chaos.elastic import journey
+from tests.chaos.goodput import goodput
+from tests.chaos.hangs import death, freeze
+from tests.chaos.lab import Case, Lab
+from tests.chaos.lock import second_job
+from tests.chaos.oracle import differences_of
+from tests.chaos.pickles import control, in_bundle, in_checkpoints
+from tests.chaos.report import tables
+from tests.chaos.saves import crash_in_save, damaged_folder, verifier
+from tests.chaos.stops import launcher, request
+from tests.helpers.launch import train
+
+pytestmark = [pytest.mark.chaos, pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("chaos"), report=tmp_path_factory.mktemp("report") / "chaos.jsonl")
+
+
+def assert_passed(case: Case) -> None:
+    assert case.problems == []
+
+
+def test_forked_ranks_are_those_of_the_launcher_bit_for_bit(lab: Lab) -> None:
+    """Else nothing here would say anything about real jobs."""
+    unbroken, run = lab.unbroken(), lab.new_run("launched")
+    train(str(lab.config), "--run.dir", str(run.dir), cwd=lab.folder)
+    assert differences_of(run, unbroken) == []
+
+
+def test_the_oracle_sees_what_it_is_there_for(lab: Lab) -> None:
+    other = lab.unbroken("--run.seed", "2")
+    found = " ".join(differences_of(other, lab.unbroken()))
+    for word in ("loss of step 1 ", "00000.safetensors", "00000-00001.safetensors", "config_fingerprint"):
+        assert word in found
+    nothing = lab.new_run("nothing")
+    assert differences_of(nothing, other) == [f"{nothing.dir.name} is not done"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        ("kill:0:9:save-copied", 3),
+        ("kill:1:9:save-file-half#2", 1),
+        ("kill:0:9:save-rename", 1),
+        ("kill:0:9:prune-half", 3),
+    ],
+)
+def test_a_crash_in_a_save_costs_no_checkpoint_and_changes_nothing(lab: Lab, fault: str, stage: int) -> None:
+    assert_passed(crash_in_save(lab, stage=stage, fault=fault))
+
+
+@pytest.mark.parametrize("kind", ["bits", "cuts"])
+def test_every_flipped_bit_and_every_cut_is_found(lab: Lab, kind: str) -> None:
+    assert_passed(verifier(lab, kind=kind))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_moved_aside(lab: Lab) -> None:
+    assert_passed(damaged_folder(lab, pattern="engine/00001.safetensors"))
+
+
+def test_a_run_goes_on_with_other_ranks_at_other_stages(lab: Lab) -> None:
+    assert_passed(journey(lab, name="both"))
+
+
+@pytest.mark.parametrize(("kind", "moment"), [("SIGTERM to rank 1", "save"), ("STOP file", "evaluation")])
+def test_a_request_to_stop_loses_nothing(lab: Lab, kind: str, moment: str) -> None:
+    assert_passed(request(lab, kind=kind, moment=moment))
+
+
+def test_a_signal_to_the_launcher_loses_nothing_either(lab: Lab) -> None:
+    assert_passed(launcher(lab, kind="deepspeed", moment="training"))
+
+
+def test_a_frozen_rank_is_found_and_named(lab: Lab) -> None:
+    assert_passed(freeze(lab, kind="stop", rank=1))
+
+
+def test_the_death_of_rank_0_ends_the_others_with_one_line(lab: Lab) -> None:
+    assert_passed(death(lab, rank=0))
+
+
+def test_a_failed_write_costs_that_checkpoint_only(lab: Lab) -> None:
+    assert_passed(failing_write(lab, kind="enospc", phase="save-file-half", rank=1))
+
+
+def test_a_full_disk_is_survived(lab: Lab) -> None:
+    if not can_mount(lab.folder):
+        pytest.skip("mounting a small disk is not allowed here")
+    assert_passed(full_disk(lab))
+
+
+def test_nan_on_one_rank_is_a_skipped_step_on_all(lab: Lab) -> None:
+    assert_passed(not_finite(lab, kind="nan", rank=1, stage=3))
+
+
+def test_too_many_nans_stop_the_run_and_name_the_documents(lab: Lab) -> None:
+    assert_passed(too_many(lab))
+
+
+def test_a_spike_is_wound_back_the_same_way_whatever_happens(lab: Lab) -> None:
+    assert_passed(rewind(lab, is_killed=True))
+
+
+def test_a_second_job_is_refused_while_the_first_lives(lab: Lab) -> None:
+    assert_passed(second_job(lab))
+
+
+def test_no_crafted_pickle_is_executed(lab: Lab) -> None:
+    assert_passed(control(lab))
+    for trial in (*islice(in_checkpoints(lab, stage=1, pattern="engine/*"), 1), *islice(in_bundle(lab), 1)):
+        assert_passed(trial())
+
+
+def test_half_a_minute_of_mixed_faults_ends_where_the_unbroken_run_ends(lab: Lab) -> None:
+    assert_passed(goodput(lab, minutes=0.5, mean_s=3.0))
+
+
+def test_the_report_becomes_tables(tmp_path: Path) -> None:
+    report = tmp_path / "chaos.jsonl"
+    line = {"case": "sweep", "stage": 1, "trials": 2, "problems": [], "steps_lost": 3, "tokens_lost": 0, "fault": "a"}
+    line |= {"detect_s": 0.5, "recover_s": 1.5, "bytes_left": 0, "figures": {"minutes": 15}}
+    bad = line | {"case": "disk: eio", "problems": ["a tear"], "figures": {}, "detect_s": None}
+    report.write_text("".join(json.dumps(one) + "\n" for one in (line, line, bad)))
+    text = "\n".join(tables(report))
+    assert "| sweep, ZeRO-1 | 4 | 4 | 3 | 0 | 0.5 | 1.5 | 0 |" in text
+    assert "| disk: eio | 2 | 0 | 3 | 0 |  | 1.5 | 0 |" in text
+    assert "FAILED: disk: eio ZeRO-1 a: a tear" in text

@@ -1,0 +1,110 @@
+"""Makes the golden checkpoint of a format: `python -m tests.helpers.golden_checkpoint tests/golden/checkpoint_vN`.
+
+A tiny run of ZeRO-1 on 2 ranks that uses every part of the format: adaptive softmax, both moments, memories of four
+lanes in two files, a step that was skipped, and a rewind with text that is left out. Kept of it are one checkpoint, the
+corpus, the settings, and in `expected.json` what any later version must find in it and how it must go on. A version
+that was released is never made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.helpers.corpora import random_texts, tiny_corpus
+from tests.helpers.launch import train
+from txl_dist.config import config_from_dict, config_to_toml
+from txl_dist.train.checkpoint import checkpoint_folder, load_memory, read_state
+from txl_dist.train.tensor_files import FragmentFiles
+
+STEP, LAST_STEP = 16, 20
+FAULTS = "nan:0:3,spike:0:10,spike:0:11"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "run": {"dir": "run"},
+    "data": {"path": "corpus", "eval_split": ""},
+    "model": {
+        "num_layers": 2,
+        "width": 16,
+        "num_heads": 2,
+        "head_width": 8,
+        "ff_width": 24,
+        "cutoffs": [64, 160],
+        "div_value": 2,
+        "tie_projections": [False, True, True],
+        "dropout": 0.0,
+    },
+    "optim": {"lr": 2e-3, "schedule": "constant"},
+    "train": {"num_lanes": 4, "segment_len": 8, "memory_len": 12, "microbatch_lanes": 1, "max_steps": LAST_STEP},
+    "engine": {"zero_stage": 1},
+    "checkpoint": {"every_steps": 4, "keep_last": 10},
+    "guard": {"spike_window": 4, "spike_patience": 2, "on_spike": "rewind"},
+    "metrics": {"log_every_steps": 1, "tensorboard": False},
+}
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    """The last loss recorded for each step."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def facts_of(checkpoint: Path) -> dict[str, Any]:
+    """What a reader must find in a checkpoint, whatever the format of its files."""
+    state, files = read_state(checkpoint), FragmentFiles(checkpoint / "engine")
+    lengths = {name: torch.Size(shape).numel() for name, shape in state["parameters"].items()}
+    memory = load_memory(checkpoint, lanes=range(SETTINGS["train"]["num_lanes"]))
+    return {
+        "step": state["step"],
+        "tokens_seen": state["tokens_seen"],
+        "values": {
+            kind: sha256_of(files.read(kind, name, start=0, length=lengths[name]) for name in sorted(lengths))
+            for kind in files.kinds
+        },
+        "updates": files.step_of(min(lengths)),
+        "memory": sha256_of([memory.hidden_LBMD, memory.document_BM]),
+        "skipped_steps": state["health"]["skipped_steps"],
+        "rewinds": state["health"]["rewinds"],
+        "probe_losses": load_file(checkpoint / "probe.safetensors")["losses"].view(-1).tolist(),
+    }
+
+
+def sha256_of(tensors: Iterable[Tensor]) -> str:
+    """Of their bytes, one behind the other."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def make(folder: Path) -> None:
+    """Train, and keep what is needed."""
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Path(scratch)
+        tiny_corpus(here, texts=random_texts(count=30, longest=120), shard_len=3000, valid_fraction=0.0)
+        settings = config_to_toml(config_from_dict(SETTINGS, source="SETTINGS"))
+        (here / "settings.toml").write_text(settings, encoding="utf-8")
+        os.environ["TXL_FAULT"] = FAULTS
+        train("settings.toml", cwd=here, ranks=2)
+        checkpoint = checkpoint_folder(here / "run", STEP)
+        losses = losses_of(here / "run")
+        facts = facts_of(checkpoint) | {"next_losses": [losses[step] for step in range(STEP + 1, LAST_STEP + 1)]}
+        (folder / "expected.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        for name in ("settings.toml", "corpus", f"run/checkpoints/{checkpoint.name}"):
+            copy = shutil.copytree if (here / name).is_dir() else shutil.copy
+            copy(here / name, folder / Path(name).name)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

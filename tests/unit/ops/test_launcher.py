@@ -1,0 +1,192 @@
+"""Who starts training through `txl launch` hears the truth about it, and nothing stays behind.
+
+The launcher is a stand-in with the habits of the real one: `deepspeed` starts a node launcher, which starts ranks.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from txl_dist.config import Config
+from txl_dist.errors import HANG, REQUEUE, ConfigError
+from txl_dist.ops.launcher import exit_code
+from txl_dist.train.processes import process_id
+from txl_dist.verbs.launch import launch
+
+DEEPSPEED = f"""#!{sys.executable}
+import subprocess, sys
+words = [sys.executable, __file__.replace("deepspeed", "node.py"), "deepspeed.launcher.launch", *sys.argv[1:]]
+code = subprocess.call(words)
+sys.exit(code if code > 0 else 0)  # as the real one: a node launcher that was killed looks like success
+"""
+NODE = f"""
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, __file__.replace("node.py", "rank.py"), str(rank)]) for rank in (0, 1)]
+sys.exit(max(rank.wait() % 256 for rank in ranks))
+"""
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+rank, folder = int(sys.argv[1]), Path.cwd()
+told = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: told.append(signal.Signals(number).name))
+(folder / f"pid-{rank}.tmp").write_text(str(os.getpid()))
+(folder / f"pid-{rank}.tmp").rename(folder / f"pid-{rank}")
+parent, mode = os.getppid(), os.environ.get("MODE", "wait")
+if mode == "done" and rank == 0:
+    (folder / "run/DONE").write_text("7")
+if mode.isdigit():
+    sys.exit(int(mode))
+end_s = time.monotonic() + 30
+while mode != "done" and not told and os.getppid() == parent and time.monotonic() < end_s:
+    time.sleep(0.01)
+time.sleep(0.3)  # a second signal would show
+(folder / f"told-{rank}").write_text(" ".join(told))
+sys.exit(0 if mode == "done" else 75)
+"""
+WRAPPER = """
+import sys
+from pathlib import Path
+from txl_dist.ops.launcher import launch
+print(launch([], ["c.toml"], run_dir=Path("run"), grace_s=float(sys.argv[1])))
+"""
+
+
+@pytest.fixture()
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("deepspeed", DEEPSPEED), ("node.py", NODE), ("rank.py", RANK)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+def start(folder: Path, *, mode: str = "wait", grace_s: float = 20) -> subprocess.Popen[str]:
+    environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "MODE": mode}
+    command = [sys.executable, "-c", WRAPPER, str(grace_s)]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def result(process: subprocess.Popen[str]) -> int:
+    output, _ = process.communicate(timeout=60)
+    return int(output)
+
+
+def pids(folder: Path) -> list[int]:
+    files = [folder / "pid-0", folder / "pid-1"]
+    wait_for(lambda: all(file.exists() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def wait_for(condition) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_success_is_what_this_start_wrote(folder: Path) -> None:
+    assert result(start(folder, mode="done")) == 0
+    assert (folder / "run/DONE").exists()
+    assert result(start(folder, mode="0")) == HANG, "that DONE is of the start before"
+    assert result(start(folder, mode="2")) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_every_rank_once(folder: Path, number: signal.Signals) -> None:
+    process = start(folder)
+    pids(folder)
+    process.send_signal(number)
+    assert result(process) == REQUEUE
+    assert [(folder / f"told-{rank}").read_text() for rank in (0, 1)] == [number.name, number.name]
+    assert not (folder / "run/STOP").exists()
+
+
+def test_where_no_ranks_are_the_stop_file_is_made_and_taken_away(folder: Path) -> None:
+    (folder / "bin/node.py").write_text(
+        'import os, sys, time\nopen("up", "w").close()\n'
+        'while not os.path.exists("run/STOP"): time.sleep(0.01)\nsys.exit(75)\n'
+    )
+    process = start(folder)
+    wait_for((folder / "up").exists)
+    process.terminate()
+    assert result(process) == REQUEUE
+    assert not (folder / "run/STOP").exists()
+
+
+def test_a_killed_node_launcher_is_no_success_and_its_ranks_may_save(folder: Path) -> None:
+    process = start(folder)
+    ranks = [process_id(pid) for pid in pids(folder)]
+    os.kill(int(Path(f"/proc/{ranks[0].pid}/stat").read_text().split()[3]), signal.SIGKILL)
+    assert result(process) == HANG
+    assert (folder / "told-0").exists()
+    assert not any(rank.lives() for rank in ranks)
+
+
+def test_what_does_not_leave_by_itself_is_killed(folder: Path) -> None:
+    process = start(folder, grace_s=0.5)
+    ranks = [process_id(pid) for pid in pids(folder)]
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    os.kill(int(Path(f"/proc/{ranks[0].pid}/stat").read_text().split()[3]), signal.SIGKILL)
+    assert result(process) == HANG
+    wait_for(lambda: not any(rank.lives() for rank in ranks))
+
+
+def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folder: Path) -> None:
+    (folder / "bin/rank.py").write_text(
+        RANK.replace("os.getppid() == parent", "requests.reason == ''").replace(
+            "import os", "from txl_dist.train.stopping import StopRequests; requests = StopRequests()\nimport os"
+        )
+    )
+    process = start(folder)
+    ranks = [process_id(pid) for pid in pids(folder)]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(rank.lives() for rank in ranks))
+    assert (folder / "told-0").read_text() == "", "no signal was needed"
+
+
+@pytest.mark.parametrize(
+    ("code", "sent", "expected"),
+    [
+        (0, set(), HANG),
+        (75, set(), REQUEUE),
+        (76, set(), HANG),
+        (1, set(), 1),
+        (2, {15}, 2),
+        (247, set(), HANG),  # sys.exit(-9)
+        (137, set(), HANG),  # the shell's way
+        (-9, set(), HANG),
+        (241, {15}, REQUEUE),
+        (-15, {15}, REQUEUE),
+        (-15, set(), HANG),
+    ],
+)
+def test_exit_codes(code: int, sent: set[int], expected: int) -> None:
+    assert exit_code(code, is_done=False, sent=sent) == expected
+    assert exit_code(code, is_done=True, sent=sent) == 0
+
+
+def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = {}
+    monkeypatch.setattr("txl_dist.ops.launcher.launch", lambda flags, words, **rest: seen.update(locals()) or 75)
+    monkeypatch.setattr("txl_dist.dist.uses_gpu", lambda: False)
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    words = ["--num_accelerators", "2", "c.toml", "--train.max_steps", "7"]
+    assert launch(words, read_settings=lambda _: Config()) == 75
+    assert seen["flags"] == ["--num_accelerators", "2"]
+    assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
+    assert seen["rest"] == {"run_dir": Path(Config().run.dir)}
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    launch(["c.toml"], read_settings=lambda _: Config())
+    assert seen["flags"] == ["--num_accelerators", "1"]
+    with pytest.raises(ConfigError, match=r"no word ends in \.toml"):
+        launch(["--num_gpus", "2"], read_settings=lambda _: Config())
+    assert launch(["--help"], read_settings=lambda _: Config()) == 0

@@ -1,0 +1,121 @@
+"""Every later version must load, verify, export and continue the golden checkpoint of each format version."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.golden_checkpoint import facts_of, losses_of
+from tests.helpers.launch import txl
+from txl_dist.cli import main
+from txl_dist.config import load_config
+from txl_dist.errors import CheckpointError
+from txl_dist.files import write_hashed_json
+from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
+from txl_dist.train.checkpoint import read_state
+from txl_dist.train.export import export_bundle
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
+CHECKPOINT = GOLDEN / "step_000000016"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
+
+
+def test_it_is_whole_and_small_and_holds_every_part_of_the_format() -> None:
+    assert problems_of(CHECKPOINT) == []
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 200_000
+    config, state = load_config(CHECKPOINT / "config.toml"), read_state(CHECKPOINT)
+    assert (state["zero_stage"], state["world_size"], len(config.model.cutoffs)) == (1, 2, 2)
+    assert len(list((CHECKPOINT / "lanes").iterdir())) == 2
+    assert state["stream"]["corpora"][0]["skips"]
+    assert EXPECTED["values"].keys() == {"weight", "exp_avg", "exp_avg_sq"}
+    assert (EXPECTED["skipped_steps"], EXPECTED["rewinds"]) == (1, 1)
+
+
+def test_its_weights_moments_memories_and_counts_are_those_that_were_saved() -> None:
+    assert facts_of(CHECKPOINT) == {key: value for key, value in EXPECTED.items() if key != "next_losses"}
+
+
+def test_its_export_agrees_with_the_engine_that_wrote_it(tmp_path: Path) -> None:
+    folder, error = export_bundle(CHECKPOINT, tmp_path / "bundle")
+    assert folder == CHECKPOINT
+    assert error < 1e-4
+    assert problems_of(tmp_path / "bundle") == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_from_it_as_it_did_then(tmp_path: Path, stage: int) -> None:
+    words = ["train", str(GOLDEN / "settings.toml"), "--data.path", str(GOLDEN / "corpus"), "--run.dir", "run"]
+    done = txl(*words, "--resume", str(CHECKPOINT), "--engine.zero_stage", str(stage), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = losses_of(tmp_path / "run")
+    assert sorted(losses) == [17, 18, 19, 20]
+    # One rank adds up in another order than two, and another machine may round otherwise.
+    assert list(losses.values()) == pytest.approx(EXPECTED["next_losses"], rel=1e-5)
+
+
+def with_version(version: Any, folder: Path) -> Path:
+    """A whole copy that says it has another format version."""
+    shutil.copytree(CHECKPOINT, folder)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8")) | {"format_version": version}
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, {name: describe_file(folder / name) for name in files_of(folder)})
+    assert problems_of(folder) == []
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 3, None])
+def test_another_version_is_refused_with_the_way_out(
+    tmp_path: Path, version: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_version(version, tmp_path / "step_000000016")
+    sentence = f"has format version {version}; this program reads 2. Use the version of txl_dist that wrote it."
+    with pytest.raises(CheckpointError, match=sentence):
+        read_state(folder)
+    for words in (["inspect", str(folder)], ["export", str(folder), str(tmp_path / "bundle")]):
+        assert main(words) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.dist
+def test_a_run_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    folder = with_version(3, tmp_path / "run" / "checkpoints" / CHECKPOINT.name)
+    before = folder.stat().st_mtime_ns, sorted(folder.rglob("*"))
+    settings = tmp_path / "run" / "config.toml"
+    shutil.copy(GOLDEN / "settings.toml", settings)
+    done = txl("train", str(settings), "--data.path", str(GOLDEN / "corpus"), "--run.dir", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "has format version 3; this program reads 2" in done.stderr
+    assert (folder.stat().st_mtime_ns, sorted(folder.rglob("*"))) == before
+
+
+def test_a_manifest_of_a_later_version_is_a_problem_that_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(CHECKPOINT, folder)
+    content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    write_hashed_json(folder / MANIFEST, content | {"format_version": 7})
+    assert problems_of(folder) == [f"{folder / MANIFEST} has format version 7; this program knows 1"]
+
+
+def test_inspect_verify_and_export_need_no_deepspeed(tmp_path: Path) -> None:
+    code = """
+import sys
+from txl_dist.cli import main
+for words in sys.argv[1:]:
+    assert main(words.split()) == 0
+assert "torch" in sys.modules
+assert not any(name.partition(".")[0] == "deepspeed" for name in sys.modules)
+"""
+    copy = tmp_path / "copy"
+    shutil.copytree(CHECKPOINT, copy)
+    words = [f"inspect {copy}", f"verify {copy}", f"export {copy} {tmp_path / 'bundle'}"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
