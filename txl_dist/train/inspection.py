@@ -19,7 +19,8 @@ from txl_dist.config import load_config
 from txl_dist.data.corpus import Split
 from txl_dist.data.inspect import aligned
 from txl_dist.data.lanes import epochs_read
-from txl_dist.data.stream import LaneStream, StreamState
+from txl_dist.data.position import StreamState
+from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.manifest import problems_of
 from txl_dist.train.checkpoint import continued_stream, list_checkpoints, read_state, step_of
@@ -128,17 +129,17 @@ def _what_is(name: str) -> str:
 
 def run_lines(facts: dict[str, Any]) -> list[str]:
     """For people."""
-    newest = "no whole checkpoint" if facts["newest_whole"] is None else f"goes on from step {facts['newest_whole']:,}"
-    rows = [["checkpoint", "tokens seen", "GiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
+    newest = "none" if facts["newest_whole"] is None else f"step {facts['newest_whole']:,}"
+    rows = [["checkpoint", "tokens seen", "MiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
     for one in facts["checkpoints"]:
         best = " (best)" if one["step"] == facts["best_step"] else ""
         loss = "-" if one["eval_loss"] is None else f"{one['eval_loss']:.4f}{best}"
-        size = f"{one['bytes'] / 2**30:.3f}"
+        size = f"{one['bytes'] / 2**20:,.1f}"
         state = f"damaged: {one['problems'][0]}" if one["problems"] else "whole"
         known = [_or_dash(one[key]) for key in ("tokens_seen", "world_size", "zero_stage", "precision")]
         rows.append([one["name"], known[0], size, *known[1:], loss, state])
     return [
-        f"{facts['run']}: {'done' if facts['done'] else 'not done'}; {newest}",
+        f"{facts['run']}: {'done' if facts['done'] else 'not done'}; newest whole checkpoint: {newest}",
         *(aligned(rows) if facts["checkpoints"] else []),
         *(f"{one['name']}: {one['what']}" for one in facts["beside"]),
     ]
@@ -225,7 +226,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
     hidden = len(counts) - max_parameters
     health = facts["health"]
     return [
-        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {facts['bytes'] / 2**30:.3f} GiB, "
+        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {facts['bytes'] / 2**20:,.1f} MiB, "
         f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}",
         *(f"  {problem}" for problem in facts["problems"]),
         f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {facts['world_size']} ranks, ZeRO "

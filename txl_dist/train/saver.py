@@ -107,7 +107,7 @@ class Saver:
         files: dict[str, Write] = {name: self._tensor_writer(*content) for name, content in tensors.items()}
         files |= {name: _bytes_writer(data) for name, data in own.items()}
         try:
-            on_first(lambda: self._check_space(total))
+            on_first(lambda: _in_file_system(lambda: self._check_space(total), self._temporary(state.step)))
         except CheckpointError as error:
             self._error = error
             return

@@ -117,7 +117,7 @@ def _run_or_checkpoint(question: Question, folder: Path) -> Answer:
 
 def _lane_of_corpus(question: Question, corpus: Corpus) -> Answer:
     from txl_dist.data.inspect import lane_facts, lane_lines
-    from txl_dist.data.stream import first_state
+    from txl_dist.data.position import first_state
     from txl_dist.rng import derive_seed
     from txl_dist.sections import RunSection, TrainSection
 
