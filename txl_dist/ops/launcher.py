@@ -11,6 +11,7 @@ on SIGTERM kills ranks that need more than 30 s to save. So here it runs in a pr
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 
 from txl_dist.errors import HANG, REQUEUE, ConfigError
-from txl_dist.train.processes import command_of, group_members, parent_of
+from txl_dist.train.processes import command_of, group_members, parent_of, process_id
+from txl_dist.train.stopping import LAUNCHED_BY
 
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 GRACE_S = 60.0
@@ -39,7 +41,12 @@ def launch(
     done_before = _stamp(run_dir / "DONE")
     command = ["deepspeed", *launcher_flags, "--module", "txl_dist", "train", *train_words]
     try:
-        launcher = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_parent())
+        launcher = subprocess.Popen(
+            command,
+            env=os.environ | {LAUNCHED_BY: json.dumps(process_id())},
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
     except FileNotFoundError as error:
         raise ConfigError(
             "there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment."
@@ -85,12 +92,12 @@ class _Forwarding:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         if not ranks:
-            with suppress(OSError):  # without the folder of the run there is nothing to stop yet but the launcher
+            with suppress(OSError):  # without the folder of the run nothing can be lost yet
                 self._stop_file.touch()
                 self._made_stop_file = True
                 return
             with suppress(ProcessLookupError):
-                os.kill(self._group, number)
+                os.killpg(self._group, number)
 
 
 def _end_group(group: int, *, grace_s: float) -> None:

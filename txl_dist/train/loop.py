@@ -311,7 +311,9 @@ class Run:
         def before_segment() -> None:
             self._beat("evaluate")
             fault_point("evaluate", step=state.step)
-            stop, is_written = poll(stop=bool(self.job.stops.reason), written=self.saving.is_written)
+            stop, is_written = poll(
+                stop=bool(self.job.stops.reason), written=self.saving.is_written, world_size=self.ranks.world_size
+            )
             if is_written:  # a checkpoint is not to wait for the end of an evaluation
                 self.saving.finish(state.step)
             if stop:

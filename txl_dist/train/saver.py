@@ -78,7 +78,7 @@ class Saver:
         self._host = HostCopy(pin=ranks.device.type == "cuda") if copies else None
         self._thread: threading.Thread | None = None
         self._step = -1
-        self._gib = 0.0
+        self._needed = 0
         self._written: dict[str, dict[str, Any]] = {}
         self._num_bytes = 0
         self._error: Exception | None = None
@@ -102,12 +102,11 @@ class Saver:
         own = self._own_files(state, engine) if self._ranks.is_first else {}
         fault_point("save-copied", step=state.step)
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
-        total = sum(gather_objects(needed))
-        self._gib = total / 2**30
+        self._needed = sum(gather_objects(needed))
         files: dict[str, Write] = {name: self._tensor_writer(*content) for name, content in tensors.items()}
         files |= {name: _bytes_writer(data) for name, data in own.items()}
         try:
-            on_first(lambda: _in_file_system(lambda: self._check_space(total), self._temporary(state.step)))
+            on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
             self._error = error
             return
@@ -119,7 +118,9 @@ class Saver:
         self._wait()
         step, self._step, self._thread = self._step, -1, None
         final, temporary = checkpoint_folder(self._run_dir, step), self._temporary(step)
-        parts = gather_objects((self._written, None if self._error is None else _explained(self._error, temporary)))
+        parts = gather_objects(
+            (self._written, None if self._error is None else _explained(self._error, temporary, needed=self._needed))
+        )
         reasons = [reason for _, reason in parts if reason is not None]
 
         def commit() -> None:
@@ -133,11 +134,11 @@ class Saver:
             fault_point("save-renamed", step=step)
 
         try:
-            on_first(lambda: _in_file_system(commit, temporary))
+            on_first(lambda: _in_file_system(commit, temporary, needed=self._needed))
         except CheckpointError as error:
             together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._ranks.is_first else None)
-            return Saved(step, final, self._gib, str(error))
-        return Saved(step, final, self._gib, "")
+            return Saved(step, final, self._needed / 2**30, str(error))
+        return Saved(step, final, self._needed / 2**30, "")
 
     def _wait(self) -> None:
         """Until all ranks have written. In short collectives: a slow disk is no rank that hangs, a still one is."""
@@ -150,7 +151,10 @@ class Saver:
             if total > seen:
                 seen = total
                 self._beat()
-            time.sleep(_POLL_S)
+            if self._thread is not None and self._thread.is_alive():
+                self._thread.join(_POLL_S)
+            else:
+                time.sleep(_POLL_S)
 
     def _temporary(self, step: int) -> Path:
         final = checkpoint_folder(self._run_dir, step)
@@ -198,13 +202,13 @@ class Saver:
             "state.json": json.dumps(content, indent=1).encode() + b"\n",
         }
 
-    def _check_space(self, needed: int) -> None:
+    def _check_space(self) -> None:
         folder = self._run_dir / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
-        if free < needed:
+        if free < self._needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: it needs {_size(needed)}, {_size(free)} are free. Free space, "
+                f"no room for a checkpoint in {folder}: it needs {_size(self._needed)}, {_size(free)} are free. Free space, "
                 "lower checkpoint.keep_last, or move the run to another file system."
             )
 
@@ -266,19 +270,20 @@ def _bytes_writer(data: bytes) -> Write:
     return write
 
 
-def _in_file_system(action: Callable[[], None], path: Path) -> None:
+def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> None:
     try:
         action()
     except OSError as error:
-        raise CheckpointError(_explained(error, path)) from error
+        raise CheckpointError(_explained(error, path, needed=needed)) from error
 
 
-def _explained(error: Exception, path: Path) -> str:
+def _explained(error: Exception, path: Path, *, needed: int) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
         where = error.filename or path
-        return f"cannot write {where}: {error.strerror or error}. Free space or mend permissions in {path.parent}."
+        reason = f"cannot write {where}: {error.strerror or error}"
+        return f"{reason}. A checkpoint needs {_size(needed)}; free space or mend permissions in {path.parent}."
     return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."
 
 

@@ -19,7 +19,7 @@ from txl_dist.data.corpus import Split
 from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.position import StreamState
 from txl_dist.data.stream import LaneStream
-from txl_dist.dist import Ranks, all_reduce_sum, gather_objects
+from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -153,10 +153,10 @@ def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, stop: bool, written: 
     )
 
 
-def poll(*, stop: bool, written: bool) -> tuple[bool, bool]:
+def poll(*, stop: bool, written: bool, world_size: int) -> tuple[bool, bool]:
     """(whether any rank was asked to stop, whether all have written), between steps. All ranks call it."""
-    says = gather_objects((stop, written))
-    return any(one for one, _ in says), all(one for _, one in says)
+    stops, writtens = all_reduce_sum(torch.tensor([float(stop), float(written)])).tolist()
+    return stops > 0, writtens == world_size
 
 
 def _struck(memory: Memory, fault: str) -> Memory:

@@ -7,6 +7,7 @@ launcher when it is killed: every rank watches the launchers among its ancestors
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ from txl_dist.train.processes import ProcessId, command_of, parent_of, process_i
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LOOK_EVERY_S = 1.0
 """File, clock and launchers are looked at so often, signals at every step."""
+LAUNCHED_BY = "TXL_LAUNCHED_BY"
+"""Variable in which `txl launch` names its own process, so that its death is seen even if it comes early."""
 MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 
@@ -102,7 +105,8 @@ def parse_duration(text: str) -> float:
 
 def _launchers() -> list[ProcessId]:
     """The launchers that this process descends from."""
-    found, pid = [], os.getppid()
+    named = os.environ.get(LAUNCHED_BY)
+    found, pid = [ProcessId(*json.loads(named))] if named else [], os.getppid()
     while pid > 1:
         if _is_launcher(command_of(pid)):
             found.append(process_id(pid))

@@ -109,11 +109,11 @@ class FragmentFiles:
         while found < length:
             if index == len(self._opened) and not self._open_next():
                 raise CheckpointError(
-                    f"{self._folder} lacks {length - found} of {length} values {kind} of {parameter} from {start} on. "
-                    "It belongs to another model; use another checkpoint."
+                    f"{self._folder} lacks {length - found} of {length} values {kind} of {parameter} from "
+                    f"{start + found} on. It belongs to another model; use another checkpoint."
                 )
-            found += self._opened[index].copy_into(values, kind, parameter, start=start)
-            index += 1
+            copied = self._opened[index].copy_into(values[found:], kind, parameter, start=start + found)
+            found, index = found + copied, 0 if copied else index + 1
         return values
 
     def step_of(self, parameter: str) -> float:
@@ -147,16 +147,16 @@ class _FragmentFile:
             raise CheckpointError(f"cannot read the weights in {path}: {error}. Use another checkpoint.") from error
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
-        """Copy what this file has of [start, start + len(values)) of a parameter. Returns how much that is."""
+        """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""
         if parameter not in self._starts:
             return 0
         try:
             saved = self._file.get_slice(f"{kind}/{parameter}")
         except SafetensorError as error:
             raise CheckpointError(f"{parameter} has no {kind}: {error}. Use another checkpoint.") from error
-        here = self._starts[parameter]
-        first, end = max(start, here), min(start + len(values), here + int(saved.get_shape()[0]))
-        if first >= end:
+        first = start - self._starts[parameter]
+        count = min(len(values), int(saved.get_shape()[0]) - first)
+        if first < 0 or count <= 0:
             return 0
-        values[first - start : end - start] = saved[first - here : end - here]
-        return end - first
+        values[:count] = saved[first : first + count]
+        return count

@@ -43,7 +43,7 @@ NET_S = 4.0
 """The net in C comes so much later than the limit."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
 """By the kind of verdict: what the main thread has, to come by itself for the first cause and leave in its own way."""
-ANSWER_S = 5.0
+ANSWER_S = 4.0
 """No verdict within so many seconds after an error: no other rank has caused it."""
 STDERR = 2
 
@@ -182,7 +182,8 @@ class Watchdog:
         culprits = silent or behind({rank: one.beat for rank, one in seen.items()})
         first = seen[culprits[0]].beat
         if silent:
-            how = f"has not answered for {silent_s[culprits[0]]:.0f} s: its process or host stands still at {self._position(first)}"
+            since_s = silent_s[culprits[0]]
+            how = f"has not answered for {since_s:.0f} s: {self._position(first)}, its process or host stands still"
         else:
             how = f"has made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
         stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""

@@ -24,7 +24,7 @@ words = [sys.executable, __file__.replace("deepspeed", "node.py"), "deepspeed.la
 code = subprocess.call(words)
 sys.exit(code if code > 0 else 0)  # as the real one: a node launcher that was killed looks like success
 """
-NODE = f"""
+NODE = """
 import subprocess, sys
 ranks = [subprocess.Popen([sys.executable, __file__.replace("node.py", "rank.py"), str(rank)]) for rank in (0, 1)]
 sys.exit(max(rank.wait() % 256 for rank in ranks))
@@ -58,7 +58,7 @@ print(launch([], ["c.toml"], run_dir=Path("run"), grace_s=float(sys.argv[1])))
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
     for name, text in (("deepspeed", DEEPSPEED), ("node.py", NODE), ("rank.py", RANK)):
@@ -139,13 +139,23 @@ def test_what_does_not_leave_by_itself_is_killed(folder: Path) -> None:
     wait_for(lambda: not any(rank.lives() for rank in ranks))
 
 
-def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folder: Path) -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folder: Path, is_early: bool) -> None:
     (folder / "bin/rank.py").write_text(
         RANK.replace("os.getppid() == parent", "requests.reason == ''").replace(
             "import os", "from txl_dist.train.stopping import StopRequests; requests = StopRequests()\nimport os"
         )
     )
+    if is_early:  # the launcher is gone when the ranks begin to look; only what they were told can help
+        text = (folder / "bin/node.py").read_text()
+        waits = (
+            "import os, time\npid = os.getppid()\nopen('up', 'w').close()\nwhile os.getppid() == pid: time.sleep(0.01)"
+        )
+        (folder / "bin/node.py").write_text(waits + text)
     process = start(folder)
+    if is_early:
+        wait_for((folder / "up").exists)
+        process.kill()
     ranks = [process_id(pid) for pid in pids(folder)]
     process.kill()
     process.wait()

@@ -1,14 +1,15 @@
-"""`txl inspect RUN --lane L --step K` shows what that step trained on, also after lanes were cut anew."""
+"""`txl inspect` shows what a run and a checkpoint hold, and what a step trained on, also after lanes were cut anew."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.corpora import random_texts, tiny_corpus
+from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, config_from_dict, config_to_toml
 from txl_dist.data.inspect import lane_facts
@@ -16,7 +17,7 @@ from txl_dist.data.position import StreamState, continued
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint import FORMAT_VERSION, checkpoint_folder
-from txl_dist.train.inspection import stream_before_step
+from txl_dist.train.inspection import checkpoint_facts, stream_before_step
 from txl_dist.train.job import first_stream, open_corpora, train_splits
 
 
@@ -138,8 +139,106 @@ def test_the_verb_names_corpus_shard_and_document_and_refuses_what_a_run_knows_i
         shown += capsys.readouterr().out
     assert all(str(corpus) in shown for corpus in corpora), "both corpora have lanes"
     assert shown.count("from its token 10 on") == 8
-    for flags in ([], ["--lane", "1", "--num-lanes", "4"], ["--lane", "1", "--seed", "4"]):
+    for flags in (["--shard", "a"], ["--lane", "1", "--num-lanes", "4"], ["--lane", "1", "--seed", "4"]):
         assert main([*words, *flags]) == 2
-        assert "is a run, which knows its lanes and seed itself" in capsys.readouterr().err
+        assert "which knows its lanes and seed itself" in capsys.readouterr().err
     assert main([*words, "--lane", "8"]) == 2
     assert "the lanes are 0 to 7" in capsys.readouterr().err
+
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
+
+
+@pytest.fixture
+def golden_run(tmp_path: Path) -> Path:
+    """A run of three copies of the golden checkpoint, one of them damaged, with what may lie beside them."""
+    run = tmp_path / "run"
+    for step in (8, 12, 16):
+        shutil.copytree(GOLDEN / "step_000000016", checkpoint_folder(run, step))
+    flip_bit(checkpoint_folder(run, 16) / "engine" / "00001.safetensors")
+    for name in ("step_000000020.tmp-a1b2", "step_000000012.damaged-1", "step_000000014.rewound-1", "step_x"):
+        (run / "checkpoints" / name).mkdir()
+    shutil.copy(GOLDEN / "settings.toml", run / "config.toml")
+    records = [{"kind": "eval", "step": step, "loss": loss} for step, loss in ((8, 5.5), (12, 5.25), (16, 5.375))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies_beside(
+    golden_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(golden_run), "--json", str(tmp_path / "facts.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{golden_run}: not done; newest whole checkpoint: step 12"
+    rows = {line.split()[0]: line for line in lines[1:]}
+    assert " ".join(rows["step_000000012"].split()) == "step_000000012 480 0.1 2 1 fp32 5.2500 (best) whole"
+    assert rows["step_000000008"].endswith(" 5.5000  whole")
+    assert rows["step_000000016"].endswith("damaged: 00001.safetensors does not match its sha256")
+    assert "a save that was not finished" in rows["step_000000020.tmp-a1b2:"]
+    assert "was damaged" in rows["step_000000012.damaged-1:"]
+    assert "left behind by a rewind" in rows["step_000000014.rewound-1:"]
+    assert "none of this program's" in rows["step_x:"]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["newest_whole"], facts["best_step"], facts["done"]) == (12, 12, False)
+    assert [one["eval_loss"] for one in facts["checkpoints"]] == [5.5, 5.25, 5.375]
+    assert [bool(one["problems"]) for one in facts["checkpoints"]] == [False, False, True]
+
+
+def test_a_run_without_checkpoints_and_one_with_a_torn_state_are_shown_too(
+    golden_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint_folder(golden_run, 12) / "state.json").write_text("{")
+    (checkpoint_folder(golden_run, 8) / "MANIFEST.json").unlink()
+    assert main(["inspect", str(golden_run)]) == 0
+    out = capsys.readouterr().out
+    assert "newest whole checkpoint: none" in out
+    assert "damaged: state.json has 1 bytes instead of" in out
+    assert "MANIFEST.json is missing" in out
+    shutil.rmtree(golden_run / "checkpoints")
+    assert main(["inspect", str(golden_run)]) == 0
+    assert capsys.readouterr().out == f"{golden_run}: not done; newest whole checkpoint: none\n"
+
+
+def test_a_checkpoint_copied_elsewhere_shows_what_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copied"
+    shutil.copytree(GOLDEN / "step_000000016", copy)
+    words = ["inspect", str(copy), "--max-documents", "2", "--json", str(tmp_path / "facts.json")]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    facts, state = json.loads((tmp_path / "facts.json").read_text()), json.loads((copy / "state.json").read_text())
+    assert facts["parameters"] == state["parameters"]
+    assert facts["kinds"] == ["exp_avg", "exp_avg_sq", "weight"]
+    assert [(one["first"], one["last"]) for one in facts["lanes"]] == [(0, 1), (2, 3)]
+    assert facts["lanes"][0]["memory_len"] == 12
+    assert facts["health"] == {"skipped_steps": 1, "num_spikes": 2, "rewinds": 1}
+    (corpus,) = facts["stream"]
+    # 16 steps of 8 tokens and 2 steps' worth that the rewind left out; where the corpus lies is not known here.
+    assert (corpus["position"], corpus["skips"], corpus["epochs_read"]) == (144, [[72, 88]], None)
+    assert "whole, 0.1 MiB, format version 2" in out
+    assert "step 16, 480 tokens; 2 ranks, ZeRO 1, fp32" in out
+    assert "skipped steps: 1; spikes: 2; rewinds: 1" in out
+    assert "and 36 more" in out
+    assert out.count("embedding.") == 2
+    assert main(["inspect", str(copy), "--lane", "1"]) == 2
+    assert "is a checkpoint: name the run" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_shown_with_its_damage_and_epochs_where_the_corpus_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copied"
+    shutil.copytree(GOLDEN / "step_000000016", copy)
+    settings = (copy / "config.toml").read_text().replace('"corpus"', f'"{GOLDEN / "corpus"}"')
+    (copy / "config.toml").write_text(settings)
+    (copy / "engine" / "00000.safetensors").write_bytes(b"torn")
+    facts = checkpoint_facts(copy)
+    tokens = open_corpora(config_from_dict({"data": {"path": str(GOLDEN / "corpus")}}, source="test"))[0]
+    assert facts["stream"][0]["epochs_read"] == pytest.approx(4 * 144 / tokens.split("train").tokens)
+    assert main(["inspect", str(copy)]) == 0
+    out = capsys.readouterr().out
+    assert "copied: damaged" in out
+    assert "00000.safetensors has 4 bytes instead of" in out
+    (copy / "MANIFEST.json").unlink()
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", str(copy)])
+    assert "MANIFEST.json is missing" in capsys.readouterr().out

@@ -1,0 +1,334 @@
+"""Saves behind the training: what is written is what there was at the beginning, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config
+from txl_dist.config import Config
+from txl_dist.data.lanes import lanes_of_rank
+from txl_dist.data.position import CorpusState, StreamState
+from txl_dist.dist import Ranks, gather_objects, joined_ranks
+from txl_dist.errors import CheckpointError
+from txl_dist.manifest import problems_of
+from txl_dist.model.memory import Memory
+from txl_dist.train import saving as saving_module
+from txl_dist.train.checkpoint import CorpusFacts, checkpoint_folder, list_checkpoints, read_state
+from txl_dist.train.health import Health
+from txl_dist.train.partitions import WEIGHT, Fragment
+from txl_dist.train.saver import HostCopy, Saver
+from txl_dist.train.saving import Saving
+from txl_dist.train.state import TrainState
+
+PROBE = {"tokens": torch.arange(4), "losses": torch.ones(1, 4)}
+FACTS = CorpusFacts(tokenizer_json="{}", tokenizer_fingerprint="f" * 64, vocab_size=7)
+
+
+class FakeEngine:
+    """Weights of one parameter, a slice per rank."""
+
+    def __init__(self, *, size: int = 1000, rank: int = 0) -> None:
+        self.weight = torch.arange(float(size)) + rank * size
+        self._start = rank * size
+        self.shapes = {"w": [2 * size]}
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment("w", self._start, {WEIGHT: self.weight, "exp_avg": self.weight}, 1.0)]
+
+    def loss_scale(self) -> dict[str, Any]:
+        return {}
+
+
+class Parts(NamedTuple):
+    """What a save needs."""
+
+    ranks: Ranks
+    config: Config
+    engine: Any
+    saver: Saver
+
+    def state(self, step: int) -> TrainState:
+        """Memories that hold the number of their step."""
+        stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=step),))
+        lanes = 4 // self.ranks.world_size
+        memory = Memory(torch.full((2, lanes, 3, 5), float(step)), torch.full((lanes, 3), step))
+        return TrainState(step, 32 * step, Health(), stream, (memory,))
+
+    def folder(self, step: int) -> Path:
+        return checkpoint_folder(Path(self.config.run.dir), step)
+
+    def save(self, step: int) -> str:
+        """Begin and finish; returns the error."""
+        self.saver.begin(self.state(step), self.engine, probe=PROBE)
+        return self.saver.finish().error
+
+
+def parts(ranks: Ranks, run_dir: Path, *, size: int = 1000, **checkpoint: Any) -> Parts:
+    config = tiny_config(run={"dir": str(run_dir)}, engine={"zero_stage": 1}, checkpoint=checkpoint)
+    lanes = lanes_of_rank(4, rank=ranks.rank, world_size=ranks.world_size)
+    saver = Saver(run_dir, config=config, corpus=FACTS, lanes=lanes, ranks=ranks, nonce="nonce")
+    return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank), saver)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """A job of one rank in this process, whose environment is put back behind it."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with joined_ranks(timeout_s=60, num_threads=torch.get_num_threads()) as ranks:
+        yield ranks
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing of tensors is written until the event is set."""
+    from txl_dist.train import saver as saver_module
+
+    go_on, write = threading.Event(), saver_module.write_tensors
+
+    def write_later(*arguments: Any, **keywords: Any) -> dict[str, Any]:
+        assert go_on.wait(timeout=60)
+        return write(*arguments, **keywords)
+
+    monkeypatch.setattr(saver_module, "write_tensors", write_later)
+    return go_on
+
+
+def weights_in(folder: Path) -> Tensor:
+    return load_file(folder / "engine" / "00000.safetensors")["weight/w"]
+
+
+def test_what_training_changes_after_the_beginning_of_a_save_is_not_in_it(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, go_on = parts(alone, tmp_path, asynchronous=True), held_back(monkeypatch)
+    state, before = it.state(4), it.engine.weight.clone()
+    it.saver.begin(state, it.engine, probe=PROBE)
+    assert it.saver.in_flight
+    assert not it.saver.is_written
+    it.engine.weight.fill_(-1.0)
+    state.memories[0].hidden_LBMD.fill_(-1.0)
+    go_on.set()
+    assert it.saver.finish().error == ""
+    assert not it.saver.in_flight
+    assert torch.equal(weights_in(it.folder(4)), before)
+    assert bool((load_file(it.folder(4) / "lanes" / "00000-00003.safetensors")["hidden"] == 4.0).all())
+    assert problems_of(it.folder(4)) == []
+    # The next save finds what has changed meanwhile, in the same host memory.
+    assert it.save(5) == ""
+    assert bool((weights_in(it.folder(5)) == -1.0).all())
+    assert torch.equal(weights_in(it.folder(4)), before)
+
+
+def test_the_copy_keeps_its_memory_while_shapes_stay_and_makes_new_where_they_do_not() -> None:
+    host, source = HostCopy(pin=False), torch.arange(6.0)
+    first = host.copy({"f": ({"t": source}, {"note": "x"})})["f"]
+    address = first[0]["t"].data_ptr()
+    source += 1
+    again = host.copy({"f": ({"t": source}, {"note": "y"})})["f"]
+    assert first[1] == {"note": "x"}
+    assert again[1] == {"note": "y"}
+    assert again[0]["t"].data_ptr() == address
+    assert torch.equal(again[0]["t"], source)
+    longer = host.copy({"f": ({"t": torch.arange(9)}, {})})["f"][0]["t"]
+    assert torch.equal(longer, torch.arange(9))
+
+
+def test_a_second_save_begins_only_behind_the_first(alone: Ranks, tmp_path: Path) -> None:
+    it = parts(alone, tmp_path)
+    it.saver.begin(it.state(1), it.engine, probe=PROBE)
+    with pytest.raises(AssertionError):
+        it.saver.begin(it.state(2), it.engine, probe=PROBE)
+    assert it.saver.finish().error == ""
+    assert it.save(2) == ""
+    assert list_checkpoints(tmp_path) == [it.folder(1), it.folder(2)]
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_file_system_that_fails_leaves_nothing_and_the_next_save_commits(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, asynchronous: bool
+) -> None:
+    it = parts(alone, tmp_path, asynchronous=asynchronous)
+    assert it.save(1) == ""
+    before = files_below(tmp_path)
+
+    def write_half(path: Path, *_: Any, **__: Any) -> dict[str, Any]:
+        path.write_bytes(b"half")
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("txl_dist.train.saver.write_tensors", write_half)
+        error = it.save(2)
+    assert "cannot write" in error
+    assert "step_000000002.tmp-nonce/lanes/00000-00003.safetensors" in error
+    assert os.strerror(number) in error
+    assert files_below(tmp_path) == before
+    assert it.save(2) == ""
+    assert problems_of(it.folder(2)) == []
+
+
+def test_a_lack_of_space_is_seen_before_writing_and_names_folder_and_need(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path, size=1 << 20)
+    usage: Callable[[Path], Any] = lambda path: SimpleNamespace(free=3 << 20)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", usage)
+        error = it.save(1)
+    assert error.startswith(f"no room for a checkpoint in {tmp_path / 'checkpoints'}: it needs 8.0 MiB, 3.0 MiB are")
+    assert files_below(tmp_path) == ["checkpoints"]
+    assert it.save(1) == ""
+
+
+def test_a_defect_in_the_writer_is_reported_as_one_and_leaves_nothing(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path)
+    monkeypatch.setattr("txl_dist.train.saver.write_tensors", lambda *_, **__: {}["no such key"])
+    assert "KeyError('no such key'). This is a defect of the program" in it.save(1)
+    assert files_below(tmp_path) == ["checkpoints"]
+
+
+def test_a_damaged_folder_in_the_way_is_moved_aside(alone: Ranks, tmp_path: Path) -> None:
+    it = parts(alone, tmp_path)
+    it.folder(3).mkdir(parents=True)
+    (it.folder(3) / "state.json").write_text("torn")
+    assert it.save(3) == ""
+    assert problems_of(it.folder(3)) == []
+    assert (it.folder(3).with_name("step_000000003.damaged-1") / "state.json").read_text() == "torn"
+
+
+def save_with_a_limit(ranks: Ranks, folder: str) -> tuple[str, list[str], str, list[str], int]:
+    """(error of a save in which rank 1 may write no large file, files then; error of the next, problems, lanes)."""
+    it = parts(ranks, Path(folder), size=1 << 16)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if ranks.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    error = it.save(1)
+    left = gather_objects(files_below(Path(folder)))[0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    again = it.save(2)
+    return error, left, again, problems_of(it.folder(2)), len(list((it.folder(2) / "lanes").iterdir()))
+
+
+@pytest.mark.dist
+def test_one_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_commits(tmp_path: Path) -> None:
+    results = run_ranks(save_with_a_limit, str(tmp_path / "run"), world_size=2, folder=tmp_path / "results")
+    error, left, again, problems, num_lane_files = results[0]
+    assert results == [results[0]] * 2, "all ranks know the same"
+    assert "step_000000001.tmp-nonce" in error
+    assert os.strerror(errno.EFBIG) in error
+    assert left == ["checkpoints"]
+    assert (again, problems, num_lane_files) == ("", [], 2)
+
+
+class Records:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        assert kind == "event"
+        self.events.append((record["event"], record["step"]))
+
+
+def saving(it: Parts, monkeypatch: pytest.MonkeyPatch, *, best: int = -1) -> tuple[Saving, Records]:
+    monkeypatch.setattr(saving_module, "make_probe", lambda *_, **__: PROBE)
+    monkeypatch.setattr(saving_module, "_RETRY_S", 0.0)
+    records: Any = Records()
+    maker: Any = None
+    one = Saving(
+        it.saver,
+        it.engine,
+        maker,
+        config=it.config,
+        ranks=it.ranks,
+        reporter=records,
+        newest=None,
+        best_step=lambda: best,
+        beat=lambda phase: None,
+    )
+    return one, records
+
+
+def test_a_synchronous_save_is_committed_before_training_goes_on(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path, asynchronous=False)
+    one, records = saving(it, monkeypatch)
+    before = it.engine.weight.clone()
+    one.begin(it.state(7))
+    it.engine.weight.fill_(-1.0)
+    assert records.events == [("saved", 7)]
+    assert not one.is_written
+    assert torch.equal(weights_in(it.folder(7)), before)
+
+
+def test_the_save_in_flight_is_committed_before_the_next_one_begins_and_none_is_made_twice(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path, asynchronous=True)
+    one, records = saving(it, monkeypatch)
+    one.begin(it.state(1))
+    assert list_checkpoints(tmp_path) == []
+    one.begin(it.state(2))
+    assert records.events == [("saved", 1)]
+    one.finish_last(it.state(2))
+    assert records.events == [("saved", 1), ("saved", 2)]
+    one.begin(it.state(2))
+    assert one.finish(2)
+    assert records.events == [("saved", 1), ("saved", 2)]
+    assert [read_state(folder)["step"] for folder in list_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_old_checkpoints_leave_behind_a_new_one_but_for_the_best_and_the_milestones(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path, keep_last=2, keep_every=4, keep_best=True)
+    one, _ = saving(it, monkeypatch, best=3)
+    for step in range(1, 9):
+        one.begin(it.state(step))
+        assert one.finish(step)
+    assert [read_state(folder)["step"] for folder in list_checkpoints(tmp_path)] == [3, 4, 7, 8]
+    assert files_below(tmp_path / "checkpoints")[0] == "step_000000003"
+    assert not list(tmp_path.rglob("*.tmp-*"))
+
+
+def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it_is_refused(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path, every_steps=50)
+    one, records = saving(it, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        one.begin(it.state(50))
+        assert not one.finish(52)
+        assert [step for step in range(51, 101) if one.is_due(step)] == [57, 100]
+        with pytest.raises(CheckpointError, match="step 52 could not be saved"):
+            one.finish_last(it.state(52))
+    assert records.events == [("save_failed", 50)] + [("save_failed", 52)] * 3
+    one.begin(it.state(57))
+    assert one.finish(57)
+    assert not one.is_due(57)
+    assert json.loads((it.folder(57) / "state.json").read_text())["step"] == 57
