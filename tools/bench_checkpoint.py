@@ -225,7 +225,8 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
         say(line(name, times[name]))
     shares = [a / s for a, s in zip(times["asynchronous: stall"], times["synchronous: stall"], strict=True)]
     say(line("stall, asynchronous / synchronous", shares, unit=""))
-    write = [stall - probe for stall, probe in zip(times["synchronous: stall"], times["probe"], strict=False)]
+    probe = statistics.median(times["probe"])
+    write = [stall - probe for stall in times["synchronous: stall"]]
     say(rate("write + hash (synchronous stall less probe)", write, gib), "|", rate("dd", times["dd"], gib))
     for name in ("step alone", "step with a writer"):
         say(line(name, [1000 * one for one in times[name]], unit="ms"), f"of {len(times[name])} steps")

@@ -64,7 +64,14 @@ def train(argv: Sequence[str]) -> int:
 
 def launch(argv: Sequence[str]) -> int:
     """Train under the `deepspeed` launcher, on one machine or many, stopping and exiting cleanly."""
-    return run_launch(argv, read_settings=lambda words: _train_arguments(words).settings)
+
+    def read_settings(words: Sequence[str]) -> Config:
+        arguments = _train_arguments(words)
+        if arguments.dry_run:
+            raise ConfigError("--dry-run needs no launcher. Use `txl train CONFIG --dry-run --ranks N`.")
+        return arguments.settings
+
+    return run_launch(argv, read_settings=read_settings)
 
 
 def _train_arguments(argv: Sequence[str]) -> TrainArguments:

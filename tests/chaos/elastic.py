@@ -17,7 +17,6 @@ from tests.chaos.lab import TOKENS_PER_STEP, Case, Lab, Trial
 from tests.chaos.runs import Run
 from txl_dist.train.checkpoint import checkpoint_folder, load_memory
 
-LEG_STEPS = 20
 SEGMENT_LEN, NUM_LANES = 8, 4
 SETTINGS = ("--model.dropout", "0", "--model.attention_dropout", "0", "--checkpoint.keep_last", "1000")
 TOLERANCE = 1e-4
@@ -25,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 class Leg(NamedTuple):
-    """So many ranks at one stage, for LEG_STEPS steps."""
+    """So many ranks at one stage."""
 
     ranks: int
     stage: int
@@ -38,10 +37,10 @@ JOURNEYS = {
 }
 
 
-def journey(lab: Lab, *, name: str) -> Case:
-    """Run all legs of one journey and hold them against the run on 4 ranks."""
+def journey(lab: Lab, *, name: str, leg_steps: int = 20) -> Case:
+    """Run all legs of one journey, each so many steps, and hold them against the run on 4 ranks."""
     legs = JOURNEYS[name]
-    words = (*SETTINGS, "--train.max_steps", str(LEG_STEPS * len(legs)))
+    words = (*SETTINGS, "--train.max_steps", str(leg_steps * len(legs)))
     unbroken = lab.unbroken(*words, "--engine.zero_stage", "1", ranks=4)
     run, case = lab.new_run(f"elastic-{name}"), lab.case(f"elastic: {name}", stage=legs[0].stage, ranks=legs[0].ranks)
     case.fault = " -> ".join(f"{leg.ranks} ranks ZeRO-{leg.stage}" for leg in legs)
@@ -49,7 +48,7 @@ def journey(lab: Lab, *, name: str) -> Case:
     for number, leg in enumerate(legs, start=1):
         # The first step is saved too: half of its memories is what the leg began with.
         changed = (*words, "--engine.zero_stage", str(leg.stage), "--checkpoint.every_steps", "1")
-        fault = f"term:0:{LEG_STEPS * number}:boundary" if number < len(legs) else ""
+        fault = f"term:0:{leg_steps * number}:boundary" if number < len(legs) else ""
         with lab.start(run, *changed, ranks=leg.ranks, fault=fault) as job:
             case.exit_codes.append(job.wait())
         wanted = 75 if fault else 0

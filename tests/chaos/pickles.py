@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,25 +38,39 @@ class Evil:
         return os.system, (f"touch '{self.flag}'",)
 
 
-def payloads(flag: Path) -> dict[str, bytes]:
-    """The crafted object as a plain pickle, as torch writes files, and as an array of objects."""
-    as_torch, as_array = io.BytesIO(), io.BytesIO()
-    torch.save({"module": Evil(flag), "optimizer_state_dict": Evil(flag)}, as_torch)
-    np.save(as_array, np.array([Evil(flag)], dtype=object), allow_pickle=True)
-    return {"pickle": pickle.dumps(Evil(flag)), "torch": as_torch.getvalue(), "numpy": as_array.getvalue()}
+KINDS = ("pickle", "torch", "numpy")
+
+
+def payload(kind: str, flag: Path) -> bytes:
+    """The crafted object as a plain pickle, as torch writes files, or as an array of objects."""
+    data = io.BytesIO()
+    if kind == "pickle":
+        pickle.dump(Evil(flag), data)
+    elif kind == "torch":
+        torch.save({"module": Evil(flag), "optimizer_state_dict": Evil(flag)}, data)
+    else:
+        np.save(data, np.array([Evil(flag)], dtype=object), allow_pickle=True)
+    return data.getvalue()
 
 
 def poisoned(
-    lab: Lab, *, what: str, source: Path, name: str, seal: Callable[[Path], None], verbs: list[list[str]]
+    lab: Lab,
+    *,
+    what: str,
+    source: Path,
+    name: str,
+    seal: Callable[[Path], None],
+    verbs: list[list[str]],
+    kinds: Collection[str] = KINDS,
 ) -> Case:
     """Replace one file of a copy of `source` by each payload and try the verbs; `{}` in their words is the copy."""
     case = lab.case(f"pickles: {what}", fault=name)
     case.trials, executed, tracebacks = 0, 0, 0
     flag, log = lab.folder / "executed", lab.folder / "pickles.log"
-    for kind, data in payloads(flag).items():
+    for kind in kinds:
         folder = lab.folder / f"poisoned-{kind}"
         shutil.copytree(source, folder)
-        (folder / name).write_bytes(data)
+        (folder / name).write_bytes(payload(kind, flag))
         seal(folder)
         for verb in verbs:
             ranks = 2 if verb[0] == "train" else 1
@@ -97,15 +111,14 @@ def sealed_corpus(folder: Path) -> None:
 def control(lab: Lab) -> Case:
     """The payloads do run when they are read carelessly: without this, the cases would prove nothing."""
     case, flag = lab.case("pickles: control"), lab.folder / "executed"
-    data = payloads(flag)
-    careless = [
-        lambda: pickle.loads(data["pickle"]),
-        lambda: torch.load(io.BytesIO(data["torch"]), weights_only=False),
-        lambda: np.load(io.BytesIO(data["numpy"]), allow_pickle=True),
-    ]
+    careless: dict[str, Callable[[io.BytesIO], object]] = {
+        "pickle": pickle.load,
+        "torch": partial(torch.load, weights_only=False),
+        "numpy": partial(np.load, allow_pickle=True),
+    }
     case.trials = len(careless)
-    for read in careless:
-        read()  # type: ignore[no-untyped-call]
+    for kind, read in careless.items():
+        read(io.BytesIO(payload(kind, flag)))
         if not flag.exists():
             case.problems.append("a payload is harmless")
         flag.unlink(missing_ok=True)

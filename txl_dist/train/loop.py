@@ -118,6 +118,7 @@ class Run:
                 ranks=ranks,
                 nonce=job.nonce,
                 beat=lambda: self._beat("commit"),
+                before_commit=self._confirm_lock,
             ),
             engine,
             self.maker,
@@ -249,6 +250,12 @@ class Run:
             memories=memories,
         )
         return after, decision.stop, decision.written
+
+    def _confirm_lock(self) -> None:
+        """The lock's own thread looks only every few seconds."""
+        if self.job.lock is not None:
+            self.job.lock.beat()
+        self._check_lock()
 
     def _check_lock(self) -> None:
         if self.job.lock is not None and self.job.lock.is_lost:

@@ -67,10 +67,11 @@ class Saver:
         ranks: Ranks,
         nonce: str,
         beat: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """`nonce` is the same on every rank and no other run's: it names temporary folders. `beat` is called while
-        something is waited for that makes progress."""
-        self._beat = beat
+        something is waited for that makes progress, `before_commit` on rank 0: it may raise CheckpointError."""
+        self._beat, self._before_commit = beat, before_commit
         self._run_dir, self._config, self._corpus, self._lanes = run_dir, config, corpus, lanes
         self._ranks, self._nonce = ranks, nonce
         # A GPU's state must be copied anyway before it can be written.
@@ -126,6 +127,7 @@ class Saver:
         def commit() -> None:
             if reasons:
                 raise CheckpointError(reasons[0])
+            self._before_commit()
             fault_point("save-manifest", step=step)
             write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
             fault_point("save-manifest-done", step=step)
@@ -208,8 +210,8 @@ class Saver:
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: it needs {_size(self._needed)}, {_size(free)} are free. Free space, "
-                "lower checkpoint.keep_last, or move the run to another file system."
+                f"no room for a checkpoint in {folder}: it needs {_size(self._needed)}, {_size(free)} are free. "
+                "Free space, lower checkpoint.keep_last, or move the run to another file system."
             )
 
     def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:

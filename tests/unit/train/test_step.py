@@ -1,0 +1,231 @@
+"""The one decision of a step: the same on every rank, whichever of them has something to say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import VOCAB_SIZE, tiny_config
+from txl_dist.config import plan_batch
+from txl_dist.data.position import CorpusState, StreamState
+from txl_dist.data.stream import plain_segment
+from txl_dist.dist import Ranks
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine import ZeroEngine, import_deepspeed
+from txl_dist.train.partitions import WEIGHT
+from txl_dist.train.step import Decision, StepInput, Stepper, decide, poll
+
+
+class Says(NamedTuple):
+    """What a rank brings to a decision."""
+
+    loss: float = 2.0
+    grad_norm: float = 0.5
+    skip: bool = False
+    stop: bool = False
+    written: bool = False
+
+
+SOUND = Says()
+CASES: dict[str, tuple[Says, Says]] = {
+    "sound": (Says(loss=1.0), Says(loss=3.0)),
+    "nan on rank 1": (SOUND, Says(loss=math.nan)),
+    "nan on rank 0": (Says(loss=math.nan), SOUND),
+    "opposite infinities": (Says(loss=math.inf), Says(loss=-math.inf)),
+    "infinite norm": (Says(grad_norm=math.inf), Says(grad_norm=math.inf)),
+    "norm that is none": (Says(grad_norm=math.nan), Says(grad_norm=math.nan)),
+    "no norm": (Says(grad_norm=0.0), Says(grad_norm=0.0)),
+    "one asks to skip": (Says(skip=True), SOUND),
+    "one asks to stop": (SOUND, Says(stop=True)),
+    "one has written": (Says(written=True), SOUND),
+    "both have written": (Says(written=True), Says(written=True)),
+    "all at once": (Says(loss=math.nan, stop=True, written=True), Says(written=True)),
+}
+
+
+def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, tuple[bool, bool]]]:
+    """Per case: the decision of this rank, and what `poll` says."""
+    found = {}
+    for name, says in CASES.items():
+        loss, grad_norm, skip, stop, written = says[ranks.rank]
+        decision = decide(
+            torch.tensor(loss),
+            torch.tensor(grad_norm),
+            skip=skip,
+            stop=stop,
+            written=written,
+            world_size=ranks.world_size,
+        )
+        found[name] = decision, poll(stop=stop, written=written, world_size=ranks.world_size)
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_decide_alike_and_one_of_them_is_enough_to_skip_or_to_stop(tmp_path: Path) -> None:
+    first, second = run_ranks(decide_cases, world_size=2, folder=tmp_path)
+    assert repr(first) == repr(second)  # a loss may be nan, which equals nothing
+    assert first.keys() == CASES.keys()
+    decisions = {name: decision for name, (decision, _) in first.items()}
+    for name, (decision, polled) in first.items():
+        assert (decision.stop, decision.written) == polled, name
+        assert decision.stop == (name in ("one asks to stop", "all at once")), name
+        assert decision.written == (name in ("both have written", "all at once")), name
+    skipped = {name for name, decision in decisions.items() if not math.isfinite(decision.grad_norm)}
+    assert skipped == {
+        "nan on rank 1",
+        "nan on rank 0",
+        "opposite infinities",
+        "infinite norm",
+        "norm that is none",
+        "one asks to skip",
+        "all at once",
+    }
+    assert {decisions[name].grad_norm for name in skipped} == {math.inf}
+    assert (decisions["sound"].loss, decisions["sound"].grad_norm) == (2.0, 0.5)
+    assert decisions["no norm"].grad_norm == 0.0
+    assert decisions["infinite norm"].loss == 2.0
+    assert math.isnan(decisions["nan on rank 1"].loss)
+
+
+class FakeEngine:
+    """Answers with the losses given, and a memory that counts its steps."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = iter(losses)
+        self.updates: list[float] = []
+
+    def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
+        return torch.tensor(next(self.losses)), memory._replace(hidden_LBMD=memory.hidden_LBMD + 1)
+
+    def grad_norm(self) -> Tensor:
+        return torch.tensor(0.25)
+
+    def step(self, *, lr: float, grad_norm: float) -> None:
+        self.updates.append(grad_norm)
+
+
+def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
+    """Per step: (memories of this rank after it, norms that the engine was given so far)."""
+    config = tiny_config(train={"microbatch_lanes": 1})
+    plan = plan_batch(config.train, world_size=ranks.world_size)
+    # Rank 1 meets something that is not finite in its second micro-batch of the second step.
+    losses = [1.0, 1.0, 1.0, math.nan if ranks.rank == 1 else 1.0, 1.0, 1.0]
+    engine: Any = FakeEngine(losses)
+    lanes = range(2 * ranks.rank, 2 * ranks.rank + 2)
+    stepper = Stepper(engine, config=config, plan=plan, lanes=lanes, ranks=ranks, masks_documents=False)
+    maker = batch_maker(TransformerXL(config.model, vocab_size=VOCAB_SIZE), mask_documents=False)
+    batches = maker.microbatches(plain_segment(np.zeros((2, 9), np.int64)), lanes=1)
+    stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4),))
+    memories = tuple(Memory(torch.zeros(2, 1, 3, 5), torch.zeros(1, 3, dtype=torch.int64)) for _ in batches)
+    found = []
+    for step in (1, 2, 3):
+        given = StepInput(batches, 16, stream)
+        after, _ = stepper(given, memories, step=step, lr=0.1, stop=False, written=False)
+        is_same = all(one is other for one, other in zip(after, memories, strict=True))
+        assert is_same == (step == 2), "a skipped step gives back the very memories"
+        memories = after
+        found.append(([float(memory.hidden_LBMD.max()) for memory in memories], list(engine.updates)))
+    return found
+
+
+@pytest.mark.dist
+def test_a_step_that_is_not_finite_on_one_rank_leaves_the_memories_of_all_as_they_were(tmp_path: Path) -> None:
+    results = run_ranks(decide_steps, world_size=2, folder=tmp_path)
+    expected = [
+        ([1.0, 1.0], [0.25]),
+        ([1.0, 1.0], [0.25, math.inf]),
+        ([2.0, 2.0], [0.25, math.inf, 0.25]),
+    ]
+    assert results == [expected, expected]
+
+
+def scaled_engine(optimizer: Any) -> ZeroEngine:
+    """An engine of stage 1 around an optimizer without weights; fp16 itself needs a GPU."""
+    optimizer.update_lp_params = lambda: None
+    engine = ZeroEngine.__new__(ZeroEngine)
+    engine._optimizer, engine._stage, engine._partitions = optimizer, 1, []
+    engine._base_optimizer = torch.optim.SGD([torch.zeros(1)])
+    return engine
+
+
+BEFORE, BEHIND = [False] * 3 + [True, True, False, True], [False] * 4 + [True] + [False] * 9
+"""Whether each step overflows."""
+
+
+def scales(update: Any, scaler: Any, overflows: list[bool]) -> list[float]:
+    """The loss scale after each of the steps."""
+    found = []
+    for overflow in overflows:
+        update(overflow)
+        found.append(float(scaler.cur_scale))
+    return found
+
+
+def loss_scale_goes_on(ranks: Ranks) -> dict[str, tuple[Any, list[float], list[float], list[float]]]:
+    """Per kind of scaler: (what is saved, scales of the unbroken one, of the loaded one, of a new one)."""
+    import_deepspeed().init_distributed("gloo", verbose=False)
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
+
+    def zero() -> Any:  # as stages 1 to 3 have it
+        scaler = DynamicLossScaler(
+            2.0**8,
+            scale_window=4,
+            min_scale=1.0,
+            delayed_shift=2,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.half,
+        )
+        return SimpleNamespace(loss_scaler=scaler), scaler, scaler.update_scale
+
+    def stage_0() -> Any:
+        scaler = LossScaleConfig(
+            low_precision_dtype=torch.half,
+            dynamic_loss_scale=True,
+            static_loss_scale=1.0,
+            dynamic_loss_args={"init_scale": 2.0**8, "scale_window": 4, "min_scale": 1.0, "delayed_shift": 2},
+        )
+        optimizer = SimpleNamespace(loss_scale_config=scaler, verbose=False)
+        return optimizer, scaler, lambda overflow: FP16_Optimizer._update_scale(optimizer, overflow)
+
+    def static() -> Any:
+        scaler = LossScaler(scale=4.0)
+        return SimpleNamespace(loss_scaler=scaler), scaler, scaler.update_scale
+
+    source: Any = SimpleNamespace(kinds=[WEIGHT])
+    found = {}
+    for make in (zero, stage_0, static):
+        optimizer, scaler, update = make()
+        scales(update, scaler, BEFORE)
+        saved = json.loads(json.dumps(scaled_engine(optimizer).loss_scale()))
+        again, loaded, update_loaded = make()
+        scaled_engine(again).load(source, loss_scale=saved)
+        _, new, update_new = make()
+        pairs = ((update, scaler), (update_loaded, loaded), (update_new, new))
+        found[make.__name__] = saved, *(scales(one, of, BEHIND) for one, of in pairs)
+    return found
+
+
+@pytest.mark.dist
+def test_the_loss_scale_goes_on_as_if_it_had_not_been_saved(tmp_path: Path) -> None:
+    (found,) = run_ranks(loss_scale_goes_on, world_size=1, folder=tmp_path)
+    for name in ("zero", "stage_0"):
+        saved, unbroken, loaded, new = found[name]
+        assert saved["cur_iter"] == len(BEFORE)
+        assert loaded == unbroken, name
+        assert new != unbroken, "the case would not notice"
+    saved, unbroken, loaded, _ = found["static"]
+    assert saved == {}
+    assert loaded == unbroken
