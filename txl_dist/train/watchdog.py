@@ -134,6 +134,7 @@ class Watchdog:
 
     def _leave(self) -> None:
         self._closing.set()
+        self._asked.set()  # the thread need not wait for the main thread, which is here
         self._thread.join(ANSWER_S)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.enable(file=STDERR)
