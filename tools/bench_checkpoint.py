@@ -221,15 +221,8 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
         if ranks.is_first:
             times["dd"].append(dd(folder, num_bytes=num_bytes))
         barrier()
-    for name in ("probe", "commit", "asynchronous: stall", "synchronous: stall", "asynchronous: committed", "dd"):
-        say(line(name, times[name]))
-    shares = [a / s for a, s in zip(times["asynchronous: stall"], times["synchronous: stall"], strict=True)]
-    say(line("stall, asynchronous / synchronous", shares, unit=""))
-    probe = statistics.median(times["probe"])
-    write = [stall - probe for stall in times["synchronous: stall"]]
-    say(rate("write + hash (synchronous stall less probe)", write, gib), "|", rate("dd", times["dd"], gib))
-    for name in ("step alone", "step with a writer"):
-        say(line(name, [1000 * one for one in times[name]], unit="ms"), f"of {len(times[name])} steps")
+    if ranks.is_first:
+        print_saves(times, gib)
 
     checkpoint = checkpoint_folder(folder / "synchronous", newest_step(folder / "synchronous"))
     verify = [seconds(lambda: problems_together(checkpoint, ranks=ranks)) for _ in range(rounds)]
@@ -237,6 +230,19 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
     load = [seconds(lambda: bench.load(checkpoint)) for _ in range(rounds)]
     say(rate("verify", verify, gib), "|", rate("load", load, gib))
     say(f"resume: verify + build the engine + load = {min(verify):.2f} + {build:.2f} + {min(load):.2f} s")
+
+
+def print_saves(times: Times, gib: float) -> None:
+    """What saves cost."""
+    for name in ("probe", "commit", "asynchronous: stall", "synchronous: stall", "asynchronous: committed", "dd"):
+        print(line(name, times[name]))
+    shares = [a / s for a, s in zip(times["asynchronous: stall"], times["synchronous: stall"], strict=True)]
+    print(line("stall, asynchronous / synchronous", shares, unit=""))
+    probe_s = statistics.median(times["probe"])
+    write = [stall - probe_s for stall in times["synchronous: stall"]]
+    print(rate("write + hash (synchronous stall less probe)", write, gib), "|", rate("dd", times["dd"], gib))
+    for name in ("step alone", "step with a writer"):
+        print(line(name, [1000 * one for one in times[name]], unit="ms"), f"of {len(times[name])} steps")
 
 
 def new_times() -> Times:

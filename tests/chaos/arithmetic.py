@@ -13,20 +13,23 @@ from txl_dist.train.checkpoint import checkpoint_folder, load_memory
 SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")
 
 
-def not_finite(lab: Lab, *, kind: str, rank: int, stage: int = 1) -> Case:
-    """NaN on one rank in one step: the same end, bit for bit, as a run that was told to skip that step."""
+def not_finite(lab: Lab, *, kind: str, rank: int, stage: int = 1, is_killed: bool = False) -> Case:
+    """NaN on one rank in one step: the same end, bit for bit, as a run that was told to skip that step; also if it is
+    killed behind the checkpoint that follows."""
     words = ("--engine.zero_stage", str(stage))
     case, run = lab.case(f"nan: {kind}", stage=stage, fault=f"{kind}:{rank}:9"), lab.new_run(f"nan-{kind}")
+    case.fault += ",slow:*:15,kill:0:17" if is_killed else ""
     with lab.start(run, *words, fault=case.fault) as job:
         case.exit_codes.append(job.wait())
         if not job.struck:
             case.problems.append("the fault never struck")
+    lab.start_until_done(case, run, *words)
     lab.judge(case, run, lab.unbroken(*words, fault="skip:*:9"))
     memory = load_memory(checkpoint_folder(run.dir, 12), lanes=range(4))
     if not bool(memory.hidden_LBMD.isfinite().all()):
         case.problems.append("a memory is not finite")
     skipped = run.records("train")[-1]["skipped_steps"]
-    if skipped != 1 or case.exit_codes != [[0, 0]]:
+    if skipped != 1 or case.exit_codes[-1] != [0, 0]:
         case.problems.append(f"{skipped} steps were skipped instead of 1; exit codes {case.exit_codes}")
     return lab.report(case)
 
@@ -65,12 +68,23 @@ def rewind(lab: Lab, *, is_killed: bool) -> Case:
             job.signal(signal.SIGKILL)
         case.exit_codes.append(job.wait())
         case.message_ok = re.search(r"rew|back to", job.text) is not None
-    while not run.is_done and len(case.exit_codes) < 3:
-        with lab.start(run, *words) as job:
-            case.exit_codes.append(job.wait())
+    lab.start_until_done(case, run, *words)
     lab.judge(case, run, unbroken)
     if not case.message_ok:
         case.problems.append("the log does not tell of a rewind")
+    return lab.report(case)
+
+
+def crash_in_rewind(lab: Lab) -> Case:
+    """kill -9 in the middle of a rewind: the run goes on from the checkpoint that it was going back to."""
+    words = (*SPIKY, "--engine.zero_stage", "1")
+    case, run = lab.case("spikes: kill -9 in a rewind", fault=f"{SPIKES},kill:0:12:load"), lab.new_run("spikes")
+    with lab.start(run, *words, fault=case.fault) as job:
+        case.exit_codes.append(job.wait())
+        if job.struck[-1].phase != "load":
+            case.problems.append("the kill never struck")
+    lab.start_until_done(case, run, *words)
+    lab.judge(case, run, lab.unbroken(*words), only_last=True)  # the spikes were ordered for the first start only
     return lab.report(case)
 
 
@@ -94,6 +108,7 @@ def nan(lab: Lab) -> Iterator[Trial]:
     for stage in (0, 1, 2, 3):
         yield partial(not_finite, lab, kind="nan", rank=1, stage=stage)
     yield partial(not_finite, lab, kind="nan", rank=0)
+    yield partial(not_finite, lab, kind="nan", rank=0, is_killed=True)
     yield partial(not_finite, lab, kind="inf", rank=1)
     yield partial(too_many, lab)
     yield partial(flipped_replica, lab, rank=2)
@@ -103,3 +118,4 @@ def spikes(lab: Lab) -> Iterator[Trial]:
     """Rewinding, left alone and killed afterwards."""
     for is_killed in (False, True):
         yield partial(rewind, lab, is_killed=is_killed)
+    yield partial(crash_in_rewind, lab)

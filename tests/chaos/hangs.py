@@ -58,6 +58,21 @@ def death(lab: Lab, *, rank: int, ranks: int = 2, stage: int = 1, phase: str = "
     return lab.report(case)
 
 
+def exception(lab: Lab, *, rank: int, ranks: int = 2, phase: str = "step") -> Case:
+    """A rank fails by itself: it prints its error, once, and the others leave without a word."""
+    fault = f"raise:{rank}:{STEP_OF[phase]}:{phase}"
+    case, run = lab.survive("hangs: an exception", *WORDS, ranks=ranks, fault=fault)
+    text = run.jobs[0].text
+    case.message_ok = text.count("Traceback") == 1 and text.count("RuntimeError: ordered by TXL_FAULT") == 1
+    if not case.message_ok or CAUSE.search(text):
+        case.problems.append(f"not one traceback, or more than that: {text[-1500:]}")
+    if case.detect_s is None or case.detect_s > DEATH_LIMIT_S:
+        case.problems.append(f"all down only after {case.detect_s} s")
+    if case.exit_codes[0][rank] in (0, 75, HANG_CODE):
+        case.problems.append(f"exit codes {case.exit_codes[0]}")
+    return lab.report(case)
+
+
 def _check_cause(case: Case, run: Run, *, rank: int) -> None:
     """Exactly one line says who was lost or hangs, and it names the rank, the step and the phase."""
     causes = [line for line in run.jobs[0].text.splitlines() if CAUSE.search(line)]
@@ -80,4 +95,6 @@ def hangs(lab: Lab) -> Iterator[Trial]:
         for rank in (0, 1):
             yield partial(death, lab, rank=rank, stage=stage)
     yield partial(death, lab, rank=3, ranks=4)
+    for rank in (0, 1):
+        yield partial(exception, lab, rank=rank)
     yield partial(death, lab, rank=1, phase="save-file")

@@ -31,6 +31,7 @@ GRACE_S = 1.0
 """From the first rank that fails to SIGTERM for the others: `launch.py` looks every second."""
 KILL_S = 5.0
 """From that SIGTERM to SIGKILL; `launch.py` waits 30 s."""
+ANNOUNCED = re.compile(r"^TXL_FAULT (\w+) rank (\d+) step (\d+) phase (\S+) time ([\d.]+)\n", re.MULTILINE)
 
 
 class Struck(NamedTuple):
@@ -52,7 +53,8 @@ class Job:
         start_server()
         self.log, self.started_s = log, time.time()
         log.touch()
-        self._log_start = log.stat().st_size
+        self._log_start = self._scanned = log.stat().st_size
+        self._struck: list[Struck] = []
         self.exits: dict[int, tuple[int, float]] = {}
         """Per rank that has ended: (exit code, negative for a signal; seconds since the epoch)."""
         self._failed_s = self._termed_s = 0.0
@@ -105,10 +107,14 @@ class Job:
 
     @property
     def struck(self) -> list[Struck]:
-        """The faults of TXL_FAULT that happened, in order."""
-        pattern = r"^TXL_FAULT (\w+) rank (\d+) step (\d+) phase (\S+) time ([\d.]+)$"
-        found = re.findall(pattern, self.text, re.MULTILINE)
-        return [Struck(kind, int(rank), int(step), phase, float(at)) for kind, rank, step, phase, at in found]
+        """The faults of TXL_FAULT that happened, in order. Reads only what was logged since it was last asked."""
+        with self.log.open("rb") as file:
+            file.seek(self._scanned)
+            whole, _, _ = file.read().rpartition(b"\n")
+        self._scanned += len(whole)
+        for kind, rank, step, phase, at in ANNOUNCED.findall(whole.decode(errors="replace") + "\n"):
+            self._struck.append(Struck(kind, int(rank), int(step), phase, float(at)))
+        return self._struck
 
     def signal(self, number: int, *, rank: int | None = None) -> float:
         """Send a signal to one rank, or to all that live; returns when, in seconds since the epoch."""

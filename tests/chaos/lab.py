@@ -129,11 +129,13 @@ class Lab:
         stage: int = 1,
         ranks: int = 2,
         fault: str = "",
+        again: str = "",
         during: Callable[[Job, Run], object] | None = None,
     ) -> tuple[Case, Run]:
         """Start a run, let `fault` strike it or `during` strike from outside, and start it again until it is done.
 
-        `fault` may also be a pause (`slow:*:STEP:PHASE`) in which `during` finds time to strike: see `paused`.
+        `again` strikes the second start. `fault` may also be a pause (`slow:*:STEP:PHASE`) in which `during` finds time
+        to strike: see `paused`.
         """
         case, run = self.case(name, stage=stage, ranks=ranks, fault=fault), self.new_run(name)
         words = (*words, "--engine.zero_stage", str(stage))
@@ -142,6 +144,11 @@ class Lab:
                 during(job, run)
             case.exit_codes.append(job.wait())
             struck = job.struck
+        if again:
+            with self.start(run, *words, ranks=ranks, fault=again) as second:
+                case.exit_codes.append(second.wait())
+                struck = second.struck and struck
+            case.fault += f"; then {again}"
         if fault and not struck:
             case.problems.append("the fault never struck")
         elif struck and during is None:
@@ -155,12 +162,17 @@ class Lab:
         if key not in self._unbroken:
             run = self.new_run("unbroken")
             with self.start(run, *words, ranks=ranks, fault=fault) as job:
-                assert job.wait() == [0] * ranks, job.text[-4000:]
+                assert job.wait(limit_s=3600) == [0] * ranks, job.text[-4000:]
             self._unbroken[key] = run
         return self._unbroken[key]
 
-    def finish(self, case: Case, run: Run, *words: str, ranks: int = 2, attempts: int = 3) -> None:
+    def finish(self, case: Case, run: Run, *words: str, ranks: int = 2) -> None:
         """Start the same command until the run is done, then let the oracle speak. Fills `case`."""
+        self.start_until_done(case, run, *words, ranks=ranks)
+        self.judge(case, run, self.unbroken(*words, ranks=ranks))
+
+    def start_until_done(self, case: Case, run: Run, *words: str, ranks: int = 2, attempts: int = 3) -> None:
+        """Start the same command until the run is done, or too often. Fills `case`."""
         for _ in range(attempts):
             if run.is_done:
                 break
@@ -169,14 +181,13 @@ class Lab:
                 case.exit_codes.append(job.wait())
             if case.recover_s is None and new_s:
                 case.recover_s = round(new_s - job.started_s, 2)
-        self.judge(case, run, self.unbroken(*words, ranks=ranks))
 
-    def judge(self, case: Case, run: Run, unbroken: Run) -> None:
-        """Compare a finished run with the unbroken one. Fills `case`."""
+    def judge(self, case: Case, run: Run, unbroken: Run, *, only_last: bool = False) -> None:
+        """Compare a finished run with the unbroken one; see `differences_of`. Fills `case`."""
         case.steps_lost = run.steps_lost
         case.tokens_repeated = case.steps_lost * TOKENS_PER_STEP
         case.bytes_left = run.bytes_left
-        differences = differences_of(run, unbroken)
+        differences = differences_of(run, unbroken, only_last=only_last)
         case.same = not differences
         case.problems += differences[:5]
         if run.checkpoints and unbroken.checkpoints:

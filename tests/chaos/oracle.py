@@ -18,11 +18,14 @@ from tests.chaos.runs import Run
 from txl_dist.train.checkpoint import list_checkpoints
 
 
-def differences_of(run: Run, unbroken: Run) -> list[str]:
-    """Where a finished run differs from the unbroken one; empty if nowhere."""
+def differences_of(run: Run, unbroken: Run, *, only_last: bool = False) -> list[str]:
+    """Where a finished run differs from the unbroken one; empty if nowhere.
+
+    `only_last`: of a step that was trained twice only the last loss counts.
+    """
     if not run.is_done or not unbroken.is_done:
         return [f"{one.dir.name} is not done" for one in (run, unbroken) if not one.is_done]
-    found = list(_differing_losses(run, unbroken))
+    found = list(_differing_losses(run, unbroken, only_last=only_last))
     ours, theirs = (list_checkpoints(one.dir)[-1] for one in (run, unbroken))
     names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (ours, theirs)]
     found += [f"only one of them has {name}" for name in sorted(names[0] ^ names[1])]
@@ -32,12 +35,13 @@ def differences_of(run: Run, unbroken: Run) -> list[str]:
     return found
 
 
-def _differing_losses(run: Run, unbroken: Run) -> Iterator[str]:
+def _differing_losses(run: Run, unbroken: Run, *, only_last: bool) -> Iterator[str]:
     """Also a step that was trained twice must give a loss of the unbroken run both times (which has two of a step only
     where it was wound back)."""
     ours, theirs = _losses(run), _losses(unbroken)
     yield from (f"step {step} was never reported" for step in sorted(theirs.keys() - ours.keys()))
     for step, losses in ours.items():
+        losses = losses[-1:] if only_last else losses
         if not set(losses) <= set(theirs.get(step, ())) or losses[-1] != theirs[step][-1]:
             yield f"the loss of step {step} is {losses} instead of {theirs.get(step)}"
 

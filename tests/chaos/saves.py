@@ -51,8 +51,29 @@ def crash_in_save(lab: Lab, *, stage: int, fault: str) -> Case:
     return lab.report(case)
 
 
+ELSEWHERE = {
+    "in a step": ("kill:1:10", ""),
+    "between steps": ("kill:0:9:boundary", ""),
+    "in the last evaluation": ("kill:1:12:evaluate", ""),
+    "behind the last save": ("kill:0:12:saved", ""),
+    "in the save of a stop": ("term:1:10:boundary,kill:0:11:save-file-half#2", ""),
+    "while loading": ("slow:*:11,kill:*:12", "kill:0:9:load"),
+    "in the next save too": ("kill:0:9:save-manifest", "kill:1:9:save-file-done"),
+}
+"""kill -9 at other points: the fault of the first start, and that of the second."""
+
+
+def crash_elsewhere(lab: Lab, *, where: str, stage: int = 1) -> Case:
+    """kill -9 outside a save that is due by the interval, or twice."""
+    fault, again = ELSEWHERE[where]
+    case, _ = lab.survive(f"crash {where}", *SWEEP, stage=stage, fault=fault, again=again)
+    return lab.report(case)
+
+
 def sweep(lab: Lab) -> Iterator[Trial]:
-    """kill -9 at every point of a save."""
+    """kill -9 at every point of a save, and at some others."""
+    for where in ELSEWHERE:
+        yield partial(crash_elsewhere, lab, where=where)
     for stage in (1, 3):
         points = crash_points(lab, stage=stage)
         assert len(points) > 20, f"too few points to be true: {points}"

@@ -43,6 +43,7 @@ def _stop_file(job: Job, run: Run) -> float:
 REQUESTS: dict[str, Callable[[Job, Run], float]] = {
     "SIGTERM to rank 0": _signal(signal.SIGTERM, 0),
     "SIGTERM to rank 1": _signal(signal.SIGTERM, 1),
+    "SIGTERM to all ranks": lambda job, run: job.signal(signal.SIGTERM),
     "SIGUSR1 to rank 1": _signal(signal.SIGUSR1, 1),
     "SIGINT to rank 0": _signal(signal.SIGINT, 0),
     "STOP file": _stop_file,
@@ -62,6 +63,23 @@ def request(lab: Lab, *, kind: str, moment: str, stage: int = 1) -> Case:
     name = f"signals: {kind}, in {moment}"
     case, _ = lab.survive(name, *WORDS, stage=stage, fault=MOMENTS[moment], during=ask)
     return lab.report(_judged(case, codes=[75, 75], commit_s=committed_s[0] - asked_s[0]))
+
+
+def while_loading(lab: Lab) -> Case:
+    """A request to a run that is just being resumed: it ends, and nothing is lost."""
+    case, run = lab.case("signals: SIGTERM to rank 0, while loading", fault="slow:*:6:load"), lab.new_run("loading")
+    words = ("--engine.zero_stage", "1")
+    with lab.start(run, *words, fault="slow:*:8,kill:*:9") as job:
+        job.wait()
+    lost = run.last_step - 6
+    with lab.start(run, *words, fault=case.fault) as job:
+        paused(job)
+        asked_s = job.signal(signal.SIGTERM, rank=0)
+        case.exit_codes.append(job.wait())
+        end_s = max(at for _, at in job.exits.values())
+    lab.finish(case, run, *words)
+    case.steps_lost -= lost  # to the kill before it
+    return lab.report(_judged(case, codes=[75, 75], commit_s=end_s - asked_s))
 
 
 def time_limit(lab: Lab, *, limit_s: int = 3) -> Case:
@@ -97,7 +115,8 @@ def _committed_s(run: Run) -> float:
 
 
 def _launch_py(process: subprocess.Popen[str]) -> psutil.Process:
-    (child,) = (one for one in psutil.Process(process.pid).children() if "deepspeed.launcher.launch" in one.cmdline())
+    family = psutil.Process(process.pid).children(recursive=True)
+    (child,) = (one for one in family if "deepspeed.launcher.launch" in one.cmdline())
     return child
 
 
@@ -105,6 +124,7 @@ LAUNCHERS: dict[str, Callable[[subprocess.Popen[str]], psutil.Process]] = {
     "deepspeed": lambda process: psutil.Process(process.pid),
     "launch.py": _launch_py,
     "txl launch": lambda process: psutil.Process(process.pid),
+    "launch.py below txl launch": _launch_py,
 }
 
 
@@ -134,16 +154,17 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
             kill_everything(process)
         for one in filter(_lives, family):
             one.kill()
-    if 0 in case.exit_codes[0]:
+    if 0 in case.exit_codes[0] and (kind, number) != ("launch.py", signal.SIGKILL):  # DeepSpeed's own launcher does
         case.problems.append("a launcher that was stopped reports success")
     commit_s = _committed_s(run) - asked_s if run.checkpoints else -1.0
     lab.finish(case, run, *WORDS, "--engine.zero_stage", "1")
-    return lab.report(_judged(case, codes=[75] if kind == "txl launch" else None, commit_s=commit_s))
+    is_ours = "txl launch" in kind and not (kind == "txl launch" and number == signal.SIGKILL)
+    return lab.report(_judged(case, codes=[75] if is_ours else None, commit_s=commit_s))
 
 
 def _start(kind: str, words: tuple[str, ...], *, cwd: Path) -> subprocess.Popen[str]:
     cwd.mkdir()
-    if kind != "txl launch":
+    if "txl launch" not in kind:
         return start_training(*words, cwd=cwd)
     command = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", "2", *words]
     with (
@@ -167,7 +188,9 @@ def signals(lab: Lab) -> Iterator[Trial]:
     for kind in REQUESTS:
         for moment in MOMENTS:
             yield partial(request, lab, kind=kind, moment=moment)
+    yield partial(while_loading, lab)
     yield partial(time_limit, lab)
     for kind in LAUNCHERS:
         for moment in MOMENTS:
             yield partial(launcher, lab, kind=kind, moment=moment)
+        yield partial(launcher, lab, kind=kind, moment="training", number=signal.SIGKILL)

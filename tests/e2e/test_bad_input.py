@@ -176,7 +176,7 @@ def test_a_rank_that_meets_damage_ends_the_job_and_names_it(corpus: Path, tmp_pa
     shutil.copytree(corpus, "copy")
     shard = next(Path("copy").glob("train-*.tar"))
     flip_bit(shard, offset=shard.stat().st_size // 3)
-    process = start_training(*words(Path("copy"), train__max_steps="2000"), cwd=tmp_path)
+    process = start_training(*words(Path("copy"), train__max_steps="2000", checkpoint__every_steps="0"), cwd=tmp_path)
     assert process.wait(timeout=120) != 0
     log = (tmp_path / "launcher.log").read_text(encoding="utf-8")
     assert shard.name in log

@@ -25,6 +25,7 @@ from torch import Tensor
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.launch import train
 from txl_dist.config import config_from_dict, config_to_toml
+from txl_dist.data.position import StreamState
 from txl_dist.train.checkpoint import checkpoint_folder, load_memory, read_state
 from txl_dist.train.tensor_files import FragmentFiles
 
@@ -63,6 +64,7 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     """What a reader must find in a checkpoint, whatever the format of its files."""
     state, files = read_state(checkpoint), FragmentFiles(checkpoint / "engine")
     lengths = {name: torch.Size(shape).numel() for name, shape in state["parameters"].items()}
+    stream = StreamState.from_dict(state["stream"])
     memory = load_memory(checkpoint, lanes=range(SETTINGS["train"]["num_lanes"]))
     return {
         "step": state["step"],
@@ -73,6 +75,8 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
         },
         "updates": files.step_of(min(lengths)),
         "memory": sha256_of([memory.hidden_LBMD, memory.document_BM]),
+        "position": [one.position for one in stream.corpora],
+        "left_out": [list(map(list, one.skips)) for one in stream.corpora],
         "skipped_steps": state["health"]["skipped_steps"],
         "rewinds": state["health"]["rewinds"],
         "probe_losses": load_file(checkpoint / "probe.safetensors")["losses"].view(-1).tolist(),

@@ -55,6 +55,8 @@ class Shard:
         self.name = storage.name_of(info.name)
         records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
+        if len(records) % RECORD.itemsize:
+            raise DataError(f"{self.name}.idx has {len(records)} bytes, no whole number of records. {REMEDY}")
         table = np.frombuffer(records, dtype=RECORD)
         self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
         """Where the tokens of each document lie in the tar, in bytes."""

@@ -18,6 +18,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,23 +82,23 @@ def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Col
     return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))
 
 
-def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> None:
-    """Remove checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
+def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
+    """Take away checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
 
-    A folder is renamed first: what a crash leaves of it is no checkpoint, and is collected at the next start.
+    Returns the folders that are left to be removed. They are renamed, so they are no checkpoints any more, and what a
+    crash leaves of them is collected at the next start.
     """
+    leaving = []
     for path in list_checkpoints(run_dir):
         if path == newest or step_of(path) in keep:
             continue
         fault_point("prune", step=step_of(newest))
-        leaving = path.with_name(f"{path.name}.tmp-pruned")
-        shutil.rmtree(leaving, ignore_errors=True)
-        try:
-            path.rename(leaving)
-        except OSError:
-            continue  # it stays until the next time; that is no reason to stop
-        fault_point("prune-half", step=step_of(newest))
-        shutil.rmtree(leaving, ignore_errors=True)
+        renamed = path.with_name(f"{path.name}.tmp-pruned")
+        shutil.rmtree(renamed, ignore_errors=True)
+        with suppress(OSError):  # then it stays until the next time; that is no reason to stop
+            path.rename(renamed)
+            leaving.append(renamed)
+    return leaving
 
 
 Problems = Callable[[Path], list[str]]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,7 @@ class Saving:
         self._newest = newest
         self._retry_at = 0
         self._stall_s = 0.0
+        self._removal: threading.Thread | None = None
 
     @property
     def is_written(self) -> bool:
@@ -75,6 +78,7 @@ class Saving:
             return
         start_s = time.perf_counter()
         self._beat("save")
+        self._wait_for_removal()  # the room that it makes may be needed
         probe = make_probe(self._engine, self._maker, memory_len=self._config.train.memory_len)
         # A last update that went wrong shows here, though its own loss was still finite.
         check_finite(
@@ -111,6 +115,7 @@ class Saving:
         for attempt in range(_LAST_TRIES):
             self.begin(state)
             if self.finish(state.step):
+                self._wait_for_removal()
                 return
             if attempt + 1 < _LAST_TRIES:
                 time.sleep(_RETRY_S)
@@ -120,9 +125,24 @@ class Saving:
         """After a rewind: the checkpoint of a step that is made again is another one."""
         self._newest = None
 
+    def _wait_for_removal(self) -> None:
+        """Of older checkpoints, on rank 0."""
+        if self._removal is not None:
+            self._removal.join()
+
     def _prune(self, newest: Path) -> None:
         checkpoint = self._config.checkpoint
         steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
         best = {self._best_step()} if checkpoint.keep_best else ()
         keep = retained(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
-        prune_checkpoints(self._run_dir, keep=keep, newest=newest)
+        leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
+        self._wait_for_removal()
+        # To free hundreds of gigabytes takes a file system minutes.
+        self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
+        self._removal.start()
+
+
+def _remove(folders: list[Path], step: int) -> None:
+    for folder in folders:
+        fault_point("prune-half", step=step)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -182,6 +182,10 @@ def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies
     assert (facts["newest_whole"], facts["best_step"], facts["done"]) == (12, 12, False)
     assert [one["eval_loss"] for one in facts["checkpoints"]] == [5.5, 5.25, 5.375]
     assert [bool(one["problems"]) for one in facts["checkpoints"]] == [False, False, True]
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", str(golden_run)])
+    damaged = checkpoint_folder(golden_run, 16)
+    assert capsys.readouterr().out == f"{damaged}: 00001.safetensors does not match its sha256\n"
 
 
 def test_a_run_without_checkpoints_and_one_with_a_torn_state_are_shown_too(
