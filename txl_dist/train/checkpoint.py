@@ -42,7 +42,7 @@ from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import FragmentFiles
 
 FORMAT_VERSION = 2
-"""1 held DeepSpeed's own files, and was never released."""
+"""1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
 _NAME = re.compile(r"step_(\d{9})")
 
 
