@@ -160,8 +160,24 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
         backend = "cpu:gloo,cuda:nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    _meet(backend, timeout_s=timeout_s)
     return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)
+
+
+def _meet(backend: str, *, timeout_s: int) -> None:
+    try:
+        torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (torch_dist.DistNetworkError, torch_dist.DistStoreError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"{where}, where the ranks are to meet, is in use, by another job perhaps. Give this one another port: "
+                "--master_port of the launcher, or MASTER_PORT."
+            ) from error
+        raise ConfigError(
+            f"this rank could not meet the others at {where}: {str(error).splitlines()[0]}. See whether rank 0 has "
+            "started there and the port can be reached from this machine."
+        ) from error
 
 
 def _free_port() -> int:

@@ -114,17 +114,23 @@ def _committed_s(run: Run) -> float:
     return checkpoint_folder(run.dir, run.checkpoints[-1]).stat().st_ctime
 
 
-def _launch_py(process: subprocess.Popen[str]) -> psutil.Process:
-    family = psutil.Process(process.pid).children(recursive=True)
-    (child,) = (one for one in family if "deepspeed.launcher.launch" in one.cmdline())
-    return child
+def _started(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [psutil.Process(process.pid)]
 
 
-LAUNCHERS: dict[str, Callable[[subprocess.Popen[str]], psutil.Process]] = {
-    "deepspeed": lambda process: psutil.Process(process.pid),
+def _launch_py(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [one for one in _all(process) if "deepspeed.launcher.launch" in one.cmdline()]
+
+
+def _all(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [*_started(process), *psutil.Process(process.pid).children(recursive=True)]
+
+
+LAUNCHERS: dict[str, Callable[[subprocess.Popen[str]], list[psutil.Process]]] = {
+    "deepspeed": _started,
     "launch.py": _launch_py,
-    "txl launch": lambda process: psutil.Process(process.pid),
-    "launch.py below txl launch": _launch_py,
+    "txl launch": _started,
+    "every process of txl launch": _all,  # as a batch system does
 }
 
 
@@ -141,7 +147,8 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
         wait_for(lambda: "TXL_FAULT slow" in log.read_text(encoding="utf-8"), process=process)
         family = psutil.Process(process.pid).children(recursive=True)
         asked_s = time.time()
-        LAUNCHERS[kind](process).send_signal(number)
+        for one in LAUNCHERS[kind](process):
+            one.send_signal(number)
         wait_for(lambda: _has_stopped(run) or not any(map(_lives, family)), timeout_s=60)
         _, orphans = psutil.wait_procs(family, timeout=ORPHAN_LIMIT_S)
         case.exit_codes.append([process.wait(timeout=60)])
@@ -193,4 +200,5 @@ def signals(lab: Lab) -> Iterator[Trial]:
     for kind in LAUNCHERS:
         for moment in MOMENTS:
             yield partial(launcher, lab, kind=kind, moment=moment)
-        yield partial(launcher, lab, kind=kind, moment="training", number=signal.SIGKILL)
+        if kind != "every process of txl launch":
+            yield partial(launcher, lab, kind=kind, moment="training", number=signal.SIGKILL)

@@ -29,7 +29,7 @@ from torch import Tensor
 from txl_dist.config import Config, load_config
 from txl_dist.data.corpus import Corpus, Split
 from txl_dist.data.position import StreamState, continued
-from txl_dist.dist import Ranks, gather_objects, together
+from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.manifest import problems_of
@@ -115,12 +115,6 @@ def newest_checkpoint(run_dir: Path, *, problems: Problems = problems_of) -> tup
     return None, rejected
 
 
-def problems_together(folder: Path, *, ranks: Ranks) -> list[str]:
-    """`problems_of`, each rank hashing its share of the files. All ranks call it."""
-    parts = gather_objects(problems_of(folder, part=ranks.rank, num_parts=ranks.world_size))
-    return [problem for part in parts for problem in part]
-
-
 def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = problems_of) -> tuple[Path | None, list[str]]:
     """(where to start from by `--resume auto|must|never|PATH`, why newer checkpoints were passed over).
 
@@ -156,6 +150,40 @@ def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = proble
             f"cannot resume {run_dir}: {found_what}. Restore one, or start anew in another --run.dir."
         )
     return found, rejected
+
+
+def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """`choose_checkpoint` by rank 0, while all ranks hash their share of the files it asks for. All ranks call it.
+
+    Only rank 0 lists folders: what another node's cache shows of a network file system may be older.
+    """
+    if not ranks.is_first:
+        nothing: Path | None = None
+        while (folder := from_first(nothing)) is not None:
+            _problems_together(folder, ranks)
+        return on_first(lambda: (None, []))
+
+    def problems(folder: Path) -> list[str]:
+        return _problems_together(from_first(folder), ranks)
+
+    chosen: tuple[Path | None, list[str]] | Exception
+    try:
+        chosen = choose_checkpoint(run_dir, resume, problems=problems)
+    except Exception as error:  # noqa: BLE001  the others wait to be told
+        chosen = error
+    from_first(None)
+    return on_first(lambda: _unwrapped(chosen))
+
+
+def _problems_together(folder: Path, ranks: Ranks) -> list[str]:
+    parts = gather_objects(problems_of(folder, part=ranks.rank, num_parts=ranks.world_size))
+    return [problem for part in parts for problem in part]
+
+
+def _unwrapped(chosen: tuple[Path | None, list[str]] | Exception) -> tuple[Path | None, list[str]]:
+    if isinstance(chosen, Exception):
+        raise chosen
+    return chosen
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.log import logger, start_logging
 from txl_dist.train.checkpoint import (
     check_checkpoint,
-    choose_checkpoint,
+    choose_together,
     continued_stream,
     corpus_facts,
-    problems_together,
     read_state,
 )
 from txl_dist.train.describe import describe_batch, describe_data
@@ -80,9 +79,7 @@ def _train(
         stack.callback(lock.release)
     nonce = on_first(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
-    checkpoint, rejected = choose_checkpoint(
-        run_dir, resume, problems=lambda path: problems_together(path, ranks=ranks)
-    )
+    checkpoint, rejected = choose_together(run_dir, resume, ranks=ranks)
     start = on_first(lambda: _check_run(config, corpora, plan, checkpoint, rejected))
     begins_with = config.run.init and checkpoint is None
     weights = together(lambda: initial_weights(config, corpora[0])) if begins_with else None
