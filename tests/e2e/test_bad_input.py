@@ -1,6 +1,7 @@
 """Bad input gets an error that says what, where and the remedy; nothing is lost or half-written."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_a_misspelt_setting_in_the_file_is_named_with_the_near_one(capsys, tmp_p
     assert "bad.toml" in message
     assert "train.num_lane" in message
     assert "Did you mean train.num_lanes?" in message
+
+
+def test_a_port_that_another_job_has_is_named(
+    capsys: pytest.CaptureFixture[str], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        message = refused(capsys, "train", *words(corpus))
+    assert "is in use" in message
+    assert "--master_port" in message
 
 
 def test_lanes_that_do_not_divide_are_refused_with_the_arithmetic(capsys, corpus: Path) -> None:
