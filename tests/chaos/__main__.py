@@ -42,7 +42,7 @@ def main() -> int:
     """Run the groups; 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("groups", nargs="+", metavar="GROUP", help=f"{' '.join(GROUPS)} goodput all; or: table FILE")
-    parser.add_argument("--out", type=Path, default=Path("chaos.jsonl"), help="one JSON line per case is added to it")
+    parser.add_argument("--out", type=Path, help="one JSON line per case is added to this file")
     parser.add_argument("--seed", type=int, default=1, help="of the corpus, the flipped bits and the schedule")
     parser.add_argument("--minutes", type=float, default=15.0, help="length of goodput")
     parser.add_argument("--folder", type=Path, help="keep the runs and their logs here, instead of removing them")

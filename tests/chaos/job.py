@@ -172,6 +172,7 @@ def _rank(words: tuple[str, ...], environment: dict[str, str], log: str) -> None
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     assert WARM in sys.modules, f"the rank server could not import {WARM}"
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
     os.environ.update(environment)
     sys.argv = ["txl", *words]
     from txl_dist.cli import run

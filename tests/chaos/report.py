@@ -33,7 +33,10 @@ def tables(report: Path) -> Iterator[str]:
 
 
 def _kind(case: dict[str, Any]) -> str:
-    return str(case["case"]) if case["case"] != "sweep" else f"sweep, ZeRO-{case['stage']}"
+    """Cases of one kind share a row: a request at all moments, a crash at all points of a save."""
+    if case["case"] == "sweep":
+        return f"sweep: kill -9 at every point of a save, ZeRO-{case['stage']}"
+    return "sweep: kill -9 elsewhere" if case["case"].startswith("crash ") else str(case["case"]).split(", in ")[0]
 
 
 def _row(kind: str, cases: list[dict[str, Any]]) -> str:

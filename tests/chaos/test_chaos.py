@@ -140,6 +140,6 @@ def test_the_report_becomes_tables(tmp_path: Path) -> None:
     bad = line | {"case": "disk: eio", "problems": ["a tear"], "figures": {}, "detect_s": None}
     report.write_text("".join(json.dumps(one) + "\n" for one in (line, line, bad)))
     text = "\n".join(tables(report))
-    assert "| sweep, ZeRO-1 | 4 | 4 | 3 | 0 | 0.5 | 1.5 | 0 |" in text
+    assert "| sweep: kill -9 at every point of a save, ZeRO-1 | 4 | 4 | 3 | 0 | 0.5 | 1.5 | 0 |" in text
     assert "| disk: eio | 2 | 0 | 3 | 0 |  | 1.5 | 0 |" in text
     assert "FAILED: disk: eio ZeRO-1 a: a tear" in text

@@ -160,11 +160,11 @@ def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path |
     if not ranks.is_first:
         nothing: Path | None = None
         while (folder := from_first(nothing)) is not None:
-            _problems_together(folder, ranks)
+            problems_together(folder, ranks)
         return on_first(lambda: (None, []))
 
     def problems(folder: Path) -> list[str]:
-        return _problems_together(from_first(folder), ranks)
+        return problems_together(from_first(folder), ranks)
 
     chosen: tuple[Path | None, list[str]] | Exception
     try:
@@ -175,7 +175,8 @@ def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path |
     return on_first(lambda: _unwrapped(chosen))
 
 
-def _problems_together(folder: Path, ranks: Ranks) -> list[str]:
+def problems_together(folder: Path, ranks: Ranks) -> list[str]:
+    """`problems_of`, each rank hashing its share of the files. All ranks call it."""
     parts = gather_objects(problems_of(folder, part=ranks.rank, num_parts=ranks.world_size))
     return [problem for part in parts for problem in part]
 

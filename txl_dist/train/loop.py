@@ -23,11 +23,18 @@ from txl_dist.data.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.position import StreamState
 from txl_dist.data.prefetch import prefetch
 from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, warn_for_all
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import CorpusFacts, list_checkpoints, load_checkpoint, read_state, step_of
+from txl_dist.train.checkpoint import (
+    CorpusFacts,
+    list_checkpoints,
+    load_checkpoint,
+    problems_together,
+    read_state,
+    step_of,
+)
 from txl_dist.train.engine import Engine
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.guard import Guard
@@ -236,7 +243,11 @@ class Run:
             limit_waiting(timeout_s=self.config.engine.timeout_s + _GROUP_GRACE_S)
             self.job.watchdog.limit(self.config.engine.timeout_s)
         skipped = not math.isfinite(decision.grad_norm)
-        health = self.guard.judge(state, decision, step=step)
+        try:
+            health = self.guard.judge(state, decision, step=step)
+        except TrainingError:
+            self.saving.finish(step)  # what is in flight is from before the trouble
+            raise
         with interval.paused():
             self.guard.check_replicas(self.engine.model, step=step)
         interval.add(
@@ -271,10 +282,10 @@ class Run:
         # Older ones than this process began with may have had other lanes.
         known = range(self.job.start.step, first_bad)
         before = on_first(lambda: [path for path in list_checkpoints(self.run_dir) if step_of(path) in known])
-        if not before:
+        target = next((path for path in reversed(before) if not problems_together(path, self.ranks)), None)
+        if target is None:
             warn_for_all("no checkpoint lies between the start and the spike at step %d: the run goes on", first_bad)
             return replace(state, health=replace(state.health, spikes_in_row=0))
-        target = before[-1]
         on_first(lambda: set_aside(self.run_dir, newer_than=target))
         self.saving.forget_newest()
         saved = StreamState.from_dict(together(lambda: read_state(target))["stream"])
