@@ -61,7 +61,7 @@ def death(lab: Lab, *, rank: int, ranks: int = 2, stage: int = 1, phase: str = "
 def exception(lab: Lab, *, rank: int, ranks: int = 2, phase: str = "step") -> Case:
     """A rank fails by itself: it prints its error, once, and the others leave without a word."""
     fault = f"raise:{rank}:{STEP_OF[phase]}:{phase}"
-    case, run = lab.survive("hangs: an exception", *WORDS, ranks=ranks, fault=fault)
+    case, run = lab.survive("hangs: an exception", ranks=ranks, fault=fault)
     text = run.jobs[0].text
     case.message_ok = text.count("Traceback") == 1 and text.count("RuntimeError: ordered by TXL_FAULT") == 1
     if not case.message_ok or CAUSE.search(text):

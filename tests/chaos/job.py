@@ -54,6 +54,7 @@ class Job:
         self.log, self.started_s = log, time.time()
         log.touch()
         self._log_start = self._scanned = log.stat().st_size
+        self._log_end = 0
         self._struck: list[Struck] = []
         self.exits: dict[int, tuple[int, float]] = {}
         """Per rank that has ended: (exit code, negative for a signal; seconds since the epoch)."""
@@ -84,6 +85,7 @@ class Job:
         self.signal(signal.SIGKILL)
         for process in self._processes:
             process.join(30)
+        self._log_end = self.log.stat().st_size
         # DeepSpeed's buffers in shared memory, which the engine is to unlink as soon as all ranks have mapped them.
         for leaked in Path("/dev/shm").glob(f"deepspeed_*_{self._port}_*"):
             self.leaked_bytes += leaked.stat().st_size
@@ -103,7 +105,7 @@ class Job:
         """What the ranks of this start have written."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
-            return file.read().decode(errors="replace")
+            return file.read(self._log_end - self._log_start if self._log_end else -1).decode(errors="replace")
 
     @property
     def struck(self) -> list[Struck]:

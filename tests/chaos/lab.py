@@ -99,9 +99,8 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.seed, self._report = folder, seed, report
         texts = random_texts(count=200, longest=400, seed=seed)
-        # An even number of ids, and so of elements in every parameter: ZeRO-3 pads odd ones with whatever was in
-        # memory, which two equal runs need not have in common.
-        corpus = tiny_corpus(folder, texts=texts, shard_len=8000, kind="bpe", vocab_size=320)
+        # Bytes and end-of-text are 257 ids: parameters of an odd size, which ZeRO must pad.
+        corpus = tiny_corpus(folder, texts=texts, shard_len=8000)
         self.corpus, self.config = corpus.location, folder / "tiny.toml"
         self.config.write_text(SETTINGS.format(corpus=corpus.location), encoding="utf-8")
         self._unbroken: dict[tuple[Any, ...], Run] = {}

@@ -57,7 +57,7 @@ ELSEWHERE = {
     "in the last evaluation": ("kill:1:12:evaluate", ""),
     "behind the last save": ("kill:0:12:saved", ""),
     "in the save of a stop": ("term:1:10:boundary,kill:0:11:save-file-half#2", ""),
-    "while loading": ("slow:*:11,kill:*:12", "kill:0:9:load"),
+    "while loading": ("slow:*:10,kill:*:12", "kill:0:9:load"),
     "in the next save too": ("kill:0:9:save-manifest", "kill:1:9:save-file-done"),
 }
 """kill -9 at other points: the fault of the first start, and that of the second."""

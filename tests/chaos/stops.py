@@ -69,7 +69,7 @@ def while_loading(lab: Lab) -> Case:
     """A request to a run that is just being resumed: it ends, and nothing is lost."""
     case, run = lab.case("signals: SIGTERM to rank 0, while loading", fault="slow:*:6:load"), lab.new_run("loading")
     words = ("--engine.zero_stage", "1")
-    with lab.start(run, *words, fault="slow:*:8,kill:*:9") as job:
+    with lab.start(run, *words, fault="slow:*:8,kill:*:10") as job:
         job.wait()
     lost = run.last_step - 6
     with lab.start(run, *words, fault=case.fault) as job:

@@ -143,15 +143,12 @@ class Saver:
         return Saved(step, final, self._needed / 2**30, "")
 
     def _wait(self) -> None:
-        """Until all ranks have written. In short collectives: a slow disk is no rank that hangs, a still one is."""
+        """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs, and beating
+        while this rank's own part grows or is done, so that the rank whose disk stands still is the one that is named."""
         seen = -1
-        while True:
-            parts = gather_objects((self.is_written, self._num_bytes))
-            total = sum(num_bytes for _, num_bytes in parts)
-            if all(is_written for is_written, _ in parts):
-                return
-            if total > seen:
-                seen = total
+        while not all(gather_objects(self.is_written)):
+            if self.is_written or self._num_bytes > seen:
+                seen = self._num_bytes
                 self._beat()
             if self._thread is not None and self._thread.is_alive():
                 self._thread.join(_POLL_S)

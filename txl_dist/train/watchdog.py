@@ -161,7 +161,8 @@ class Watchdog:
     def _own_beat(self) -> Beat:
         when_s, step, phase = self._last
         where, is_waiting = _place(sys._current_frames().get(self._main))
-        is_stalled = time.monotonic() - when_s > self._limit_s
+        # Who asks for the first cause is about to leave.
+        is_stalled = time.monotonic() - when_s > self._limit_s and not self._asked.is_set()
         return Beat(self._process, step, phase, where, is_waiting, is_stalled, self._asked.is_set())
 
     def _judge(self, now_s: float) -> Verdict | None:
