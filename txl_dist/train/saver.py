@@ -143,8 +143,8 @@ class Saver:
         return Saved(step, final, self._needed / 2**30, "")
 
     def _wait(self) -> None:
-        """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs, and beating
-        while this rank's own part grows or is done, so that the rank whose disk stands still is the one that is named."""
+        """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs; and beating
+        while this rank's own part grows or is done, so that the one is named whose disk stands still."""
         seen = -1
         while not all(gather_objects(self.is_written)):
             if self.is_written or self._num_bytes > seen:
