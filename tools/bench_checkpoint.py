@@ -120,7 +120,7 @@ class Bench:
             ranks=ranks,
             reporter=reporter,
             newest=None,
-            best_step=lambda: -1,
+            evaluated=dict,
             beat=lambda phase: None,
         )
 

@@ -133,7 +133,8 @@ def run() -> None:
     try:
         code = main()
     except KeyboardInterrupt:
-        print("txl: interrupted; the same command goes on from what is kept", file=sys.stderr)
+        if _is_speaker():
+            print("txl: interrupted; the same command goes on from what is kept", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)

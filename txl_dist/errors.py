@@ -18,6 +18,12 @@ class TxlError(Exception):
     """The rank that met it, once ranks have joined; that one prints it."""
 
 
+def of_all(error: TxlError) -> TxlError:
+    """An error that every rank raises, about what all know: rank 0 prints it."""
+    error.rank = 0
+    return error
+
+
 class ConfigError(TxlError, ValueError):
     """A setting is unknown, impossible, or contradicts another setting, the corpus or the run directory."""
 

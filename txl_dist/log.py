@@ -118,6 +118,14 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
     logger.propagate = False
 
 
+def note_in_file(message: str) -> None:
+    """A line for `log.txt` alone, about what the console is told in another way."""
+    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
+    for handler in logger.handlers:
+        if isinstance(handler, _LogFile):
+            handler.handle(record)
+
+
 def warn_for_all(message: str, *values: object) -> None:
     """A warning about what all ranks know, and call this for: rank 0 says it."""
     if logger.isEnabledFor(logging.INFO):  # the others begin at warnings

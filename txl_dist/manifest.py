@@ -83,7 +83,7 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
     strangers = [f"{name} is not in the manifest" for name in files_of(folder) if name not in files] if not part else []
     mine = sorted(files)[part::num_parts]
-    return strangers + [problem for name in mine if (problem := _file_problem(folder / name, files[name]))]
+    return strangers + [problem for name in mine if (problem := _file_problem(folder, name, files[name]))]
 
 
 def check_folder(folder: Path, *, remedy: str) -> None:
@@ -93,13 +93,14 @@ def check_folder(folder: Path, *, remedy: str) -> None:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:5])}. {remedy}")
 
 
-def _file_problem(path: Path, facts: dict[str, Any]) -> str | None:
+def _file_problem(folder: Path, name: str, facts: dict[str, Any]) -> str | None:
+    path = folder / name
     try:
         size = path.stat().st_size
         if size != facts["bytes"]:
-            return f"{path.name} has {size} bytes instead of {facts['bytes']}"
+            return f"{name} has {size} bytes instead of {facts['bytes']}"
         if sha256_of_file(path) != facts["sha256"]:
-            return f"{path.name} does not match its sha256"
+            return f"{name} does not match its sha256"
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+        return f"{name} cannot be read ({error.strerror})"
     return None

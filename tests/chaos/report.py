@@ -17,8 +17,9 @@ def tables(report: Path) -> Iterator[str]:
     cases: list[dict[str, Any]] = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
     yield HEADER
     yield "|" + " --- |" * (HEADER.count("|") - 1)
-    for kind in dict.fromkeys(_kind(case) for case in cases):
-        yield _row(kind, [case for case in cases if _kind(case) == kind])
+    single = [case for case in cases if not case["figures"]]
+    for kind in dict.fromkeys(_kind(case) for case in single):
+        yield _row(kind, [case for case in single if _kind(case) == kind])
     for case in cases:
         if case["figures"]:
             yield ""

@@ -187,7 +187,10 @@ def _has_stopped(run: Run) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def signals(lab: Lab) -> Iterator[Trial]:

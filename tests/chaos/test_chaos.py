@@ -136,10 +136,12 @@ def test_half_a_minute_of_mixed_faults_ends_where_the_unbroken_run_ends(lab: Lab
 def test_the_report_becomes_tables(tmp_path: Path) -> None:
     report = tmp_path / "chaos.jsonl"
     line = {"case": "sweep", "stage": 1, "trials": 2, "problems": [], "steps_lost": 3, "tokens_lost": 0, "fault": "a"}
-    line |= {"detect_s": 0.5, "recover_s": 1.5, "bytes_left": 0, "figures": {"minutes": 15}}
-    bad = line | {"case": "disk: eio", "problems": ["a tear"], "figures": {}, "detect_s": None}
-    report.write_text("".join(json.dumps(one) + "\n" for one in (line, line, bad)))
+    line |= {"detect_s": 0.5, "recover_s": 1.5, "bytes_left": 0, "figures": {}}
+    bad = line | {"case": "disk: eio", "problems": ["a tear"], "detect_s": None}
+    storm = line | {"case": "goodput", "figures": {"steps_lost_p95": 21.0}}
+    report.write_text("".join(json.dumps(one) + "\n" for one in (line, line, bad, storm)))
     text = "\n".join(tables(report))
     assert "| sweep: kill -9 at every point of a save, ZeRO-1 | 4 | 4 | 3 | 0 | 0.5 | 1.5 | 0 |" in text
     assert "| disk: eio | 2 | 0 | 3 | 0 |  | 1.5 | 0 |" in text
+    assert "goodput (2 faults: a):\n\n| steps lost p95 |\n| --- |\n| 21.0 |" in text
     assert "FAILED: disk: eio ZeRO-1 a: a tear" in text

@@ -116,14 +116,18 @@ def newest_checkpoint(run_dir: Path, *, problems: Problems = problems_of) -> tup
 
 
 def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = problems_of) -> tuple[Path | None, list[str]]:
-    """(where to start from by `--resume auto|must|never|PATH`, why newer checkpoints were passed over).
+    """(where to start from by `--resume auto|must|never|PATH`, what the user should know). A run that has begun at PATH
+    goes on from its own checkpoints.
 
     Raises CheckpointError if a checkpoint is demanded and none is whole, if `never` meets an existing run, or if
     PATH is an older checkpoint of this very run, whose newer ones would be mixed with what follows.
     """
-    existing = list_checkpoints(run_dir)
-    if resume not in ("auto", "must", "never"):
-        folder = Path(resume)
+    existing, remarks = list_checkpoints(run_dir), []
+    folder = Path(resume)
+    is_path = resume not in ("auto", "must", "never")
+    if is_path and existing and folder.resolve().parent != existing[-1].resolve().parent:
+        remarks = [f"{run_dir} has begun already, and goes on from its own checkpoints instead of {folder}"]
+    elif is_path:
         if not folder.is_dir():
             raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
         if found_problems := problems(folder):
@@ -131,7 +135,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = proble
                 f"--resume {resume}: it is damaged: {'; '.join(found_problems[:5])}. "
                 "Name another checkpoint folder, or use --resume auto, must or never."
             )
-        if existing and existing[-1].name > folder.name and folder.resolve().parent == existing[-1].resolve().parent:
+        if existing and existing[-1].name > folder.name:
             raise CheckpointError(
                 f"{run_dir} goes on to {existing[-1].name}. To branch off at {folder.name}, choose another --run.dir."
             )
@@ -145,11 +149,10 @@ def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = proble
         return None, []
     found, rejected = newest_checkpoint(run_dir, problems=problems)
     if found is None and (existing or resume == "must"):
-        found_what = f"none of its {len(existing)} checkpoints is whole" if existing else "it holds no checkpoint"
-        raise CheckpointError(
-            f"cannot resume {run_dir}: {found_what}. Restore one, or start anew in another --run.dir."
-        )
-    return found, rejected
+        reasons = "; ".join(rejected[:3])
+        what = f"none of its {len(existing)} checkpoints is whole ({reasons})" if existing else "it holds no checkpoint"
+        raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start anew in another --run.dir.")
+    return found, remarks + [f"passed over a damaged checkpoint, {reason}" for reason in rejected]
 
 
 def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path | None, list[str]]:
@@ -161,30 +164,22 @@ def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path |
         nothing: Path | None = None
         while (folder := from_first(nothing)) is not None:
             problems_together(folder, ranks)
-        return on_first(lambda: (None, []))
 
-    def problems(folder: Path) -> list[str]:
-        return problems_together(from_first(folder), ranks)
+    def choose() -> tuple[Path | None, list[str]]:
+        try:
+            return choose_checkpoint(
+                run_dir, resume, problems=lambda folder: problems_together(from_first(folder), ranks)
+            )
+        finally:
+            from_first(None)
 
-    chosen: tuple[Path | None, list[str]] | Exception
-    try:
-        chosen = choose_checkpoint(run_dir, resume, problems=problems)
-    except Exception as error:  # noqa: BLE001  the others wait to be told
-        chosen = error
-    from_first(None)
-    return on_first(lambda: _unwrapped(chosen))
+    return on_first(choose)
 
 
 def problems_together(folder: Path, ranks: Ranks) -> list[str]:
     """`problems_of`, each rank hashing its share of the files. All ranks call it."""
     parts = gather_objects(problems_of(folder, part=ranks.rank, num_parts=ranks.world_size))
     return [problem for part in parts for problem in part]
-
-
-def _unwrapped(chosen: tuple[Path | None, list[str]] | Exception) -> tuple[Path | None, list[str]]:
-    if isinstance(chosen, Exception):
-        raise chosen
-    return chosen
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -176,12 +176,15 @@ class ZeroEngine:
     def grad_norm(self) -> Tensor:
         """See `Engine`."""
         if self._stage == 0:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+            gradients = [p.grad for p in self._parameters() if p.grad is not None]
+            # In fp32 also where they are not: the squares of scaled fp16 gradients overflow.
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
         else:
             if hasattr(self._optimizer, "_wait_for_offload_copies"):
                 self._optimizer._wait_for_offload_copies()
             norm = self._compute_norm()
-        norm = norm.detach().float() / self._scale()
+        norm = norm.detach().float().to(self._device) / self._scale()  # with offload it is on the host
         # DeepSpeed writes -1 for what is not finite.
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
 

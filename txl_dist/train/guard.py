@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import nn
 
-from txl_dist.config import Config
+from txl_dist.config import Config, load_config
 from txl_dist.data.corpus import Split
+from txl_dist.data.position import StreamState
 from txl_dist.dist import gather_objects
-from txl_dist.errors import TrainingError
+from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import warn_for_all
 from txl_dist.train import health as rules
+from txl_dist.train.checkpoint import read_state, step_of
 from txl_dist.train.health import Health
 from txl_dist.train.inspection import documents_at
 from txl_dist.train.metrics import Reporter
@@ -66,29 +69,54 @@ class Guard:
             )
             self._reporter.write("event", {"event": "spike", **spike._asdict()})
         if reason := rules.reason_to_stop(health, self._config.guard):
-            raise TrainingError(self._blame(before, reason))
+            raise of_all(TrainingError(self._blame(before, reason, is_mine=not math.isfinite(decision.own_loss))))
         return health
 
     def check_replicas(self, model: nn.Module, *, step: int) -> None:
-        """At its interval. Raises TrainingError if a rank computes with other weights than the rest."""
+        """At its interval, before the update: at stages 1 and 2 that gives every rank the weights of their owners, so
+        only what this very step was computed with can be seen. Raises TrainingError if a rank has other weights than
+        the rest."""
         every = self._config.guard.check_replicas_every
         if not every or step % every or self._config.engine.zero_stage == 3:  # there each holds its own part
             return
         start_s = time.perf_counter()
         deviation = deviating_ranks(model.named_parameters())
         if deviation is not None:
-            raise TrainingError(
-                f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before saving it; take "
-                "the machine of that rank out of service, and start again from the last checkpoint."
+            raise of_all(
+                TrainingError(
+                    f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before saving it; "
+                    "take the machine of that rank out of service, and start again from the last checkpoint."
+                )
             )
         seconds = round(time.perf_counter() - start_s, 4)
         self._reporter.write("event", {"event": "replicas_agree", "step": step, "seconds": seconds})
 
-    def _blame(self, before: TrainState, reason: str) -> str:
-        lanes = range(self._lanes.start, min(self._lanes.stop, self._lanes.start + 2))
-        parts = gather_objects(documents_at(self._splits, before.stream, lanes))
-        documents = [line for part in parts for line in part][:8]
+    def _blame(self, before: TrainState, reason: str, *, is_mine: bool) -> str:
+        lanes = range(self._lanes.start, min(self._lanes.stop, self._lanes.start + 4))
+        parts = gather_objects((is_mine, documents_at(self._splits, before.stream, lanes)))
+        guilty = [rank for rank, (is_guilty, _) in enumerate(parts) if is_guilty]
+        shown = [parts[rank][1] for rank in guilty[:2]] or [lines for _, lines in parts[:2]]
+        documents = "; ".join(line for lines in shown for line in lines)
+        ranks = f" on rank(s) {', '.join(map(str, guilty[:8]))}" if guilty else ""
         return (
-            f"{reason}. The run stops before saving it; step {before.step + 1} read {'; '.join(documents)}. Continue "
-            "from the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+            f"{reason}. The run stops before saving it; step {before.step + 1}{ranks} read {documents}. Continue from "
+            "the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
         )
+
+
+def stream_of(
+    checkpoint: Path, *, config: Config, start: tuple[int, StreamState], now: StreamState
+) -> StreamState | None:
+    """The stream of a checkpoint to rewind to, leaving out what earlier rewinds did; None if its lanes were others.
+
+    `start`: step and stream that this process began with. Raises CheckpointError.
+    """
+    step, stream = start
+    if step_of(checkpoint) != step:
+        stream = StreamState.from_dict(read_state(checkpoint)["stream"])
+    saved_len = load_config(checkpoint / "config.toml").train.segment_len
+    if step_of(checkpoint) < step and saved_len != config.train.segment_len:
+        return None  # its steps are not to be counted in segments of today
+    if [one.cut() for one in stream.corpora] != [one.cut() for one in now.corpora]:
+        return None
+    return stream.skipping(now, now)

@@ -16,6 +16,7 @@ import secrets
 import selectors
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ class Beat(NamedTuple):
     """The main thread made no progress for longer than the limit."""
     asks: bool
     """The main thread met an error that another rank may have caused."""
+    is_idle: bool = False
+    """The main thread made no progress for longer than half the limit."""
 
 
 @dataclass
@@ -108,10 +111,11 @@ class Hub:
         notices: list[Message] = []
         for key, _ in self._selector.select(TICK_S):
             if key.fileobj is self._server:
-                peer, _ = self._server.accept()
-                connection = Connection(peer)
-                self._connections[connection] = -1
-                self._selector.register(peer, selectors.EVENT_READ, connection)
+                with suppress(OSError):  # who knocked has gone, or there is no descriptor left
+                    peer, _ = self._server.accept()
+                    connection = Connection(peer)
+                    self._connections[connection] = -1
+                    self._selector.register(peer, selectors.EVENT_READ, connection)
             else:
                 notices += self._hear(key.data, own)
         return notices
@@ -135,7 +139,7 @@ class Hub:
                 connection.send({"beat": own})
                 if "notice" in message:
                     notices.append(message["notice"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             self._drop(connection)
         return notices
 
@@ -201,7 +205,7 @@ class Spoke:
                     self.seen[0] = Seen(_beat(message["beat"]), time.monotonic())
                 else:
                     notices.append(message)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             self._drop()
         return notices
 

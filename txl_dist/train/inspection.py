@@ -31,7 +31,7 @@ from txl_dist.train.tensor_files import FragmentFiles
 
 _BESIDE = {
     "tmp": "a save that was not finished, or a removal; the next start removes it",
-    "damaged": "was damaged, and in the way of a whole one; nothing reads it",
+    "damaged": "was damaged and is kept for people; nothing reads it",
     "rewound": "left behind by a rewind; nothing reads it",
 }
 
@@ -63,8 +63,10 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
         if [(one.cut(), one.position) for one in reached.corpora] != [
             (one.cut(), one.position) for one in saved.corpora
         ]:
+            is_same_cut = [one.cut() for one in reached.corpora] == [one.cut() for one in saved.corpora]
+            changed = "train.segment_len was changed" if is_same_cut else "the lanes were cut anew"
             raise CheckpointError(
-                f"which lanes step {step} had is not known: they were cut anew before {behind[0].name}, and the "
+                f"what the lanes read at step {step} is not known: {changed} before {behind[0].name}, and the "
                 f"checkpoint from before that is gone. Name a step behind {step_of(behind[0])}."
             )
     return splits, state.advanced((step - 1 - start) * segment_len), segment_len
@@ -87,6 +89,16 @@ def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> l
 def is_checkpoint(folder: Path) -> bool:
     """Whether it is, or was, a checkpoint, rather than a run."""
     return (folder / "state.json").is_file() or (folder / "engine").is_dir()
+
+
+def what_is_missing(folder: Path) -> str:
+    """For people: that there is neither corpus, run nor checkpoint, and where one of a run is missing, which it has."""
+    lacks = "it lacks index.json, config.toml and state.json" if folder.is_dir() else "there is no such folder"
+    remedy = "Name what `txl prepare` or `txl train` wrote"
+    if folder.parent.name == "checkpoints":
+        names = [path.name for path in list_checkpoints(folder.parent.parent)]
+        remedy = f"{folder.parent} has {', '.join(names) or 'no checkpoint'}"
+    return f"{folder} is no corpus, run or checkpoint: {lacks}. {remedy}."
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.position import StreamState
 from txl_dist.data.prefetch import prefetch
-from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
+from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, warn_for_all
@@ -32,12 +32,11 @@ from txl_dist.train.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     problems_together,
-    read_state,
     step_of,
 )
 from txl_dist.train.engine import Engine
 from txl_dist.train.evaluate import evaluate
-from txl_dist.train.guard import Guard
+from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
 from txl_dist.train.metrics import Interval, Reporter, eta_s
@@ -51,6 +50,8 @@ from txl_dist.train.step import StepInput, Stepper, poll, read_inputs
 from txl_dist.train.stopping import StopRequests
 from txl_dist.train.watchdog import Watchdog
 
+_PATIENCE_S = {"stopped": 15.0, "done": 900.0}
+"""How long the last save is tried: who asked to stop will not wait, but who finds a full disk in the morning may."""
 _GROUP_GRACE_S = 30
 """Collectives give up after the watchdog, which knows more."""
 
@@ -133,7 +134,7 @@ class Run:
             ranks=ranks,
             reporter=self.reporter,
             newest=job.start.checkpoint,
-            best_step=lambda: min(self.evaluated, key=self.evaluated.__getitem__, default=-1),
+            evaluated=lambda: self.evaluated,
             beat=self._beat,
         )
 
@@ -151,7 +152,7 @@ class Run:
             while not stopped and state.step < self.max_steps:
                 state, stopped = self._train_from(state)
             if state.step > 0:
-                self.saving.finish_last(state)
+                self.saving.finish_last(state, patience_s=_PATIENCE_S["stopped" if stopped else "done"])
         finally:
             self.reporter.close()
         self._leave(state, stopped=stopped)
@@ -210,8 +211,8 @@ class Run:
                 if written:
                     with interval.paused():
                         self.saving.finish(state.step)
-                if self.guard.wants_rewind(state.health) and not stopped:
-                    return self._rewound(state), False
+                if self.guard.wants_rewind(state.health) and (rewound := self._rewound(state)) is not None:
+                    return rewound, stopped
                 is_last = state.step == self.max_steps
                 if is_last or _due(state.step, self.config.metrics.log_every_steps):
                     self.reporter.write("train", self._train_record(state, interval))
@@ -238,6 +239,7 @@ class Run:
             lr=lr,
             stop=bool(self.job.stops.reason),
             written=self.saving.is_written,
+            before_update=lambda: self.guard.check_replicas(self.engine.model, step=step),
         )
         if step == self.job.start.step + 1:  # no step will take as long as the first
             limit_waiting(timeout_s=self.config.engine.timeout_s + _GROUP_GRACE_S)
@@ -248,8 +250,6 @@ class Run:
         except TrainingError:
             self.saving.finish(step)  # what is in flight is from before the trouble
             raise
-        with interval.paused():
-            self.guard.check_replicas(self.engine.model, step=step)
         interval.add(
             loss=decision.loss, grad_norm=decision.grad_norm, lr=lr, num_scored=step_input.num_scored, skipped=skipped
         )
@@ -275,23 +275,26 @@ class Run:
                 "job; nothing is saved here."
             )
 
-    def _rewound(self, state: TrainState) -> TrainState:
-        """Back to the last checkpoint before the spike, whose text is left out from now on."""
+    def _rewound(self, state: TrainState) -> TrainState | None:
+        """Back to the last checkpoint before the spike, whose text is left out from now on; None if there is none."""
         first_bad = state.step - state.health.spikes_in_row + 1
         self.saving.finish(state.step)
-        # Older ones than this process began with may have had other lanes.
-        known = range(self.job.start.step, first_bad)
-        before = on_first(lambda: [path for path in list_checkpoints(self.run_dir) if step_of(path) in known])
-        target = next((path for path in reversed(before) if not problems_together(path, self.ranks)), None)
-        if target is None:
-            warn_for_all("no checkpoint lies between the start and the spike at step %d: the run goes on", first_bad)
-            return replace(state, health=replace(state.health, spikes_in_row=0))
-        on_first(lambda: set_aside(self.run_dir, newer_than=target))
-        self.saving.forget_newest()
-        saved = StreamState.from_dict(together(lambda: read_state(target))["stream"])
-        base = self.job.start.stream if step_of(target) == self.job.start.step else saved
-        base = base.skipping(state.stream, state.stream)  # what earlier rewinds leave out
+        before = on_first(lambda: [path for path in list_checkpoints(self.run_dir) if step_of(path) < first_bad])
+        whole = (path for path in reversed(before) if not problems_together(path, self.ranks))
+        target = next(whole, None)
+        if target is not None:
+            start = (self.job.start.step, self.job.start.stream)
+            base = on_first(lambda: stream_of(target, config=self.config, start=start, now=state.stream))
+            if base is not None:
+                return self._back_to(target, base, state, first_bad=first_bad)
+        warn_for_all("no checkpoint to go back to from the spike at step %d: the run goes on", first_bad)
+        return None
+
+    def _back_to(self, target: Path, base: StreamState, state: TrainState, *, first_bad: int) -> TrainState:
         begin = base.advanced((first_bad - 1 - step_of(target)) * self.config.train.segment_len)
+        on_first(lambda: set_aside(self.run_dir, newer_than=target, word="rewound"))
+        self.saving.newest_is(target)
+        self.evaluated = {step: loss for step, loss in self.evaluated.items() if step <= step_of(target)}
         loaded = self._load(target, base.skipping(begin, state.stream))
         warn_for_all("rewound to %s: the text of steps %d to %d is left out", target.name, first_bad, state.step)
         self.reporter.write("event", {"event": "rewound", "step": loaded.step, "from": state.step})
@@ -337,7 +340,8 @@ class Run:
             if stop:
                 raise _StopAskedError
 
-        for number, split in enumerate(self.eval_splits):
+        results = []
+        for split in self.eval_splits:
             try:
                 result = evaluate(
                     self.engine.losses,
@@ -350,10 +354,13 @@ class Run:
                 )
             except _StopAskedError:
                 return False
+            results.append((split, result))
+        for split, result in reversed(results):  # that of the first corpus says that all are done
             self.reporter.write(_labelled("eval", split, self.eval_splits), result.record(state.step))
-            if number == 0:
-                self.evaluated[state.step] = result.loss
-        if self.config.checkpoint.keep_best and min(self.evaluated, key=self.evaluated.__getitem__) == state.step:
+        best = min(self.evaluated.values(), default=math.inf)
+        if results and math.isfinite(results[0][1].loss):
+            self.evaluated[state.step] = results[0][1].loss
+        if self.config.checkpoint.keep_best and self.evaluated.get(state.step, math.inf) < best:
             self.saving.begin(state)
         return True
 
@@ -363,9 +370,13 @@ class Run:
             reasons = {reason: None for reason in gather_objects(self.job.stops.reason) if reason}
             warn_for_all("stopped at step %d by %s; the same command goes on", state.step, ", ".join(reasons))
         if self.ranks.is_first:
-            self.job.stops.clear()
+            try:
+                self.job.stops.clear()
+                if not stopped:
+                    (self.run_dir / "DONE").write_text(f"{state.step}\n", encoding="utf-8")
+            except OSError as error:
+                warn_for_all("the state is saved, but %s cannot be written: %s", self.run_dir, error.strerror)
             if not stopped:
-                (self.run_dir / "DONE").write_text(f"{state.step}\n", encoding="utf-8")
                 logger.info("done: %d steps, %s tokens, in %s", state.step, f"{state.tokens_seen:,}", self.run_dir)
         barrier()
 

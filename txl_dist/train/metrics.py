@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from txl_dist.dist import Ranks, gather_objects
-from txl_dist.errors import TrainingError
+from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import GrowingFile, logger
 
 
@@ -59,9 +59,12 @@ class Interval:
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
         parts = gather_objects((self._wait_s, num_skipped, self._num_scored))
         if not any(num_scored for _, _, num_scored in parts):
-            raise TrainingError(
-                f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. Restore "
-                "the corpus (`txl verify` lists the damage), or take it out of data.path and data.more_paths."
+            raise of_all(
+                TrainingError(
+                    f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. "
+                    "Restore the corpus (`txl verify` lists the damage), or take it out of data.path and "
+                    "data.more_paths."
+                )
             )
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
@@ -81,9 +84,11 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
     """Raise TrainingError if a value of any rank is not finite. All ranks pass the values of all."""
     bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
     if bad:
-        raise TrainingError(
-            f"{what} is {values[bad[0]]} on rank(s) {bad}. The run stops before saving it; continue from the last "
-            "checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+        raise of_all(
+            TrainingError(
+                f"{what} is {values[bad[0]]} on rank(s) {bad}. The run stops before saving it; continue from the last "
+                "checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+            )
         )
 
 

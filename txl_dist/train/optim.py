@@ -37,7 +37,7 @@ def build_optimizer(module: nn.Module, optim: OptimSection) -> torch.optim.Optim
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
-    """Put the settings into parameter groups: also after a checkpoint has restored the ones it was saved with."""
+    """Put the settings into parameter groups."""
     moments = {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas, "eps": optim.eps}
     for group in groups:
         group |= moments | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}

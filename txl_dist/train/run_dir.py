@@ -20,10 +20,15 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
     try:
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
-        elif run_dir.is_dir() and any(entry.name != "RUN.lock" for entry in run_dir.iterdir()):
+        elif run_dir.is_dir() and any(not _is_early(entry.name) for entry in run_dir.iterdir()):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
     except OSError as error:
         raise _unusable(run_dir, error) from error
+
+
+def _is_early(name: str) -> bool:
+    """What a run that ended before it began may have left, and the wish that it stop."""
+    return name.startswith("RUN.lock") or name in ("STOP", "config.toml.tmp")
 
 
 def open_run_dir(run_dir: Path, config: Config) -> None:
@@ -39,6 +44,8 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
         raise _unusable(run_dir, error) from error
     for leftover in (run_dir / "checkpoints").glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for proof in run_dir.glob("RUN.lock.*.rank*"):
+        proof.unlink(missing_ok=True)
 
 
 def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
@@ -74,11 +81,11 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
     return losses
 
 
-def set_aside(run_dir: Path, *, newer_than: Path) -> None:
-    """After a rewind: the checkpoints behind it are no place to resume, but are kept for people. Rank 0 only."""
+def set_aside(run_dir: Path, *, newer_than: Path, word: str) -> None:
+    """Rename newer checkpoints, damaged or left behind by a rewind: no place to resume, but kept for people. Rank 0."""
     for path in sorted((run_dir / "checkpoints").glob("step_*")):
         if path.name > newer_than.name and path.name.removeprefix("step_").isdecimal():
-            path.rename(free_name(path, "rewound"))
+            path.rename(free_name(path, word))
 
 
 def _unusable(run_dir: Path, error: OSError) -> ConfigError:

@@ -27,7 +27,7 @@ from txl_dist.config import Config, config_fingerprint, config_to_toml
 from txl_dist.dist import Ranks, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
-from txl_dist.files import sha256_of_bytes, write_bytes
+from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
 from txl_dist.train.checkpoint import FORMAT_VERSION, CorpusFacts, checkpoint_folder
 from txl_dist.train.engine import Engine
@@ -101,16 +101,17 @@ class Saver:
         self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
         own = self._own_files(state, engine) if self._ranks.is_first else {}
-        fault_point("save-copied", step=state.step)
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
         self._needed = sum(gather_objects(needed))
-        files: dict[str, Write] = {name: self._tensor_writer(*content) for name, content in tensors.items()}
-        files |= {name: _bytes_writer(data) for name, data in own.items()}
         try:
             on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
             self._error = error
             return
+        tensors = self._on_host(tensors)
+        fault_point("save-copied", step=state.step)
+        files: dict[str, Write] = {name: self._tensor_writer(*content) for name, content in tensors.items()}
+        files |= {name: _bytes_writer(data) for name, data in own.items()}
         self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -160,7 +161,7 @@ class Saver:
         return final.with_name(f"{final.name}.tmp-{self._nonce}")
 
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
-        """(tensors, metadata) of each file of this rank, on the host."""
+        """(tensors, metadata) of each file of this rank, as views where they can be."""
         memories = {
             "hidden": torch.cat([memory.hidden_LBMD for memory in state.memories], dim=1),
             "document": torch.cat([memory.document_BM for memory in state.memories]),
@@ -173,6 +174,9 @@ class Saver:
             files[f"engine/{self._ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
         if self._ranks.is_first:
             files["probe.safetensors"] = (probe, {})
+        return files
+
+    def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
         if self._host is None:
             return {name: ({k: t.detach().contiguous() for k, t in ts.items()}, m) for name, (ts, m) in files.items()}
         return self._host.copy(files)
@@ -203,7 +207,9 @@ class Saver:
 
     def _check_space(self) -> None:
         folder = self._run_dir / "checkpoints"
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            flush_folder(self._run_dir)
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(

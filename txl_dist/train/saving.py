@@ -8,12 +8,12 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from txl_dist.config import Config
 from txl_dist.dist import Ranks, gather_objects
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.log import warn_for_all
 from txl_dist.train.batch import BatchMaker
@@ -30,8 +30,7 @@ from txl_dist.train.metrics import Reporter, check_finite
 from txl_dist.train.saver import Saver
 from txl_dist.train.state import TrainState
 
-_LAST_TRIES = 3
-_RETRY_S = 5.0
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
 
 
 class Saving:
@@ -47,13 +46,13 @@ class Saving:
         ranks: Ranks,
         reporter: Reporter,
         newest: Path | None,
-        best_step: Callable[[], int],
+        evaluated: Callable[[], Mapping[int, float]],
         beat: Callable[[str], None],
     ) -> None:
-        """`newest` is the checkpoint that the run began with; `best_step` the one with the lowest validation loss so
-        far, or -1; `beat` is told what is being done."""
+        """`newest` is the checkpoint that the run began with; `evaluated` knows the validation loss of steps
+        so far; `beat` is told what is being done."""
         self._saver, self._engine, self._maker, self._config = saver, engine, maker, config
-        self._ranks, self._reporter, self._best_step, self._beat = ranks, reporter, best_step, beat
+        self._ranks, self._reporter, self._evaluated, self._beat = ranks, reporter, evaluated, beat
         self._run_dir = Path(config.run.dir)
         self._newest = newest
         self._retry_at = 0
@@ -99,7 +98,9 @@ class Saving:
         if result.error:
             self._retry_at = step + max(1, self._config.checkpoint.every_steps // 10)
             warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
-            self._reporter.write("event", {"event": "save_failed", "step": result.step, "error": result.error})
+            self._reporter.write("event", {"event": "save_failed", "step": result.step})
+            if self._ranks.is_first and self._newest is not None:
+                self._prune(self._newest)  # who has lowered what is kept wants the room now
             return False
         self._newest = result.folder
         if self._ranks.is_first:
@@ -110,33 +111,55 @@ class Saving:
         self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
         return True
 
-    def finish_last(self, state: TrainState) -> None:
-        """Before the run ends: the state is saved. Raises CheckpointError if it cannot be, after some tries."""
-        for attempt in range(_LAST_TRIES):
+    def finish_last(self, state: TrainState, *, patience_s: float) -> None:
+        """Before the run ends: the state is saved. Raises CheckpointError if it cannot be for so long."""
+        retry_s, left_s = _FIRST_RETRY_S, patience_s
+        while True:
             self.begin(state)
-            if self.finish(state.step):
-                self._wait_for_removal()
-                return
-            if attempt + 1 < _LAST_TRIES:
-                time.sleep(_RETRY_S)
-        raise CheckpointError(f"step {state.step} could not be saved; the log says why. Mend that and start again.")
+            self.finish(state.step)
+            if self._newest == checkpoint_folder(self._run_dir, state.step):
+                return self._wait_for_removal()
+            if left_s <= 0:
+                break
+            self._rest(min(retry_s, left_s))
+            retry_s, left_s = min(2 * retry_s, _LONGEST_RETRY_S), left_s - retry_s
+        kept = f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
+        raise of_all(
+            CheckpointError(
+                f"step {state.step} could not be saved in {patience_s:g} s; the log says why. Mend that; the same "
+                f"command then {kept}."
+            )
+        )
 
-    def forget_newest(self) -> None:
-        """After a rewind: the checkpoint of a step that is made again is another one."""
-        self._newest = None
+    def _rest(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            self._beat("wait for the disk")
+            time.sleep(min(1.0, seconds))
+
+    def newest_is(self, folder: Path) -> None:
+        """After a rewind: that one is saved, and steps that are made again have to be."""
+        self._newest = folder
 
     def _wait_for_removal(self) -> None:
         """Of older checkpoints, on rank 0."""
-        if self._removal is not None:
-            self._removal.join()
+        while self._removal is not None and self._removal.is_alive():
+            self._beat("prune")
+            self._removal.join(1.0)
 
     def _prune(self, newest: Path) -> None:
+        """On rank 0. A file system that cannot is no reason to stop."""
         checkpoint = self._config.checkpoint
-        steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
-        best = {self._best_step()} if checkpoint.keep_best else ()
-        keep = retained(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
-        leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
         self._wait_for_removal()
+        try:
+            steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
+            losses = {step: loss for step, loss in self._evaluated().items() if step in steps and checkpoint.keep_best}
+            best = {min(losses, key=losses.__getitem__)} if losses else ()
+            keep = retained(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
+            leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
+        except OSError as error:
+            warn_for_all("older checkpoints cannot be removed: %s", error)
+            return
         # To free hundreds of gigabytes takes a file system minutes.
         self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
         self._removal.start()

@@ -15,7 +15,7 @@ from txl_dist.config import BatchPlan, Config
 from txl_dist.data.corpus import Corpus
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
-from txl_dist.log import logger, start_logging
+from txl_dist.log import logger, note_in_file, start_logging
 from txl_dist.train.checkpoint import (
     check_checkpoint,
     choose_together,
@@ -28,7 +28,7 @@ from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.job import check_job, eval_splits, first_stream, remarks, remarks_on_cache, train_splits
 from txl_dist.train.loop import Job, Run, Start
-from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir
+from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
 from txl_dist.train.run_lock import RunLock, prove_shared
 from txl_dist.train.stopping import StopRequests
 from txl_dist.train.watchdog import Watchdog
@@ -57,10 +57,12 @@ def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0) -> b
         try:
             return _train(config, stack, ranks, stops, watchdog, resume=resume)
         except TxlError as error:
+            note_in_file(f"the run ends: {error}")
             watchdog.report(error)
             raise
         except Exception as error:
             cause = watchdog.first_cause(error)
+            note_in_file(f"the run ends: {cause or repr(error)}")
             if cause is None:
                 watchdog.report(error)
                 raise
@@ -79,8 +81,8 @@ def _train(
         stack.callback(lock.release)
     nonce = on_first(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
-    checkpoint, rejected = choose_together(run_dir, resume, ranks=ranks)
-    start = on_first(lambda: _check_run(config, corpora, plan, checkpoint, rejected))
+    checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
+    start = on_first(lambda: _check_run(config, corpora, plan, checkpoint, chosen_because))
     begins_with = config.run.init and checkpoint is None
     weights = together(lambda: initial_weights(config, corpora[0])) if begins_with else None
     on_first(lambda: _open_run(config, start, warnings=start.warnings + remarks(config, plan=plan)))
@@ -98,7 +100,7 @@ def _train(
 
 
 def _check_run(
-    config: Config, corpora: Sequence[Corpus], plan: BatchPlan, checkpoint: Path | None, rejected: list[str]
+    config: Config, corpora: Sequence[Corpus], plan: BatchPlan, checkpoint: Path | None, chosen_because: list[str]
 ) -> Start:
     """On rank 0: check shards, tokenizer, run directory and checkpoint; nothing is written. Raises TxlError."""
     splits, warnings = train_splits(config, corpora), []
@@ -113,7 +115,7 @@ def _check_run(
             warnings.append(str(error))
     facts, stream = corpus_facts(corpora[0]), first_stream(config, corpora)
     step = read_state(checkpoint)["step"] if checkpoint else 0
-    warnings += [f"resume: passed over a damaged checkpoint, {reason}" for reason in rejected]
+    warnings += [f"resume: {sentence}" for sentence in chosen_because]
     warnings += remarks_on_cache(config, splits, lanes_per_rank=plan.lanes_per_rank)
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
@@ -126,6 +128,9 @@ def _open_run(config: Config, start: Start, *, warnings: list[str]) -> None:
     """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
     run_dir = Path(config.run.dir)
     open_run_dir(run_dir, config)
+    if start.checkpoint is not None and start.checkpoint.parent == run_dir / "checkpoints":
+        # Those that were passed over: they are not to count among the ones that are kept.
+        set_aside(run_dir, newer_than=start.checkpoint, word="damaged")
     start_logging(rank=0, file=run_dir / "log.txt")
     logger.info(
         "resume: %s", f"from {start.checkpoint}" if start.checkpoint else "nothing to resume, starting at step 0"

@@ -8,7 +8,7 @@ is not finite is skipped by all: weights, moments and memories stay as they were
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,8 @@ class Decision(NamedTuple):
     """A rank was asked to stop."""
     written: bool
     """Every rank has written its part of the checkpoint in flight."""
+    own_loss: float
+    """Mean over the tokens of this rank, the one field that is not the same on all."""
 
 
 def read_inputs(
@@ -99,12 +101,15 @@ class Stepper:
         lr: float,
         stop: bool,
         written: bool,
+        before_update: Callable[[], None],
     ) -> tuple[tuple[Memory, ...], Decision]:
         """Make step number `step`, counted from 1. `stop` and `written` are what this rank has to say.
 
         Returns (the memories after it, or those given if it is skipped; what was decided).
         """
         fault = fault_point("step", step=step)
+        if fault == "flip":
+            _flip_bit(next(self._engine.model.parameters()))
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
         after: list[Memory] = []
@@ -123,9 +128,8 @@ class Stepper:
             written=written,
             world_size=self._ranks.world_size,
         )
+        before_update()
         self._engine.step(lr=lr, grad_norm=decision.grad_norm)
-        if fault == "flip":
-            _flip_bit(next(self._engine.model.parameters()))
         return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
 
     def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:
@@ -142,14 +146,17 @@ class Stepper:
 def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, stop: bool, written: bool, world_size: int) -> Decision:
     """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
     says = torch.tensor([skip, stop, written], dtype=torch.float64, device=loss.device)
-    votes = torch.cat([loss.double()[None], (~loss.isfinite()).double()[None], says])
-    total, bad, skips, stops, writtens, norm = torch.cat([all_reduce_sum(votes), grad_norm.double()[None]]).tolist()
+    own = loss.double()[None]
+    votes = torch.cat([own, (~loss.isfinite()).double()[None], says])
+    known = torch.cat([all_reduce_sum(votes), grad_norm.double()[None], own])
+    total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
     is_sound = not bad and not skips
     return Decision(
         loss=total / world_size,
         grad_norm=norm if is_sound and math.isfinite(norm) else math.inf,
         stop=stops > 0,
         written=writtens == world_size,
+        own_loss=own_loss,
     )
 
 

@@ -93,14 +93,15 @@ class StopRequests:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "90", "90s", "15m", "2h30m", "1d" or "1:30:00". Raises ConfigError for anything else."""
+    """Seconds of "90", "90s", "15m", "2h30m", "1d" or "1:30:00". Raises ConfigError for anything else, and for 0."""
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text) or re.fullmatch(
         r"()(\d+):([0-5]\d):([0-5]\d)", text
     )
-    if match is None or not text:
-        raise ConfigError(f"{text!r} is no duration. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not duration_s:
+        raise ConfigError(f"{text!r} is no duration above 0. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
+    return duration_s
 
 
 def _launchers() -> list[ProcessId]:

@@ -161,9 +161,12 @@ class Watchdog:
     def _own_beat(self) -> Beat:
         when_s, step, phase = self._last
         where, is_waiting = _place(sys._current_frames().get(self._main))
+        idle_s = time.monotonic() - when_s
         # Who asks for the first cause is about to leave.
-        is_stalled = time.monotonic() - when_s > self._limit_s and not self._asked.is_set()
-        return Beat(self._process, step, phase, where, is_waiting, is_stalled, self._asked.is_set())
+        is_stalled = idle_s > self._limit_s and not self._asked.is_set()
+        return Beat(
+            self._process, step, phase, where, is_waiting, is_stalled, self._asked.is_set(), idle_s > self._limit_s / 2
+        )
 
     def _judge(self, now_s: float) -> Verdict | None:
         """What can be said with what this rank knows: the hub knows all ranks, others only rank 0 and themselves."""
@@ -181,7 +184,7 @@ class Watchdog:
             return None  # one is about to count as frozen
         if not silent and (not is_stalled or (isinstance(self._link, Spoke) and 0 in seen)):
             return None
-        culprits = silent or behind({rank: one.beat for rank, one in seen.items()})
+        culprits = silent or behind({rank: one.beat for rank, one in seen.items() if one.beat.is_idle})
         first = seen[culprits[0]].beat
         if silent:
             since_s = silent_s[culprits[0]]
@@ -263,6 +266,8 @@ def _place(frame: FrameType | None) -> tuple[str, bool]:
         return "an unknown line", False
     where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
     is_waiting = any("torch/distributed/" in name or "deepspeed/comm/" in name for name in _files(frame))
+    # On a GPU a collective returns at once, and the host waits where it reads the result.
+    is_waiting = is_waiting or (frame.f_code.co_name == "decide" and frame.f_code.co_filename.endswith("step.py"))
     return where, is_waiting
 
 

@@ -15,7 +15,7 @@ from txl_dist.config import Config, config_from_dict, config_to_toml
 from txl_dist.data.inspect import lane_facts
 from txl_dist.data.position import StreamState, continued
 from txl_dist.data.stream import LaneStream
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.train.checkpoint import FORMAT_VERSION, checkpoint_folder
 from txl_dist.train.inspection import checkpoint_facts, stream_before_step
 from txl_dist.train.job import first_stream, open_corpora, train_splits
@@ -127,6 +127,46 @@ def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: lis
         stream_before_step(run.folder, 0)
 
 
+def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_path: Path, corpora: list[Path]) -> None:
+    for name, second, changed in (
+        ("lanes", {"num_lanes": 4, "segment_len": 10}, "the lanes were cut anew"),
+        ("segments", {"num_lanes": 8, "segment_len": 16}, "train.segment_len was changed"),
+    ):
+        run = Run(tmp_path / name)
+        run.train(config_of(corpora, num_lanes=8, segment_len=10), num_steps=5)
+        run.train(config_of(corpora, **second), num_steps=7)
+        shutil.rmtree(checkpoint_folder(run.folder, 5))
+        with pytest.raises(CheckpointError, match=f"at step 7 is not known: {changed} before step_000000012, .* gone"):
+            stream_before_step(run.folder, 7)
+
+
+def test_what_is_nothing_known_is_said_to_be_so_and_a_missing_checkpoint_with_those_that_there_are(
+    golden_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, sentence in (
+        (tmp_path / "missing", "there is no such folder. Name what `txl prepare` or `txl train` wrote."),
+        (tmp_path / "empty", "it lacks index.json, config.toml and state.json. Name what"),
+        (
+            golden_run / "checkpoints" / "step_12",
+            f"there is no such folder. {golden_run}/checkpoints has step_000000008, step_000000012, step_000000016.",
+        ),
+        (tmp_path / "empty" / "checkpoints" / "step_000000001", "has no checkpoint."),
+    ):
+        assert main(["inspect", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert f"{path} is no corpus, run or checkpoint: " in message
+        assert sentence in message
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/step_000000008"])
+def test_who_generates_with_a_run_or_a_checkpoint_is_told_to_export_it(
+    golden_run: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(golden_run / part)]) == 2
+    assert f"Write `txl export {golden_run / part} BUNDLE`" in capsys.readouterr().err
+
+
 def test_the_verb_names_corpus_shard_and_document_and_refuses_what_a_run_knows_itself(
     tmp_path: Path, corpora: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +213,7 @@ def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies
     rows = {line.split()[0]: line for line in lines[1:]}
     assert " ".join(rows["step_000000012"].split()) == "step_000000012 480 0.1 2 1 fp32 5.2500 (best) whole"
     assert rows["step_000000008"].endswith(" 5.5000  whole")
-    assert rows["step_000000016"].endswith("damaged: 00001.safetensors does not match its sha256")
+    assert rows["step_000000016"].endswith("damaged: engine/00001.safetensors does not match its sha256")
     assert "a save that was not finished" in rows["step_000000020.tmp-a1b2:"]
     assert "was damaged" in rows["step_000000012.damaged-1:"]
     assert "left behind by a rewind" in rows["step_000000014.rewound-1:"]
@@ -185,7 +225,7 @@ def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies
     with pytest.raises(SystemExit, match="1"):
         main(["verify", str(golden_run)])
     damaged = checkpoint_folder(golden_run, 16)
-    assert capsys.readouterr().out == f"{damaged}: 00001.safetensors does not match its sha256\n"
+    assert capsys.readouterr().out == f"{damaged}: engine/00001.safetensors does not match its sha256\n"
 
 
 def test_a_run_without_checkpoints_and_one_with_a_torn_state_are_shown_too(

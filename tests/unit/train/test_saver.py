@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import signal
@@ -253,9 +254,11 @@ class Records:
         self.events.append((record["event"], record["step"]))
 
 
-def saving(it: Parts, monkeypatch: pytest.MonkeyPatch, *, best: int = -1) -> tuple[Saving, Records]:
+def saving(
+    it: Parts, monkeypatch: pytest.MonkeyPatch, *, losses: dict[int, float] | None = None
+) -> tuple[Saving, Records]:
     monkeypatch.setattr(saving_module, "make_probe", lambda *_, **__: PROBE)
-    monkeypatch.setattr(saving_module, "_RETRY_S", 0.0)
+    monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
     records: Any = Records()
     maker: Any = None
     one = Saving(
@@ -266,7 +269,7 @@ def saving(it: Parts, monkeypatch: pytest.MonkeyPatch, *, best: int = -1) -> tup
         ranks=it.ranks,
         reporter=records,
         newest=None,
-        best_step=lambda: best,
+        evaluated=lambda: losses or {},
         beat=lambda phase: None,
     )
     return one, records
@@ -294,7 +297,7 @@ def test_the_save_in_flight_is_committed_before_the_next_one_begins_and_none_is_
     assert list_checkpoints(tmp_path) == []
     one.begin(it.state(2))
     assert records.events == [("saved", 1)]
-    one.finish_last(it.state(2))
+    one.finish_last(it.state(2), patience_s=0.0)
     assert records.events == [("saved", 1), ("saved", 2)]
     one.begin(it.state(2))
     assert one.finish(2)
@@ -306,28 +309,51 @@ def test_old_checkpoints_leave_behind_a_new_one_but_for_the_best_and_the_milesto
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path, keep_last=2, keep_every=4, keep_best=True)
-    one, _ = saving(it, monkeypatch, best=3)
+    one, _ = saving(it, monkeypatch, losses={2: math.inf, 3: 1.5, 5: 1.75, 99: 1.0})
     for step in range(1, 9):
         one.begin(it.state(step))
         assert one.finish(step)
+    one.finish_last(it.state(8), patience_s=0.0)
     assert [read_state(folder)["step"] for folder in list_checkpoints(tmp_path)] == [3, 4, 7, 8]
     assert files_below(tmp_path / "checkpoints")[0] == "step_000000003"
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it_is_refused(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    it = parts(alone, tmp_path, every_steps=50)
+    it = parts(alone, tmp_path, every_steps=50, asynchronous=asynchronous)
     one, records = saving(it, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
         one.begin(it.state(50))
-        assert not one.finish(52)
-        assert [step for step in range(51, 101) if one.is_due(step)] == [57, 100]
-        with pytest.raises(CheckpointError, match="step 52 could not be saved"):
-            one.finish_last(it.state(52))
-    assert records.events == [("save_failed", 50)] + [("save_failed", 52)] * 3
+        assert one.finish(52) is not asynchronous
+        assert [step for step in range(51, 101) if one.is_due(step)] == [57 if asynchronous else 55, 100]
+        with pytest.raises(CheckpointError, match=r"step 52 could not be saved in 0\.05 s; .* then begins anew"):
+            one.finish_last(it.state(52), patience_s=0.05)
+    assert records.events[0] == ("save_failed", 50)
+    assert len(records.events) > 2
+    assert set(records.events[1:]) == {("save_failed", 52)}
+    one.finish_last(it.state(52), patience_s=0.0)
+    assert records.events[-1] == ("saved", 52)
+
+
+def test_who_lowers_what_is_kept_gets_the_room_also_where_the_next_save_has_none(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = saving(parts(alone, tmp_path, keep_last=5), monkeypatch)
+    it = parts(alone, tmp_path, keep_last=1)
+    for step in range(1, 5):
+        one.begin(it.state(step))
+        assert one.finish(step)
+    again, _ = saving(it, monkeypatch)
+    again.newest_is(it.folder(4))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        again.begin(it.state(5))
+        assert not again.finish(5)
+    assert list_checkpoints(tmp_path) == [it.folder(4)]
     one.begin(it.state(57))
     assert one.finish(57)
     assert not one.is_due(57)
