@@ -88,10 +88,12 @@ def crash_in_rewind(lab: Lab) -> Case:
     return lab.report(case)
 
 
-def flipped_replica(lab: Lab, *, rank: int) -> Case:
-    """A bit of one rank's parameters flips: found within the interval, and that rank named."""
-    case, run = lab.case("replicas: a flipped bit", ranks=4, stage=0, fault=f"flip:{rank}:9"), lab.new_run("replicas")
-    words = ("--guard.check_replicas_every", "4", "--engine.zero_stage", "0")
+def flipped_replica(lab: Lab, *, rank: int, stage: int) -> Case:
+    """A bit of one rank's parameters flips: found, and that rank named. At stage 0 within the interval; at stages 1 and
+    2 every update gives out the weights anew, so only in the step that is checked."""
+    fault = f"flip:{rank}:{9 if stage == 0 else 12}"
+    case, run = lab.case("replicas: a flipped bit", ranks=4, stage=stage, fault=fault), lab.new_run("replicas")
+    words = ("--guard.check_replicas_every", "4", "--engine.zero_stage", str(stage))
     with lab.start(run, *words, ranks=4, fault=case.fault) as job:
         case.exit_codes.append(job.wait())
         text = job.text
@@ -111,7 +113,8 @@ def nan(lab: Lab) -> Iterator[Trial]:
     yield partial(not_finite, lab, kind="nan", rank=0, is_killed=True)
     yield partial(not_finite, lab, kind="inf", rank=1)
     yield partial(too_many, lab)
-    yield partial(flipped_replica, lab, rank=2)
+    for stage in (0, 1, 2):
+        yield partial(flipped_replica, lab, rank=2, stage=stage)
 
 
 def spikes(lab: Lab) -> Iterator[Trial]:

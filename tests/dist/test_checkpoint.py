@@ -216,6 +216,13 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
         choose_checkpoint(tmp_path / "run", str(folders[0]))
     assert choose_checkpoint(tmp_path / "other", str(folders[0])) == (folders[0], [])
     assert choose_checkpoint(tmp_path / "run", "auto") == (folders[2], [])
+    elsewhere = tmp_path / "other" / "checkpoints" / folders[0].name
+    shutil.copytree(original, elsewhere)
+    chosen, remarks = choose_checkpoint(tmp_path / "run", str(elsewhere))
+    assert chosen == folders[2], "the same command goes on with what it has made"
+    assert len(remarks) == 1
+    assert "has begun already" in remarks[0]
+    shutil.rmtree(elsewhere)
     with pytest.raises(CheckpointError, match="--resume is never"):
         choose_checkpoint(tmp_path / "run", "never")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):

@@ -5,6 +5,7 @@ The launcher is a stand-in with the habits of the real one: `deepspeed` starts a
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -191,12 +192,54 @@ def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.Mo
     monkeypatch.setenv("DS_ACCELERATOR", "")
     words = ["--num_accelerators", "2", "c.toml", "--train.max_steps", "7"]
     assert launch(words, read_settings=lambda _: Config()) == 75
-    assert seen["flags"] == ["--num_accelerators", "2"]
+    assert seen["flags"][:-1] == ["--num_accelerators", "2", "--master_port"]
     assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
     assert seen["rest"] == {"run_dir": Path(Config().run.dir)}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     launch(["c.toml"], read_settings=lambda _: Config())
-    assert seen["flags"] == ["--num_accelerators", "1"]
+    assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]
     with pytest.raises(ConfigError, match=r"no word ends in \.toml"):
         launch(["--num_gpus", "2"], read_settings=lambda _: Config())
     assert launch(["--help"], read_settings=lambda _: Config()) == 0
+
+
+def flags_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
+    """The launcher's own flags, as they come to it."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr("txl_dist.ops.launcher.launch", lambda flags, words, **rest: seen.append(flags) or 0)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launch([*flags, "c.toml"], read_settings=lambda _: Config())
+    return seen[0]
+
+
+def test_the_ranks_of_one_machine_meet_at_a_port_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    *flags, name, port = flags_of(monkeypatch, "--num_accelerators", "2")
+    assert (flags, name) == (["--num_accelerators", "2"], "--master_port")
+    with socket.socket() as taken:
+        taken.bind(("", int(port)))
+        assert flags_of(monkeypatch)[-1] != port
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--master_port", "7"),
+        ("--master_port=7",),
+        ("-H", "hosts"),
+        ("-Hhosts",),
+        ("--hostfile", "hosts"),
+        ("--hostfile=hosts",),
+    ],
+)
+def test_a_port_that_is_named_or_that_other_machines_must_know_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    assert flags_of(monkeypatch, *flags) == list(flags)
+
+
+def test_the_hostfile_that_the_launcher_reads_unasked_counts_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    monkeypatch.setattr("txl_dist.verbs.launch.DEFAULT_HOSTFILE", str(tmp_path / "hosts"))
+    assert flags_of(monkeypatch, "--num_gpus", "2") == ["--num_gpus", "2"]

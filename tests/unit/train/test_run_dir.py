@@ -9,7 +9,7 @@ import pytest
 
 from txl_dist.config import Config, config_from_dict, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.train.run_dir import check_run_dir, open_run_dir, refuse_frozen_changes
+from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, refuse_frozen_changes, set_aside
 
 
 def with_values(**sections: dict[str, Any]) -> Config:
@@ -93,3 +93,43 @@ def test_a_directory_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Pat
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=r"cannot use the run directory .* choose another --run\.dir"):
             open_run_dir(path, Config())
+
+
+def test_what_a_run_left_that_ended_before_it_began_is_no_obstacle(tmp_path: Path) -> None:
+    for name in ("RUN.lock", "RUN.lock.5f1c.rank0", "STOP", "config.toml.tmp"):
+        (tmp_path / name).touch()
+    check_run_dir(tmp_path, Config())
+    open_run_dir(tmp_path, Config())
+    assert not list(tmp_path.glob("RUN.lock.*"))
+    (tmp_path / "config.toml").unlink()
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is no run directory"):
+        check_run_dir(tmp_path, Config())
+
+
+def test_newer_checkpoints_are_set_aside_under_a_name_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for name in ("step_000000010", "step_000000020", "step_000000030", "step_000000030.damaged-1"):
+        (folder / name).mkdir(parents=True)
+    set_aside(tmp_path, newer_than=folder / "step_000000010", word="damaged")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_000000010",
+        "step_000000020.damaged-1",
+        "step_000000030.damaged-1",
+        "step_000000030.damaged-2",
+    ]
+
+
+def test_evaluations_are_known_by_step_but_for_later_ones_and_torn_lines(tmp_path: Path) -> None:
+    assert evaluated_losses(tmp_path, up_to=9) == {}
+    lines = [
+        '{"kind": "train", "step": 3, "loss": 9.0}',
+        '{"kind": "eval", "step": 3, "loss": 2.5}',
+        '{"kind": "eval_books", "step": 3, "loss": 7.0}',
+        '{"kind": "eval", "step": 6, "loss": nul',
+        '{"kind": "eval", "step": 8, "loss": null}',
+        '{"kind": "eval", "step": 9, "loss": 2.25}',
+        '{"kind": "eval", "step": 12, "loss": 2.0}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert evaluated_losses(tmp_path, up_to=9) == {3: 2.5, 9: 2.25}
