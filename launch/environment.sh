@@ -23,6 +23,7 @@ make_environment() { # EXTRAS, "" or "[dev]"; sets num_gpus
     export PATH="$VENV/bin:$PATH"
     is_installed "$1" || install_project "$1"
     # What torch can use counts: CUDA_VISIBLE_DEVICES and MIG decide that, not the devices that nvidia-smi lists.
+    # shellcheck disable=SC2034  # read by who sources this
     num_gpus=$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())') \
         || fail "torch cannot be imported; its message stands above. Remove $VENV and start again."
 }

@@ -22,19 +22,35 @@ refuse_other_places() { # SETTINGS
     done
 }
 
-train() { # SETTINGS
+train() { # SETTINGS; returns what the training exits with. Asked to stop, it passes that on and waits.
+    local code=0 interrupted="" asked="" pid=""
+    trap 'interrupted=1 asked=1; kill -TERM $pid 2>/dev/null || true' TERM INT
+    start_training "$@" &
+    pid=$!
+    if [ -n "$asked" ]; then kill -TERM "$pid" || true; fi # it came before there was a pid
+    while :; do
+        interrupted="" code=0
+        wait "$pid" || code=$?
+        [ -n "$interrupted" ] || break # else it was the wait that ended, not the training
+    done
+    trap - TERM INT
+    # Death by that signal: it came while Python was starting, when nothing could be lost yet.
+    if [ -n "$asked" ] && ((code == 143)); then code=75; fi
+    return "$code"
+}
+
+start_training() { # SETTINGS; in a process of its own, which the program takes over
     local devices=${CUDA_VISIBLE_DEVICES:-}
     if ((num_gpus == 0)); then
-        # DS_ACCELERATOR: without it DeepSpeed looks for other hardware first and may find half-installed drivers.
-        DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 --module txl_dist train "$config" "$@"
+        exec txl launch --num_accelerators 2 "$config" "$@"
     elif ((num_gpus == 1)) || [[ $devices == *[!0-9,]* ]]; then
         # The launcher reads no device names like MIG-..., and a single rank needs no launcher.
-        txl train "$config" "$@"
+        exec txl train "$config" "$@"
     elif [ -n "$devices" ]; then
         # With --num_gpus the launcher would ignore CUDA_VISIBLE_DEVICES.
-        CUDA_VISIBLE_DEVICES=$(cut -d, -f1,2 <<<"$devices") deepspeed --module txl_dist train "$config" "$@"
+        CUDA_VISIBLE_DEVICES=$(cut -d, -f1,2 <<<"$devices") exec txl launch "$config" "$@"
     else
-        deepspeed --num_gpus 2 --module txl_dist train "$config" "$@"
+        exec txl launch --num_gpus 2 "$config" "$@"
     fi
 }
 
@@ -75,15 +91,24 @@ say "1/6 install into $VENV"
 make_environment ""
 
 say "2/6 prepare the standard library's source text as a corpus: $corpus"
-txl prepare stdlib --out "$corpus" --tokenizer bpe --vocab-size 4096
+if [ -f "$corpus/index.json" ]; then
+    echo "it is there already; remove $corpus to prepare it again"
+else
+    txl prepare stdlib --out "$corpus" --tokenizer bpe --vocab-size 4096
+fi
 
 say "3/6 train with DeepSpeed on 2 ranks: $run"
-# The launcher may exit 0 although a rank failed; DONE is what counts, and that of an earlier start must not.
-rm -f "$run/DONE"
-start_s=$SECONDS
-train "$@"
+start_s=$SECONDS code=0
+train "$@" || code=$?
 train_s=$((SECONDS - start_s))
-[ -f "$run/DONE" ] || fail "training did not finish; see the messages above and $run/log.txt"
+if ((code == 75)); then
+    echo "launch: training was asked to stop; the same command goes on" >&2
+    exit 75
+fi
+if ((code != 0)); then
+    echo "launch: training did not finish; see the messages above and $run/log.txt" >&2
+    exit "$code"
+fi
 num_steps=$(steps_of_this_start)
 
 say "4/6 evaluate on held-out files, with memory, without it, and beside counting baselines"

@@ -77,6 +77,7 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
 
 def _answer(question: Question) -> Answer:
     from txl_dist.data.corpus import open_corpus
+    from txl_dist.data.shards import INDEX_NAME
     from txl_dist.data.storage import StorageSettings
 
     if question.document >= 0 and not question.shard:
@@ -87,7 +88,15 @@ def _answer(question: Question) -> Answer:
     if any((folder / name).exists() for name in ("config.toml", "state.json", "engine")):
         return _run_or_checkpoint(question, folder)
     settings = StorageSettings(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols)
-    corpus = open_corpus(question.path, settings)
+    try:
+        corpus = open_corpus(question.path, settings)
+    except DataError as error:
+        is_url = any(mark in question.path for mark in ("://", "::", "pipe:"))
+        if is_url or (folder / INDEX_NAME).exists():
+            raise
+        from txl_dist.train.inspection import what_is_missing
+
+        raise ConfigError(what_is_missing(folder)) from error
     if question.lane >= 0:
         return _lane_of_corpus(question, corpus)
     return _shard(question, corpus) if question.shard else _corpus(question, corpus)

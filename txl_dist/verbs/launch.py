@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 from txl_dist.config import Config
 from txl_dist.errors import ConfigError
 
+DEFAULT_HOSTFILE = "/job/hostfile"
+"""What the `deepspeed` launcher reads without --hostfile, if it is there."""
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
 Train on all GPUs of this machine, or on the nodes of a hostfile: words before the configuration go to the
 `deepspeed` launcher (deepspeed --help), words behind it to `txl train` (txl train CONFIG.toml --help).
-Without GPUs and launcher flags it starts one rank on the CPU; --num_accelerators 2 starts two.
+Without GPUs and launcher flags it starts one rank on the CPU; --num_accelerators 2 starts two. On one machine the
+ranks meet at a free port, unless --master_port names one.
 
 Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, leaves no process behind, and exits
   0   the run is done (RUN/DONE)          75  it was stopped and saved: start the same command again
@@ -34,11 +38,19 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Con
     from txl_dist.dist import uses_gpu
     from txl_dist.ops.launcher import launch as run_launcher
 
-    is_other_machines = any(flag in ("-H", "--hostfile") or flag.startswith("--hostfile=") for flag in flags)
+    is_other_machines = any(flag.startswith(("-H", "--host")) for flag in flags) or os.path.isfile(DEFAULT_HOSTFILE)
     if not is_other_machines and not uses_gpu():
         # Without it DeepSpeed looks for other hardware first and may find half-installed drivers.
         os.environ["DS_ACCELERATOR"] = "cpu"
         if not flags:
             flags = ["--num_accelerators", "1"]  # its own choice would be one per NUMA node
             print("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", file=sys.stderr)
+    if not is_other_machines and not any(flag.startswith("--master_port") for flag in flags):
+        flags += ["--master_port", str(_free_port())]  # its own is always 29500, which another run may have
     return run_launcher(flags, train_words, run_dir=Path(settings.run.dir))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

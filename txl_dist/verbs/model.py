@@ -155,6 +155,10 @@ def generate(
     """
     from txl_dist.infer import load
 
+    if any((bundle / name).exists() for name in ("config.toml", "state.json")):
+        raise ConfigError(
+            f"{bundle} is a run or a checkpoint. Write `txl export {bundle} BUNDLE`, then generate with BUNDLE."
+        )
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
