@@ -172,6 +172,7 @@ def _struck(memory: Memory, fault: str) -> Memory:
 
 
 def _flip_bit(parameter: Tensor) -> None:
-    """For faults on purpose: silent corruption of what this rank computes with."""
-    first = parameter.detach().view(-1).view(torch.uint8)[:1]
-    first ^= 1
+    """For faults on purpose: silent corruption of what this rank computes with, by about a tenth of one value: the last
+    bit could be rounded away again by the next update."""
+    place = parameter.element_size() - 2
+    parameter.detach().view(-1).view(torch.uint8)[place : place + 1] ^= 0x10
