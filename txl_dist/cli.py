@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -146,8 +147,9 @@ def run() -> None:
         # abort the interpreter while it takes itself apart (no Python frame is left), and the launcher would report
         # a finished run as failed: leave without that.
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a terminal that has gone away
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 

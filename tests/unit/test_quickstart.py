@@ -66,8 +66,15 @@ def start(folder: Path, *, mode: str, num_gpus: int = 0, devices: str | None = N
     environment |= {"MODE": mode, "NUM_GPUS": str(num_gpus), "PYTHON": sys.executable}
     environment |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     command = ["bash", str(folder / "launch/quickstart.sh"), "--train.max_steps", "7"]
+    # Whoever runs the tests in the background may have SIGINT ignored, which a shell cannot undo.
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
