@@ -102,7 +102,7 @@ def _train(
 def _check_run(
     config: Config, corpora: Sequence[Corpus], plan: BatchPlan, checkpoint: Path | None, chosen_because: list[str]
 ) -> Start:
-    """On rank 0: check shards, tokenizer, run directory and checkpoint; nothing is written. Raises TxlError."""
+    """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
     splits, warnings = train_splits(config, corpora), []
     for split in (*splits, *eval_splits(config, corpora)):
         try:
