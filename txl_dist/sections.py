@@ -18,6 +18,8 @@ class Resume(NamedTuple):
     policy: Literal["warned", "free"]
 
 
+AttentionKernel = Literal["auto", "plain", "fused", "triton"]
+
 FREE = Resume("free")
 WARNED = Resume("warned")
 
@@ -212,6 +214,9 @@ class EngineSection(Section):
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: Annotated[bool, WARNED] = False
     """Keep parameters in host memory (stage 3)."""
+    attention: Annotated[AttentionKernel, FREE] = "auto"
+    """How attention with relative positions is computed. plain: the equation in plain torch. fused: one function with a
+    hand-written backward, anywhere. triton: kernels for GPUs in half precision. auto: the fastest that fits."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute each block in the backward pass; bit-identical, slower, smaller."""
     num_threads: Annotated[Count, FREE] = 0

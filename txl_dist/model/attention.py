@@ -13,14 +13,16 @@ Shapes: B lanes, T queries, K keys, S any positions, P rows of a table, D model 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import relative_attention
-from txl_dist.sections import ModelSection
+from txl_dist.sections import AttentionKernel, ModelSection
 
 
 class Distances(NamedTuple):
@@ -108,7 +110,7 @@ class Attention(nn.Module, ABC):
         return None if self.distance is None else self.distance(num_distances, encoding_KD)
 
     def forward(
-        self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distances: Distances | None, visible_BTK: Tensor
+        self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distances: Distances | None, visible: Visibility
     ) -> Tensor:
         """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
         query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
@@ -117,7 +119,7 @@ class Attention(nn.Module, ABC):
             key_value_BK2NH[:, :, 0],
             key_value_BK2NH[:, :, 1],
             distances=distances,
-            visible_BTK=visible_BTK,
+            visible=visible,
         )
         output: Tensor = self.output(context_BTNH.flatten(2))
         return output
@@ -134,7 +136,7 @@ class Attention(nn.Module, ABC):
         value_BKNH: Tensor,
         *,
         distances: Distances | None,
-        visible_BTK: Tensor,
+        visible: Visibility,
     ) -> Tensor:
         """context_BTNH."""
 
@@ -149,8 +151,10 @@ class RelativeAttention(Attention):
         distance: SinusoidalDistances | LearnedDistances,
         content_bias_NH: nn.Parameter,
         position_bias_NH: nn.Parameter | None,
+        kernel: AttentionKernel,
     ) -> None:
         super().__init__(model, distance=distance)
+        self.kernel = kernel
         # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
         self.content_bias, self.position_bias = content_bias_NH, position_bias_NH
 
@@ -161,11 +165,12 @@ class RelativeAttention(Attention):
         value_BKNH: Tensor,
         *,
         distances: Distances | None,
-        visible_BTK: Tensor,
+        visible: Visibility,
     ) -> Tensor:
         """See `Attention`."""
         assert distances is not None
-        return relative_attention(
+        attend = implementation(self.kernel, query_BTNH, has_position_bias=self.position_bias is not None)
+        return attend(
             query_BTNH,
             key_BKNH,
             value_BKNH,
@@ -173,7 +178,7 @@ class RelativeAttention(Attention):
             content_bias_NH=self.content_bias,
             position_bias_NH=self.position_bias,
             distance_bias_KN=distances.bias_KN,
-            visible_BTK=visible_BTK,
+            visible=visible,
             dropout=self.rate(),
         )
 
@@ -188,14 +193,19 @@ class AbsoluteAttention(Attention):
         value_BKNH: Tensor,
         *,
         distances: Distances | None,
-        visible_BTK: Tensor,
+        visible: Visibility,
     ) -> Tensor:
         """See `Attention`."""
         query, key, value = (x.transpose(1, 2) for x in (query_BTNH, key_BKNH, value_BKNH))
         context_BNTH = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible_BTK[:, None], dropout_p=self.rate()
+            query, key, value, attn_mask=visible.mask()[:, None], dropout_p=self.rate()
         )
         return context_BNTH.transpose(1, 2)
+
+
+def implementation(kernel: AttentionKernel, query: Tensor, *, has_position_bias: bool) -> Callable[..., Tensor]:
+    """What computes attention like `relative_attention`, by the setting `engine.attention`."""
+    return relative_attention
 
 
 class AttentionBiases(NamedTuple):
@@ -211,13 +221,15 @@ def attention_biases(model: ModelSection) -> AttentionBiases:
     return AttentionBiases(nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape)))
 
 
-def build_attention(model: ModelSection, *, biases: AttentionBiases) -> Attention:
-    """The attention layer that `model.positions` names."""
+def build_attention(model: ModelSection, *, biases: AttentionBiases, kernel: AttentionKernel = "auto") -> Attention:
+    """The attention layer that `model.positions` names; `kernel` computes relative ones."""
     content, position = biases
     if model.positions == "relative":
         distance = SinusoidalDistances(model)
-        return RelativeAttention(model, distance=distance, content_bias_NH=content, position_bias_NH=position)
+        return RelativeAttention(
+            model, distance=distance, content_bias_NH=content, position_bias_NH=position, kernel=kernel
+        )
     if model.positions == "learned_relative":
         table = LearnedDistances(model)
-        return RelativeAttention(model, distance=table, content_bias_NH=content, position_bias_NH=None)
+        return RelativeAttention(model, distance=table, content_bias_NH=content, position_bias_NH=None, kernel=kernel)
     return AbsoluteAttention(model, distance=None)

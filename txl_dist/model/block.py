@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl_dist.model.attention import AttentionBiases, Distances, build_attention
-from txl_dist.sections import ModelSection
+from txl_dist.model.memory import Visibility
+from txl_dist.sections import AttentionKernel, ModelSection
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
@@ -23,18 +24,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 class Block(nn.Module):
     """One layer. `forward` reads a memory of hidden states; `forward_cached` reads keys and values made before."""
 
-    def __init__(self, model: ModelSection, *, biases: AttentionBiases) -> None:
+    def __init__(self, model: ModelSection, *, biases: AttentionBiases, kernel: AttentionKernel = "auto") -> None:
         super().__init__()
         self.pre_norm, self.activation = model.pre_norm, ACTIVATIONS[model.activation]
         self.projection_dropout, self.ff_dropout = model.rate(model.projection_dropout), model.rate(model.ff_dropout)
-        self.attention = build_attention(model, biases=biases)
+        self.attention = build_attention(model, biases=biases, kernel=kernel)
         self.attention_norm = nn.LayerNorm(model.width, eps=model.norm_eps)
         self.ff_in = nn.Linear(model.width, model.ff_width)
         self.ff_out = nn.Linear(model.ff_width, model.width)
         self.ff_norm = nn.LayerNorm(model.width, eps=model.norm_eps)
 
     def forward(
-        self, hidden_BTD: Tensor, memory_BMD: Tensor, encoding_KD: Tensor | None, visible_BTK: Tensor
+        self, hidden_BTD: Tensor, memory_BMD: Tensor, encoding_KD: Tensor | None, visible: Visibility
     ) -> Tensor:
         """The layer's output for a segment. Positional, because activation checkpointing passes positions.
 
@@ -44,8 +45,8 @@ class Block(nn.Module):
         hidden_BTD, _ = self.forward_cached(
             hidden_BTD,
             past_BM2NH=past_BM2NH,
-            distances=self.attention.distances(visible_BTK.shape[2], encoding_KD=encoding_KD),
-            visible_BTK=visible_BTK,
+            distances=self.attention.distances(visible.num_keys, encoding_KD=encoding_KD),
+            visible=visible,
         )
         return hidden_BTD
 
@@ -54,13 +55,13 @@ class Block(nn.Module):
         return self.attention.project_key_value(self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD)
 
     def forward_cached(
-        self, hidden_BTD: Tensor, *, past_BM2NH: Tensor, distances: Distances | None, visible_BTK: Tensor
+        self, hidden_BTD: Tensor, *, past_BM2NH: Tensor, distances: Distances | None, visible: Visibility
     ) -> tuple[Tensor, Tensor]:
         """Output for a segment and the keys and values of past and segment, for the caller to keep."""
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
         key_value = torch.cat([past_BM2NH, self.attention.project_key_value(normed)], dim=1)
-        context = self.attention(normed, key_value_BK2NH=key_value, distances=distances, visible_BTK=visible_BTK)
+        context = self.attention(normed, key_value_BK2NH=key_value, distances=distances, visible=visible)
         hidden = hidden_BTD + self._drop(context, self.projection_dropout)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)

@@ -60,23 +60,50 @@ def attended(memory: Memory) -> Memory:
     return memory._replace(document_BM=torch.zeros_like(memory.document_BM))
 
 
+class Visibility(NamedTuple):
+    """Which keys each query may see: query i sees key j if j <= i + M, both are of one document, and, where the
+    attended length is fixed, j is none of the oldest i keys."""
+
+    query_document_BT: Tensor
+    key_document_BK: Tensor
+    """Of the memory, then of the segment itself. EMPTY equals no document; without borders all documents are 0."""
+    oldest: int | None
+    """None, or the first key that query 0 sees; query i begins i keys later."""
+
+    @property
+    def num_keys(self) -> int:
+        """K = M + T."""
+        return self.key_document_BK.shape[1]
+
+    @property
+    def memory_len(self) -> int:
+        """M, in tokens."""
+        return self.num_keys - self.query_document_BT.shape[1]
+
+    def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """mask_BTK of the queries [start, stop), True where a key is seen. Keys are those up to the last one that
+        query stop - 1 may see: [0, M + stop)."""
+        stop = self.query_document_BT.shape[1] if stop is None else stop
+        num_keys = self.memory_len + stop
+        query_T1 = torch.arange(start, stop, device=self.key_document_BK.device)[:, None]
+        key_1K = torch.arange(num_keys, device=self.key_document_BK.device)[None, :]
+        near_TK = key_1K <= query_T1 + self.memory_len
+        if self.oldest is not None:
+            near_TK = near_TK & (key_1K >= query_T1 + self.oldest)
+        query_BT1 = self.query_document_BT[:, start:stop, None]
+        return (self.key_document_BK[:, None, :num_keys] == query_BT1) & near_TK
+
+
 def visible_keys(
     memory: Memory, document_BT: Tensor, *, same_length: Literal["off", "memory", "memory_and_self"] = "off"
-) -> Tensor:
-    """mask_BTK: True where query i may see key j. Keys are the memory, then the segment itself.
+) -> Visibility:
+    """What a segment may see of the memory and of itself.
 
-    One comparison of documents expresses empty memory and document borders: EMPTY equals no document. Without
-    borders all documents are 0. `same_length` gives every query exactly M keys, itself included (memory), or M + 1
-    (memory_and_self), instead of M + 1 + i.
+    `same_length` gives every query exactly M keys, itself included (memory), or M + 1 (memory_and_self), instead of
+    M + 1 + i.
     """
-    key_BK = torch.cat([memory.document_BM, document_BT], dim=1)
-    segment_len, memory_len = document_BT.shape[1], memory.memory_len
-    query_T1 = torch.arange(segment_len, device=document_BT.device)[:, None]
-    key_1K = torch.arange(memory_len + segment_len, device=document_BT.device)[None, :]
-    causal_TK = key_1K <= query_T1 + memory_len
-    if same_length != "off":
-        causal_TK = causal_TK & (key_1K >= query_T1 + (1 if same_length == "memory" else 0))
-    return (key_BK[:, None, :] == document_BT[:, :, None]) & causal_TK
+    oldest = {"off": None, "memory": 1, "memory_and_self": 0}[same_length]
+    return Visibility(document_BT, torch.cat([memory.document_BM, document_BT], dim=1), oldest)
 
 
 def _last(old: Tensor, new: Tensor, *, axis: int) -> Tensor:

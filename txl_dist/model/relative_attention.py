@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from txl_dist.model.memory import Visibility
+
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The type for normalisers, log-probabilities and encodings: fp64 stays, all others become fp32."""
@@ -52,7 +54,7 @@ def relative_attention(
     content_bias_NH: Tensor,
     position_bias_NH: Tensor | None = None,
     distance_bias_KN: Tensor | None = None,
-    visible_BTK: Tensor,
+    visible: Visibility,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend. `distance_KNH` are the encodings r of the distances K-1 ... 0. Returns context_BTNH.
@@ -75,7 +77,7 @@ def relative_attention(
     scale = H**-0.5
     scores = torch.baddbmm(shifted_bd, content_query, key, beta=scale, alpha=scale)  # + terms (a), (c)
 
-    scores_NBTK = scores.view(N, B, T, K).masked_fill_(~visible_BTK, float("-inf"))
+    scores_NBTK = scores.view(N, B, T, K).masked_fill_(~visible.mask(), float("-inf"))
     probabilities = torch.softmax(scores_NBTK, dim=-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
     probabilities = F.dropout(probabilities, dropout, training=dropout > 0).view(N * B, T, K)
     return torch.bmm(probabilities, value).view(N, B, T, H).permute(1, 2, 0, 3)

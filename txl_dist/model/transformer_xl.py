@@ -26,7 +26,7 @@ from txl_dist.model.block import Block
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
 from txl_dist.model.relative_attention import distance_encoding
-from txl_dist.sections import ModelSection
+from txl_dist.sections import AttentionKernel, ModelSection
 
 
 class TransformerXL(nn.Module):
@@ -35,13 +35,22 @@ class TransformerXL(nn.Module):
     Raises ConfigError if the cutoffs do not fit `vocab_size`.
     """
 
-    def __init__(self, model: ModelSection, *, vocab_size: int, recompute_blocks: bool = False) -> None:
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        vocab_size: int,
+        recompute_blocks: bool = False,
+        attention: AttentionKernel = "auto",
+    ) -> None:
         super().__init__()
         check_vocabulary(model, vocab_size=vocab_size)
         self.section, self.vocab_size, self.recompute_blocks = model, vocab_size, recompute_blocks
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
         biases = [attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
-        self.blocks = nn.ModuleList(Block(model, biases=own) for own in (biases * model.num_layers)[: model.num_layers])
+        self.blocks = nn.ModuleList(
+            Block(model, biases=own, kernel=attention) for own in (biases * model.num_layers)[: model.num_layers]
+        )
         self.final_norm = nn.LayerNorm(model.width, eps=model.norm_eps) if model.final_norm else nn.Identity()
         self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
         initialize(self, model)
@@ -80,11 +89,11 @@ class TransformerXL(nn.Module):
             )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)
-        visible_BTK = visible_keys(memory, document_BT, same_length=section.same_length)
+        visible = visible_keys(memory, document_BT, same_length=section.same_length)
         hidden = self.embedding(tokens_BT, partition=partition)
         encoding_KD = None
         if section.positions == "relative":
-            encoding = self._encoding(visible_BTK.shape[2], like=hidden)
+            encoding = self._encoding(visible.num_keys, like=hidden)
             encoding_KD = self._drop(encoding, section.rate(section.distance_dropout))
         elif section.positions == "absolute":
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
@@ -93,9 +102,9 @@ class TransformerXL(nn.Module):
         for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
             inputs.append(hidden.detach())
             if self.recompute_blocks and self.training:
-                hidden = checkpoint(block, hidden, memory_BMD, encoding_KD, visible_BTK, use_reentrant=False)
+                hidden = checkpoint(block, hidden, memory_BMD, encoding_KD, visible, use_reentrant=False)
             else:
-                hidden = block(hidden, memory_BMD, encoding_KD, visible_BTK)
+                hidden = block(hidden, memory_BMD, encoding_KD, visible)
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(torch.stack(inputs), document_BT=document_BT)
 
@@ -118,14 +127,14 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, KeyValueCache]:
         """As `forward` in evaluation, with the past as keys and values. `distances` are for K = M + T or more."""
         document_BT = torch.zeros_like(tokens_BT)
-        visible_BTK = visible_keys(
+        visible = visible_keys(
             Memory(cache.key_value_LBM2NH, cache.document_BM), document_BT, same_length=self.section.same_length
         )
-        hidden, num_keys, memory_len = self.embedding(tokens_BT), visible_BTK.shape[2], cache.document_BM.shape[1]
+        hidden, num_keys, memory_len = self.embedding(tokens_BT), visible.num_keys, cache.document_BM.shape[1]
         key_values = []
         for block, past, known in zip(self._layers(), cache.key_value_LBM2NH, distances, strict=True):
             hidden, key_value = block.forward_cached(
-                hidden, past_BM2NH=past, distances=known.last(num_keys), visible_BTK=visible_BTK
+                hidden, past_BM2NH=past, distances=known.last(num_keys), visible=visible
             )
             key_values.append(key_value[:, num_keys - memory_len :])
         documents = torch.cat([cache.document_BM, document_BT], dim=1)[:, num_keys - memory_len :]

@@ -120,7 +120,10 @@ class ZeroEngine:
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
         torch.manual_seed(derive_seed(config.run.seed, "init"))
         model = TransformerXL(
-            config.model, vocab_size=vocab_size, recompute_blocks=config.engine.activation_checkpointing
+            config.model,
+            vocab_size=vocab_size,
+            recompute_blocks=config.engine.activation_checkpointing,
+            attention=config.engine.attention,
         )
         if weights is not None:
             copy_weights(model, weights)

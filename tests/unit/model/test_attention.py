@@ -12,7 +12,7 @@ from tests.helpers.models import POSITIONS, tiny_section
 from tests.helpers.naive import learned_score, naive_attention, plain_score, relative_score
 from txl_dist.model.attention import Attention, attention_biases, build_attention
 from txl_dist.model.block import Block
-from txl_dist.model.memory import EMPTY, Memory, visible_keys
+from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
 from txl_dist.model.relative_attention import distance_encoding, relative_attention
 
 B, N, H, D = 2, 2, 3, 8
@@ -46,7 +46,7 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: Any = "off") -> Tensor:
+def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: Any = "off") -> Visibility:
     document_BM = torch.tensor(memory, dtype=torch.int64)
     return visible_keys(
         Memory(torch.zeros(1, *document_BM.shape, D), document_BM), torch.tensor(documents), same_length=same_length
@@ -70,18 +70,18 @@ def naive_contexts(case: dict[str, Any], query: Tensor, key: Tensor, value: Tens
     return torch.tensor(contexts, dtype=torch.float64)
 
 
-def drawn_inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query_BTNH, key_BKNH, value_BKNH, visible_BTK)."""
+def drawn_inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Visibility]:
+    """(query_BTNH, key_BKNH, value_BKNH, visible)."""
     memory, documents = case["memory"], case["documents"]
     T, K = len(documents[0]), len(memory[0]) + len(documents[0])
-    visible_BTK = visibility(memory, documents, same_length=case.get("same_length", "off"))
-    return draw(B, T, N, H, seed=1), draw(B, K, N, H, seed=2), draw(B, K, N, H, seed=3), visible_BTK
+    visible = visibility(memory, documents, same_length=case.get("same_length", "off"))
+    return draw(B, T, N, H, seed=1), draw(B, K, N, H, seed=2), draw(B, K, N, H, seed=3), visible
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_the_four_terms_of_the_paper(name: str) -> None:
     case = CASES[name]
-    query, key, value, visible_BTK = drawn_inputs(case)
+    query, key, value, visible = drawn_inputs(case)
     weight_NHD, u, v, clamp_len = (
         draw(N, H, D, seed=4),
         draw(N, H, seed=5),
@@ -99,7 +99,7 @@ def test_attention_is_the_four_terms_of_the_paper(name: str) -> None:
         distance_KNH=torch.einsum("nhd,kd->knh", weight_NHD, encoding_KD),
         content_bias_NH=u,
         position_bias_NH=v,
-        visible_BTK=visible_BTK,
+        visible=visible,
     )
     assert ours.shape == query.shape
     assert (ours - naive_contexts(case, query, key, value, score_N=score_N)).abs().max() <= 1e-10
@@ -108,7 +108,7 @@ def test_attention_is_the_four_terms_of_the_paper(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_learned_distances_take_the_place_of_terms_b_and_d(name: str) -> None:
     case = CASES[name]
-    query, key, value, visible_BTK = drawn_inputs(case)
+    query, key, value, visible = drawn_inputs(case)
     num_keys = key.shape[1]
     table_KNH, bias_KN, u = draw(num_keys, N, H, seed=4), draw(num_keys, N, seed=6), draw(N, H, seed=5)
     score_N = [learned_score(table_KNH[:, n].tolist(), bias_KN[:, n].tolist(), u[n].tolist()) for n in range(N)]
@@ -119,18 +119,18 @@ def test_learned_distances_take_the_place_of_terms_b_and_d(name: str) -> None:
         distance_KNH=table_KNH.flip(0),
         content_bias_NH=u,
         distance_bias_KN=bias_KN.flip(0),
-        visible_BTK=visible_BTK,
+        visible=visible,
     )
     assert (ours - naive_contexts(case, query, key, value, score_N=score_N)).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_absolute_attention_is_a_scaled_dot_product(name: str) -> None:
-    query, key, value, visible_BTK = drawn_inputs(CASES[name])
+    query, key, value, visible = drawn_inputs(CASES[name])
     attention = build_attention(
         tiny_section(num_heads=N, head_width=H, **POSITIONS["absolute"]), biases=attention_biases(tiny_section())
     )
-    ours = attention.attend(query, key, value, distances=None, visible_BTK=visible_BTK)
+    ours = attention.attend(query, key, value, distances=None, visible=visible)
     expected = naive_contexts(CASES[name], query, key, value, score_N=[plain_score] * N)
     assert (ours - expected).abs().max() <= 1e-10
 
@@ -167,7 +167,7 @@ def test_gradients_of_attention_are_those_of_what_is_computed(name: str, where: 
     section = tiny_section(width=3, head_width=2, value_bias=True, output_bias=True, **LAYERS[name])
     attention: Attention = build_attention(section, biases=attention_biases(section))
     parameters, K = double_parameters(attention), len(past) + 3
-    visible_BTK = visibility([past], [documents], same_length=same_length)
+    visible = visibility([past], [documents], same_length=same_length)
     encoding_KD = distance_encoding(K, width=3, clamp_len=section.clamp_len, like=parameters[0])
     states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, K, 3, seed=2).requires_grad_()]
 
@@ -176,7 +176,7 @@ def test_gradients_of_attention_are_those_of_what_is_computed(name: str, where: 
             hidden_BTD,
             key_value_BK2NH=attention.project_key_value(source_BKD),
             distances=attention.distances(K, encoding_KD=encoding_KD),
-            visible_BTK=visible_BTK,
+            visible=visible,
         )
         return result
 
@@ -192,12 +192,12 @@ def test_gradients_of_a_block_are_those_of_what_is_computed(name: str, activatio
     block = Block(section, biases=attention_biases(section))
     parameters = double_parameters(block)
     past = [] if name == "absolute" else [0, 0]
-    visible_BTK = visibility([past], [[0, 0, 1]])
+    visible = visibility([past], [[0, 0, 1]])
     encoding_KD = distance_encoding(len(past) + 3, width=3, clamp_len=0, like=parameters[0])
     states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, len(past), 3, seed=2).requires_grad_(bool(past))]
 
     def run(hidden_BTD: Tensor, memory_BMD: Tensor, *_: Tensor) -> Tensor:
-        result: Tensor = block(hidden_BTD, memory_BMD, encoding_KD, visible_BTK)
+        result: Tensor = block(hidden_BTD, memory_BMD, encoding_KD, visible)
         return result
 
     assert torch.autograd.gradcheck(run, (*states, *parameters))
@@ -206,7 +206,7 @@ def test_gradients_of_a_block_are_those_of_what_is_computed(name: str, activatio
 def test_what_a_query_may_not_see_gets_no_gradient() -> None:
     key = draw(1, 5, N, H, seed=0).requires_grad_()
     value = draw(1, 5, N, H, seed=1).requires_grad_()
-    visible_BTK = visibility([[EMPTY, EMPTY, 0]], [[0, 1]])
+    visible = visibility([[EMPTY, EMPTY, 0]], [[0, 1]])
     context = relative_attention(
         draw(1, 2, N, H, seed=2),
         key,
@@ -214,7 +214,7 @@ def test_what_a_query_may_not_see_gets_no_gradient() -> None:
         distance_KNH=draw(5, N, H, seed=3),
         content_bias_NH=draw(N, H, seed=4),
         position_bias_NH=draw(N, H, seed=5),
-        visible_BTK=visible_BTK,
+        visible=visible,
     )
     context[:, 0].square().sum().backward()
     for tensor in (key, value):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model, tiny_section
 from txl_dist.model.attention import attention_biases, build_attention
 from txl_dist.model.block import Block
+from txl_dist.model.memory import Visibility
 from txl_dist.model.transformer_xl import TransformerXL
 
 OWN_RATES = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
@@ -152,19 +153,19 @@ def test_attention_drops_probabilities_and_scales_the_rest(name: str) -> None:
     key = torch.randn(1, num_keys, 2, num_keys)
     value = torch.eye(num_keys)[None, :, None].expand_as(key)
     query_BTNH, encoding_KD = torch.randn(1, 30, 2, num_keys), torch.randn(num_keys, 12)
-    visible_BTK = torch.ones(1, 30, num_keys, dtype=torch.bool).tril(num_keys - 30)
+    visible = Visibility(torch.zeros(1, 30), torch.zeros(1, num_keys), None)
     training, evaluation = (
         attention.train(mode).attend(
             query_BTNH,
             key,
             value,
             distances=attention.distances(num_keys, encoding_KD=encoding_KD),
-            visible_BTK=visible_BTK,
+            visible=visible,
         )
         for mode in (True, False)
     )
     assert (evaluation.sum(-1) - 1).abs().max() <= 1e-5
-    is_visible = visible_BTK[:, :, None].expand_as(evaluation)
+    is_visible = visible.mask()[:, :, None].expand_as(evaluation)
     assert (training[~is_visible] == 0).all()
     assert_dropped(training[is_visible], rate=RATE, what=name)
     assert (training - evaluation / (1 - RATE))[training != 0].abs().max() <= 1e-6

@@ -160,6 +160,8 @@ def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() 
     zeros = attended(empty)
     assert torch.equal(zeros.hidden_LBMD, torch.zeros(2, 3, 4, 5))
     document_BT = torch.zeros(3, 2, dtype=torch.int64)
-    assert not visible_keys(empty, document_BT)[:, :, :4].any()
-    assert visible_keys(zeros, document_BT)[:, :, :4].all()
-    assert torch.equal(visible_keys(zeros, document_BT)[:, :, 4:], visible_keys(empty, document_BT)[:, :, 4:])
+    assert not visible_keys(empty, document_BT).mask()[:, :, :4].any()
+    assert visible_keys(zeros, document_BT).mask()[:, :, :4].all()
+    assert torch.equal(
+        visible_keys(zeros, document_BT).mask()[:, :, 4:], visible_keys(empty, document_BT).mask()[:, :, 4:]
+    )
