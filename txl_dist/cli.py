@@ -39,6 +39,8 @@ class TrainArguments:
     """auto: continue the newest whole checkpoint, if any. must: insist on one. never: refuse one. Or its path."""
     max_time: str = ""
     """Save and stop, to be started again, when the process is so old: 90s, 15m, 2h30m or 2:30:00. Empty: no limit."""
+    profile: str = ""
+    """FIRST:LAST, for instance 20:22: write a torch profiler trace of these steps to the run directory."""
     dry_run: bool = False
     """Print the resolved configuration, batch arithmetic, parameters, memory and operations, and stop."""
     ranks: int = 1
@@ -55,11 +57,14 @@ def train(argv: Sequence[str]) -> int:
 
         print("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
+    from txl_dist.train.profile import parse_steps
     from txl_dist.train.start import train as run_training
     from txl_dist.train.stopping import parse_duration
 
     max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
-    finished = run_training(arguments.settings, resume=arguments.resume, max_time_s=max_time_s)
+    max_steps = arguments.settings.train.max_steps
+    traced = parse_steps(arguments.profile, max_steps=max_steps) if arguments.profile else range(0)
+    finished = run_training(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
     return 0 if finished else REQUEUE
 
 

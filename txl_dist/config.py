@@ -121,6 +121,10 @@ def check_config(config: Config) -> None:
             "engine.offload_parameters=True needs engine.zero_stage=3",
         ),
         (
+            not engine.cuda_graph or (engine.zero_stage < 3 and not engine.activation_checkpointing),
+            "engine.cuda_graph=True needs engine.zero_stage 0, 1 or 2, and no engine.activation_checkpointing",
+        ),
+        (
             optim.name != "lamb" or engine.zero_stage == 0,
             f"optim.name='lamb' compares norms of whole tensors, which ZeRO cuts up: it needs engine.zero_stage=0 "
             f"(is {engine.zero_stage})",

@@ -217,6 +217,9 @@ class EngineSection(Section):
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """How attention with relative positions is computed. plain: the equation in plain torch. fused: one function with a
     hand-written backward, anywhere. triton: kernels for GPUs in half precision. auto: the fastest that fits."""
+    cuda_graph: Annotated[bool, FREE] = False
+    """Record forward, loss and backward of a micro-batch once and replay them: for models so small that the host is
+    slower than the GPU (stages 0 to 2, without activation_checkpointing)."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute each block in the backward pass; bit-identical, slower, smaller."""
     num_threads: Annotated[Count, FREE] = 0
@@ -290,3 +293,6 @@ class MetricsSection(Section):
     """Steps between log lines; a metric is the mean over these steps. The device is synchronised only then."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    peak_tflops: Annotated[float, Field(ge=0), FREE] = 0.0
+    """Peak of one device in 1e12 operations per second at engine.precision, of which MFU is the share in use. 0 takes
+    it by the device's name; where that is not known, as for a CPU, no MFU is reported."""

@@ -26,10 +26,14 @@ from txl_dist.text.clusters import ClusterRows, cluster_edges, partition_by_clus
 
 Partition = Sequence[ClusterRows]
 
+ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
+"""What the rows of a cluster are padded to a multiple of, by kind of device: few shapes on a GPU, few rows on a CPU."""
+
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
     """Make a partition on the spot. It waits for the device: training ships one with the segment instead."""
-    rows = partition_by_cluster(ids.detach().cpu().numpy().reshape(-1), edges=edges)
+    multiple = ROWS_MULTIPLE["cpu" if ids.device.type == "cpu" else "cuda"]
+    rows = partition_by_cluster(ids.detach().cpu().numpy().reshape(-1), edges=edges, multiple=multiple)
     return tuple(ClusterRows(*(torch.from_numpy(field).to(ids.device) for field in cluster)) for cluster in rows)
 
 
@@ -69,11 +73,12 @@ class AdaptiveEmbedding(nn.Module):
             hidden = self._embed(0, tokens_BT)
             return hidden * self.scale
         partition = partition_of(tokens_BT, edges=self.edges) if partition is None else partition
-        # One row more than tokens: padded rows are written there and cut off, so they get no gradient.
-        flat_SD = self.weight(0).new_zeros(tokens_BT.numel() + 1, self.width)
-        for i, cluster in enumerate(partition):
-            flat_SD = flat_SD.index_add(0, cluster.rows, self._embed(i, cluster.ids))
-        return flat_SD[:-1].view(*tokens_BT.shape, self.width) * self.scale
+        # Each cluster's rows are written once and then fetched in token order. Going back each row gets one gradient,
+        # so the order of sums is fixed on a GPU too; padded rows, which nothing fetches, get none.
+        embedded = torch.cat([self._embed(i, cluster.ids) for i, cluster in enumerate(partition)])
+        rows = torch.cat([cluster.rows for cluster in partition])
+        place = rows.new_empty(tokens_BT.numel() + 1).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+        return embedded.index_select(0, place[:-1]).view(*tokens_BT.shape, self.width) * self.scale
 
     def _embed(self, i: int, ids: Tensor) -> Tensor:
         embedded, projection = F.embedding(ids, self.weight(i)), self.projection(i)

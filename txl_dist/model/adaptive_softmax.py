@@ -12,11 +12,14 @@ Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocab
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition, partition_of
+from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.sections import ModelSection
 from txl_dist.text.clusters import cluster_edges
@@ -43,20 +46,46 @@ class AdaptiveSoftmax(nn.Module):
             self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, embedding.embed_width))
             self.cluster_bias = nn.Parameter(torch.empty(self.num_tails))
 
-    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
-        """nll_BT: the loss of each token in nats. `partition` is of the targets, by `edges`."""
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        *,
+        partition: Partition | None = None,
+        weight_BT: Tensor | None = None,
+    ) -> Tensor:
+        """nll_BT: the loss of each token in nats; or, given `weight_BT`, the sum of weight * loss over all tokens.
+
+        `partition` is of the targets, by `edges`. The weighted sum is made with its gradients (see `fused_softmax`),
+        where gradients are enabled.
+        """
         hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-        if not self.num_tails:
-            return _nll(self._logits(0, hidden_SD), targets_S).view(targets_BT.shape)
-        partition = partition_of(targets_BT, edges=self.edges) if partition is None else partition
-        shortlist_size = self.edges[1]
-        cluster_S = torch.stack([targets_S >= edge for edge in self.edges[1:-1]]).sum(0)
-        column_S = torch.where(cluster_S == 0, targets_S, shortlist_size - 1 + cluster_S)
-        nll_S = F.pad(_nll(self._logits(0, hidden_SD), column_S), (0, 1))  # padded rows land in the last element
-        for i, cluster in enumerate(partition[1:], start=1):
-            rows_RD = hidden_SD.index_select(0, cluster.rows.clamp(max=hidden_SD.shape[0] - 1))
-            nll_S = nll_S.index_add(0, cluster.rows, _nll(self._logits(i, rows_RD), cluster.ids))
-        return nll_S[:-1].view(targets_BT.shape)
+        if self.num_tails and partition is None:
+            partition = partition_of(targets_BT, edges=self.edges)
+        tails = (partition or ())[1:]
+        if weight_BT is not None and torch.is_grad_enabled():
+            clusters = [Cluster(None, self._head_columns(targets_S), self._columns(0), self._projection(0))]
+            for i, tail in enumerate(tails, start=1):
+                clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
+            return weighted_loss(hidden_SD, clusters, weight_S=weight_BT.flatten())
+        nll_BT = self._nll(hidden_SD, targets_S, tails).view(targets_BT.shape)
+        return nll_BT if weight_BT is None else (nll_BT * weight_BT).sum()
+
+    def _nll(self, hidden_SD: Tensor, targets_S: Tensor, tails: Partition) -> Tensor:
+        """The plain twin of `fused_softmax.weighted_loss`: the loss of each token, nll_S."""
+        nll_S = _nll(self._logits(0, hidden_SD), self._head_columns(targets_S))
+        nll_S = F.pad(nll_S, (0, 1))  # padded rows land in the last element
+        for i, tail in enumerate(tails, start=1):
+            rows_RD = hidden_SD.index_select(0, tail.rows.clamp(max=hidden_SD.shape[0] - 1))
+            nll_S = nll_S.index_add(0, tail.rows, _nll(self._logits(i, rows_RD), tail.ids))
+        return nll_S[:-1]
+
+    def _head_columns(self, targets_S: Tensor) -> Tensor:
+        """Of the head: the target itself, or the column that stands for its cluster."""
+        cluster_S = torch.zeros_like(targets_S)
+        for edge in self.edges[1:-1]:
+            cluster_S += targets_S >= edge
+        return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
     def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
         """log p of the whole vocabulary, [S, V]: for generation and probes, not for training."""
@@ -69,13 +98,24 @@ class AdaptiveSoftmax(nn.Module):
 
     def _logits(self, i: int, hidden_RD: Tensor) -> Tensor:
         """Cluster i's logits; those of the head (i = 0) end with one column per tail cluster."""
-        low, high = (self.edges[i], self.edges[i + 1]) if self.one_table else (None, None)
-        weight = getattr(self, f"weight_{0 if self.one_table else i}")[low:high]
-        bias = getattr(self, f"bias_{0 if self.one_table else i}")[low:high]
-        if i == 0 and self.num_tails:
-            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
-        projection = getattr(self, f"projection_{i}")
-        return F.linear(hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), weight, bias)
+        columns, projection = self._columns(i), self._projection(i)
+        weight_VE = torch.cat([one.weight_VE[one.low : one.high] for one in columns])
+        bias_V = torch.cat([one.bias_V[one.low : one.high] for one in columns])
+        return F.linear(hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), weight_VE, bias_V)
+
+    def _columns(self, i: int) -> tuple[Columns, ...]:
+        """Where the weights of cluster i's logits stand."""
+        low, high = self.edges[i], self.edges[i + 1]
+        table = 0 if self.one_table else i
+        offset = 0 if self.one_table else low
+        weight, bias = getattr(self, f"weight_{table}"), getattr(self, f"bias_{table}")
+        words = Columns(weight, bias, low - offset, high - offset)
+        if i > 0 or not self.num_tails:
+            return (words,)
+        return (words, Columns(self.cluster_weight, self.cluster_bias, 0, self.num_tails))
+
+    def _projection(self, i: int) -> Tensor | None:
+        return cast(Tensor | None, getattr(self, f"projection_{i}"))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

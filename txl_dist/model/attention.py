@@ -20,6 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from txl_dist.errors import ConfigError
+from txl_dist.model.fused_attention import fused_relative_attention
+from txl_dist.model.kernels import launch
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import relative_attention
 from txl_dist.sections import AttentionKernel, ModelSection
@@ -114,13 +117,8 @@ class Attention(nn.Module, ABC):
     ) -> Tensor:
         """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
         query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
-        context_BTNH = self.attend(
-            query_BTNH,
-            key_value_BK2NH[:, :, 0],
-            key_value_BK2NH[:, :, 1],
-            distances=distances,
-            visible=visible,
-        )
+        key_BKNH, value_BKNH = key_value_BK2NH.unbind(2)  # two slices would have two gradients filled with zeros
+        context_BTNH = self.attend(query_BTNH, key_BKNH, value_BKNH, distances=distances, visible=visible)
         output: Tensor = self.output(context_BTNH.flatten(2))
         return output
 
@@ -204,8 +202,17 @@ class AbsoluteAttention(Attention):
 
 
 def implementation(kernel: AttentionKernel, query: Tensor, *, has_position_bias: bool) -> Callable[..., Tensor]:
-    """What computes attention like `relative_attention`, by the setting `engine.attention`."""
-    return relative_attention
+    """What computes attention like `relative_attention`, by the setting `engine.attention`.
+
+    Raises ConfigError if the Triton kernels are asked for and cannot run.
+    """
+    obstacle = launch.obstacle(query, has_position_bias=has_position_bias) if kernel in ("auto", "triton") else None
+    if kernel == "triton" and obstacle is not None:
+        raise ConfigError(f'engine.attention = "triton" cannot run: {obstacle}. Set it to "auto" or "fused".')
+    if kernel == "plain":
+        return relative_attention
+    uses_triton = kernel == "triton" or (kernel == "auto" and obstacle is None)
+    return launch.triton_relative_attention if uses_triton else fused_relative_attention
 
 
 class AttentionBiases(NamedTuple):

@@ -60,7 +60,7 @@ class Block(nn.Module):
         """Output for a segment and the keys and values of past and segment, for the caller to keep."""
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
-        key_value = torch.cat([past_BM2NH, self.attention.project_key_value(normed)], dim=1)
+        key_value = _joined(past_BM2NH, self.attention.project_key_value(normed))
         context = self.attention(normed, key_value_BK2NH=key_value, distances=distances, visible=visible)
         hidden = hidden_BTD + self._drop(context, self.projection_dropout)
         if not self.pre_norm:
@@ -71,3 +71,8 @@ class Block(nn.Module):
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
         return F.dropout(x, rate, self.training)
+
+
+def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:
+    """key_value_BK2NH, head-major in memory: a copy is made anyway, and so attention need not make another."""
+    return torch.cat([x.permute(2, 3, 0, 1, 4) for x in (past_BM2NH, new_BT2NH)], dim=3).permute(2, 3, 0, 1, 4)

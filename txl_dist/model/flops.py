@@ -1,19 +1,26 @@
-"""Parameters, floating-point operations per token and bytes per rank, by formula.
+"""Floating-point operations per token by formula, the share of a device's peak that they make (MFU), and parameters.
 
 Per trained token, forward and backward, a multiply-add being 2 operations (L layers, D width, N*H inner width, F
-feed-forward width, T segment, M memory, K = M + T, b lanes per rank and micro-batch):
+feed-forward width, T segment, M memory, K = M + T, b lanes per rank and micro-batch, E_i and V_i width and size of
+cluster i, p_i its share of the tokens, C tail clusters):
 
-    linear      L (4 D NH + 2 D F) 2*3      query, key, value, output and feed-forward of the segment
-    memory      L (M / T) 2 D NH 2*2        keys and values of the memory: no gradient flows into it
-    distances   L K D NH / (b T) 2*2        projected once per micro-batch; only for sinusoids of the distance
-    scores      L 2 NH (M + (T+1)/2) 2*3    terms (a)+(c) and the weighted sum, visible pairs only
-    shift       L   NH (M + (T+1)/2) 2*3    terms (b)+(d); not for absolute positions
-    softmax     (head + share of each tail) 2*3, the shares being those of the tokens given (default: Zipf's law)
+    linear      L (4 D NH + 2 D F) 2*3            query, key, value, output and feed-forward of the segment
+    memory      L (M / T) 2 D NH 2*2              keys and values of the memory: no gradient flows into it
+    distances   L K D NH / (b T) 2*2              projected once per micro-batch; only for sinusoids of the distance
+    scores      L 2 NH S 2*3                      terms (a)+(c) and the weighted sum over the S keys that are seen
+    shift       L   NH S 2*3                      terms (b)+(d); not for absolute positions
+    softmax     ((V_0 + C) E_0 + sum p_i V_i E_i) 2*3        head, then the tails
+    projections (D E_0 + sum p_i D E_i) 2*3  and  sum p_i D E_i 2*3      of softmax and embedding, where they have any
+
+S = M + (T+1)/2 keys on average, or with same_length M or M + 1. What the code does beyond that (masked parts of
+blocks, padded rows of clusters, activations computed twice) is no part of it: MFU counts useful operations.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+import re
+from collections.abc import Sequence
 
 import torch
 
@@ -21,11 +28,37 @@ from txl_dist.model.adaptive_embedding import is_projected
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 
+PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
+    "H200": (989.4, 494.7, 66.9),
+    "GH200": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100 NVL": (835.0, 417.5, 60.0),
+    "H100": (989.4, 494.7, 66.9),
+    "B200": (2250.0, 1125.0, 75.0),
+    "A100": (312.0, 156.0, 19.5),
+    "A800": (312.0, 156.0, 19.5),
+    "V100 PCIE": (112.0, 14.0, 14.0),
+    "V100": (125.0, 15.7, 15.7),
+    "L40S": (362.1, 183.2, 91.6),
+    "L4": (121.0, 60.5, 30.3),
+    "A40": (149.7, 74.8, 37.4),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "T4": (65.0, 8.1, 8.1),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71.0, 35.6, 35.6),
+}
+"""Dense peaks in TFLOP/s in half precision with fp32 accumulation, TF32 and fp32, by words of the device's name, the
+first match counting. From NVIDIA's datasheets (half of the figures "with sparsity") and, for RTX, its architecture
+whitepapers; boards without TF32 or without bf16 have the figure of what they would use instead."""
 
-def has_projections(model: ModelSection) -> bool:
-    """Whether any embeddings are projected to the model width."""
-    widths = [model.embed_width_or_default() // model.div_value**i for i in range(len(model.cutoffs) + 1)]
-    return any(is_projected(model, table_width=width) for width in widths)
+_ZIPF_EXPONENT = 1.2
+
+
+def peak_tflops(device_name: str, *, precision: str) -> float:
+    """Dense peak in TFLOP/s of a device for fp32, tf32, bf16 or fp16; 0 where it is not known."""
+    words = set(re.split(r"[\s-]+", device_name))
+    column = {"tf32": 1, "fp32": 2}.get(precision, 0)
+    return next((row[column] for name, row in PEAK_TFLOPS.items() if set(name.split()) <= words), 0.0)
 
 
 def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
@@ -35,59 +68,81 @@ def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def flops_per_token(
-    model: ModelSection, *, vocab_size: int, segment_len: int, memory_len: int, microbatch_lanes: int
-) -> float:
-    """Operations of a training step per token, by the formula above."""
-    T, M, K = segment_len, memory_len, memory_len + segment_len
-    L, D, inner = model.num_layers, model.width, model.num_heads * model.head_width
-    pairs = M + (T + 1) / 2
-    linear = L * (4 * D * inner + 2 * D * model.ff_width) * 6
-    memory = L * M / T * 2 * D * inner * 4
-    distances = L * K * D * inner / (microbatch_lanes * T) * 4 if model.positions == "relative" else 0.0
-    scores = L * (2 if model.positions == "absolute" else 3) * inner * pairs * 6
-    return linear + memory + distances + scores + _softmax_flops(model, vocab_size=vocab_size)
+def has_projections(model: ModelSection) -> bool:
+    """Whether any embeddings are projected to the model width."""
+    widths = [model.embed_width_or_default() // model.div_value**i for i in range(len(model.cutoffs) + 1)]
+    return any(is_projected(model, table_width=width) for width in widths)
 
 
-def bytes_per_rank(
+def flops_by_part(
     model: ModelSection,
     *,
     vocab_size: int,
     segment_len: int,
     memory_len: int,
-    lanes_per_rank: int,
     microbatch_lanes: int,
-    world_size: int,
-    zero_stage: int,
-    bytes_per_number: int,
+    cluster_shares: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Estimated bytes of a rank by what holds them. Activations are a rough count of the tensors autograd keeps."""
-    parameters = count_parameters(model, vocab_size=vocab_size)
-    shard = world_size
-    T, K, B, L = segment_len, memory_len + segment_len, microbatch_lanes, model.num_layers
-    inner = model.num_heads * model.head_width
-    per_layer = B * T * (10 * model.width + 2 * model.ff_width + 4 * inner) + 2 * B * K * inner
-    per_layer += 3 * B * model.num_heads * T * K
-    head = B * T * 2 * ((model.cutoffs or (vocab_size,))[0] + len(model.cutoffs))
-    master = 0 if bytes_per_number == 4 and zero_stage == 0 else 4
+    """Operations of a training step per token, by the parts of the formula above.
+
+    `cluster_shares` of the tokens, one per cluster, as `text.clusters.cluster_shares` counts them; without them
+    `typical_shares` are taken.
+    """
+    T, M, K = segment_len, memory_len, memory_len + segment_len
+    L, D, inner = model.num_layers, model.width, model.num_heads * model.head_width
+    seen = {"off": M + (T + 1) / 2, "memory": float(M), "memory_and_self": M + 1.0}[model.same_length]
+    shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
+    is_relative = model.positions == "relative"
     return {
-        "weights": parameters * bytes_per_number / (shard if zero_stage == 3 else 1),
-        "gradients": parameters * bytes_per_number / (shard if zero_stage >= 2 else 1),
-        "optimizer": parameters * (8 + master) / (shard if zero_stage >= 1 else 1),
-        "memories": 2 * L * lanes_per_rank * memory_len * model.width * bytes_per_number,
-        "activations": (L * per_layer + head) * bytes_per_number,
+        "linear": L * (4 * D * inner + 2 * D * model.ff_width) * 6.0,
+        "memory": L * M / T * 2 * D * inner * 4.0,
+        "distances": L * K * D * inner / (microbatch_lanes * T) * 4.0 if is_relative else 0.0,
+        "scores": L * 2 * inner * seen * 6.0,
+        "shift": L * inner * seen * 6.0 if model.positions != "absolute" else 0.0,
+        **_vocabulary_flops(model, vocab_size=vocab_size, shares=shares),
     }
 
 
-def _softmax_flops(model: ModelSection, *, vocab_size: int) -> float:
+def flops_per_token(
+    model: ModelSection,
+    *,
+    vocab_size: int,
+    segment_len: int,
+    memory_len: int,
+    microbatch_lanes: int,
+    cluster_shares: Sequence[float] = (),
+) -> float:
+    """The sum of `flops_by_part`."""
+    parts = flops_by_part(
+        model,
+        vocab_size=vocab_size,
+        segment_len=segment_len,
+        memory_len=memory_len,
+        microbatch_lanes=microbatch_lanes,
+        cluster_shares=cluster_shares,
+    )
+    return sum(parts.values())
+
+
+def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[float]) -> dict[str, float]:
+    """Softmax and projections; every token passes the head, its own share of them each tail and each embedding."""
     edges = (0, *model.cutoffs, vocab_size)
-    width = model.embed_width_or_default()
-    harmonic = math.log(vocab_size) + 0.5772
-    total = 0.0
-    for i in range(len(edges) - 1):
-        share = 1.0 if i == 0 else math.log(edges[i + 1] / edges[i]) / harmonic
-        columns = edges[i + 1] - edges[i] + (len(model.cutoffs) if i == 0 else 0)
-        table_width = width // model.div_value**i
-        projection = table_width * model.width if is_projected(model, table_width=table_width) else 0
-        total += share * (columns * table_width + 2 * projection)
-    return total * 6
+    softmax = projections = 0.0
+    for i, (low, high) in enumerate(itertools.pairwise(edges)):
+        table_width = model.embed_width_or_default() // model.div_value**i
+        columns = high - low + (len(model.cutoffs) if i == 0 else 0)
+        passing = 1.0 if i == 0 else shares[i]
+        softmax += passing * columns * table_width
+        if is_projected(model, table_width=table_width):
+            projections += (passing + shares[i]) * table_width * model.width
+    return {"softmax": softmax * 6, "projections": projections * 6}
+
+
+def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
+    """Share of the tokens in each cluster, where the frequency of a word falls with the power -1.2 of its rank.
+
+    On WikiText-103, cut at 20,000, 40,000 and 200,000: 0.948, 0.017, 0.031, 0.005 (counted: 0.952, 0.022, 0.024,
+    0.002). By the integral between ranks counted from a half, which lies close to the sum.
+    """
+    below = [(edge + 0.5) ** (1 - _ZIPF_EXPONENT) for edge in edges]
+    return tuple((low - high) / (below[0] - below[-1]) for low, high in itertools.pairwise(below))

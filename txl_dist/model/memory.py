@@ -10,6 +10,7 @@ Shapes: L layers, B lanes, M memory length, T segment length, K = M + T, D model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,11 +32,23 @@ class Memory(NamedTuple):
         """M, in tokens."""
         return self.document_BM.shape[1]
 
-    def append(self, hidden_LBTD: Tensor, *, document_BT: Tensor) -> Memory:
-        """The memory after a segment: its positions follow ours and the oldest fall out (paper, eq. of 3.2)."""
-        return Memory(
-            _last(self.hidden_LBMD, hidden_LBTD.detach(), axis=2), _last(self.document_BM, document_BT, axis=1)
+    def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:
+        """The memory after a segment: its positions follow ours and the oldest fall out (paper, eq. of 3.2).
+
+        `hidden_BTD` are the inputs of the layers. Every position of the new memory is written once, and nothing else.
+        """
+        num_new = min(self.memory_len, document_BT.shape[1])
+        hidden_LBMD = torch.empty_like(self.hidden_LBMD)
+        num_kept = self.memory_len - num_new
+        hidden_LBMD[:, :, :num_kept] = self.hidden_LBMD[:, :, num_new:]
+        torch._foreach_copy_(
+            [layer[:, num_kept:] for layer in hidden_LBMD],
+            [hidden.detach()[:, hidden.shape[1] - num_new :] for hidden in hidden_BTD],
         )
+        document_BM = torch.cat(
+            [self.document_BM[:, num_new:], document_BT[:, document_BT.shape[1] - num_new :]], dim=1
+        )
+        return Memory(hidden_LBMD, document_BM)
 
 
 def empty_memory(
@@ -104,10 +117,3 @@ def visible_keys(
     """
     oldest = {"off": None, "memory": 1, "memory_and_self": 0}[same_length]
     return Visibility(document_BT, torch.cat([memory.document_BM, document_BT], dim=1), oldest)
-
-
-def _last(old: Tensor, new: Tensor, *, axis: int) -> Tensor:
-    keep = max(0, old.shape[axis] - new.shape[axis])
-    new_keep = min(old.shape[axis], new.shape[axis])
-    kept = old.narrow(axis, old.shape[axis] - keep, keep)
-    return torch.cat([kept, new.narrow(axis, new.shape[axis] - new_keep, new_keep)], dim=axis)

@@ -100,13 +100,13 @@ class TransformerXL(nn.Module):
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs = []
         for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
-            inputs.append(hidden.detach())
+            inputs.append(hidden)
             if self.recompute_blocks and self.training:
                 hidden = checkpoint(block, hidden, memory_BMD, encoding_KD, visible, use_reentrant=False)
             else:
                 hidden = block(hidden, memory_BMD, encoding_KD, visible)
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
-        return hidden_BTD, memory.append(torch.stack(inputs), document_BT=document_BT)
+        return hidden_BTD, memory.append(inputs, document_BT=document_BT)
 
     def empty_cache(self, *, num_lanes: int, memory_len: int) -> KeyValueCache:
         """A cache that holds nothing, for `forward_cached`."""
@@ -185,5 +185,10 @@ class SegmentLoss(nn.Module):
         hidden_BTD, memory = self.model(
             batch.tokens_BT, memory, document_BT=batch.document_BT, partition=batch.token_partition
         )
-        nll_BT = self.model.softmax(hidden_BTD, batch.targets_BT, partition=batch.target_partition)
-        return nll_BT if normalizer is None else (nll_BT * batch.scored_BT).sum() / normalizer, memory
+        loss = self.model.softmax(
+            hidden_BTD,
+            batch.targets_BT,
+            partition=batch.target_partition,
+            weight_BT=None if normalizer is None else batch.scored_BT / normalizer,
+        )
+        return loss, memory

@@ -11,11 +11,11 @@ from txl_dist.data.corpus import Split
 from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState
 from txl_dist.dist import uses_gpu
-from txl_dist.model.flops import bytes_per_rank, count_parameters, flops_per_token
+from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
+from txl_dist.text.clusters import cluster_edges
+from txl_dist.train.footprint import bytes_per_rank
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.job import check_job, first_stream, remarks, train_splits
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
@@ -43,34 +43,28 @@ def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamStat
         )
 
 
-def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
-    """Lines for a dry run: operations and estimated bytes per rank."""
-    train, engine = config.train, config.engine
-    flops = flops_per_token(
+def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool) -> Iterator[str]:
+    """Lines for a dry run: operations and predicted bytes per rank."""
+    train = config.train
+    shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=vocab_size))
+    parts = flops_by_part(
         config.model,
         vocab_size=vocab_size,
         segment_len=train.segment_len,
         memory_len=train.memory_len,
         microbatch_lanes=plan.microbatch_lanes,
+        cluster_shares=shares,
     )
+    flops = sum(parts.values())
+    listed = ", ".join(f"{name} {100 * part / flops:.0f}%" for name, part in parts.items() if part)
     total = flops * plan.tokens_per_step
     yield (
-        f"cost: {flops / 1e6:,.2f} MFLOP per token, {total / 1e9:,.1f} GFLOP per step, "
+        f"cost: {flops / 1e6:,.2f} MFLOP per token ({listed}), {total / 1e9:,.1f} GFLOP per step, "
         f"{total * train.max_steps:.3g} FLOP in all"
     )
-    parts = bytes_per_rank(
-        config.model,
-        vocab_size=vocab_size,
-        segment_len=train.segment_len,
-        memory_len=train.memory_len,
-        lanes_per_rank=plan.lanes_per_rank,
-        microbatch_lanes=plan.microbatch_lanes,
-        world_size=plan.world_size,
-        zero_stage=engine.zero_stage,
-        bytes_per_number=BYTES[engine.precision],
-    )
-    listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items())
-    yield f"memory per rank, estimated: {sum(parts.values()) / 2**20:,.1f} MiB ({listed})"
+    held = bytes_per_rank(config, plan=plan, vocab_size=vocab_size, cluster_shares=shares, on_gpu=on_gpu)
+    listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in held.items())
+    yield f"memory per rank, estimated: {sum(held.values()) / 2**20:,.1f} MiB besides the program ({listed})"
 
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
@@ -83,5 +77,5 @@ def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     yield config_to_toml(config)
     yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
     yield from describe_data(config, splits=train_splits(config, corpora), stream=first_stream(config, corpora))
-    yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size)
+    yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size, on_gpu=device.type == "cuda")
     yield from (f"warning: {sentence}" for sentence in remarks(config, plan=plan))

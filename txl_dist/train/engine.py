@@ -2,10 +2,10 @@
 
 The loop speaks to the `Engine` protocol. `ZeroEngine` fulfils it with DeepSpeed's ZeRO stages 0 to 3. What DeepSpeed
 would do in secret is either set explicitly in `deepspeed_config` or done here: the learning rate is set by the loop,
-gradients are averaged over micro-batches and ranks by DeepSpeed, and clipped by it except at stage 0 in fp32. Their
-norm is taken before the step and decides, once, whether it is made: DeepSpeed's own checks are given that norm, or
-infinity, and clean up as they do after an overflow. Its checkpoint files are not used: weights and optimizer state go
-out and in as named fragments (`partitions`).
+gradients are averaged over micro-batches and ranks by DeepSpeed. Their norm is taken before the step and decides, once,
+whether it is made: DeepSpeed's own checks are given that norm, or infinity, and clean up as they do after an overflow.
+Clipping and the loss scale are one factor, known on the host. Its checkpoint files are not used: weights and optimizer
+state go out and in as named fragments (`partitions`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,28 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
 from txl_dist.infer.bundle import copy_weights
+from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
+from txl_dist.train.flat import FlatModule, named_values, stored_whole
+from txl_dist.train.graph import GraphedModule
 from txl_dist.train.optim import build_optimizer
 from txl_dist.train.partitions import Fragment, Source, fill, fragments, partitions_of
+
+BUCKET_LEN = 1 << 25
+"""Gradients that are exchanged at once, while the backward pass goes on, and weights that are gathered at once."""
+PERSISTENT_LEN = 1 << 14
+"""Parameters as small as biases and norms are not worth gathering: at stage 3 every rank keeps them."""
 
 
 class Engine(Protocol):
@@ -39,6 +48,9 @@ class Engine(Protocol):
     @property
     def shapes(self) -> dict[str, list[int]]:
         """Shape of each parameter, a tied one once; at stage 3 too."""
+
+    def named_values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of each parameter, as views of what this rank computes with; empty ones at stage 3."""
 
     def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         """Forward and backward of one micro-batch. Returns (its loss, detached; the memory after it)."""
@@ -66,13 +78,34 @@ class Engine(Protocol):
         """Restore what `fragments` and `loss_scale` gave, on any number of ranks at any stage. Raises TxlError."""
 
 
-def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
+def deepspeed_config(config: Config, *, plan: BatchPlan, block_len: int, on_gpu: bool) -> dict[str, Any]:
     """The DeepSpeed dictionary, derived from ours; a pure function, so that nobody writes DeepSpeed's JSON.
+
+    `block_len` is how many parameters a block of the model has.
 
     DeepSpeed silently ignores misspelt top-level keys; a test holds the keys of this function to those it reads.
     """
     engine, precision = config.engine, config.engine.precision
-    zero: dict[str, Any] = {"stage": engine.zero_stage}
+    # Not on a CPU, where DeepSpeed would read what gloo still writes; alone there is nothing to exchange.
+    overlaps = on_gpu and plan.world_size > 1
+    zero: dict[str, Any] = {
+        "stage": engine.zero_stage,
+        # DeepSpeed's 5e8 would be 2 GB of buffers on every rank.
+        "reduce_bucket_size": BUCKET_LEN,
+        "allgather_bucket_size": BUCKET_LEN,
+        "overlap_comm": overlaps,
+    }
+    if engine.zero_stage == 3:
+        zero |= {
+            # It would replace torch's linear function in the whole process by one that is slower.
+            "memory_efficient_linear": False,
+            # A block is let go as soon as it was used, and at most the next one gathered meanwhile. DeepSpeed's own
+            # values keep models of up to 1e9 parameters gathered whole, from the second step on.
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": (2 if overlaps else 1) * block_len,
+            "stage3_prefetch_bucket_size": block_len,
+            "stage3_param_persistence_threshold": PERSISTENT_LEN,
+        }
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if engine.offload_parameters:
@@ -80,7 +113,7 @@ def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.microbatch_lanes,
         "gradient_accumulation_steps": plan.num_microbatches,
-        "gradient_clipping": 0.0 if clips_itself(config) else config.optim.clip_norm,
+        "gradient_clipping": 0.0,
         "zero_optimization": zero,
         # Ours are torch's fused optimizers; without this DeepSpeed insists on compiling its CPU Adam for offload.
         "zero_force_ds_cpu_optimizer": False,
@@ -96,11 +129,6 @@ def deepspeed_config(config: Config, *, plan: BatchPlan) -> dict[str, Any]:
     if precision == "fp16":
         settings["fp16"] = {"enabled": True}
     return settings
-
-
-def clips_itself(config: Config) -> bool:
-    """Whether our engine clips gradients: at stage 0 in fp32 DeepSpeed would clip but not tell the norm."""
-    return config.engine.zero_stage == 0 and config.engine.precision == "fp32"
 
 
 class ZeroEngine:
@@ -128,33 +156,47 @@ class ZeroEngine:
         if weights is not None:
             copy_weights(model, weights)
         self._shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        module = SegmentLoss(model).to(ranks.device)
-        self._clips_itself = clips_itself(config)
+        block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        module: nn.Module = SegmentLoss(model).to(ranks.device)
+        # At stage 3 views would keep gathered layers alive; lamb takes the norms of whole matrices.
+        if config.engine.zero_stage == 3 or config.optim.name == "lamb":
+            self.stored = stored_whole(module, prefix=_PREFIX)
+        else:
+            flat = FlatModule(module, prefix=_PREFIX)
+            self.stored = flat.stored
+            shared = 1 / plan.num_microbatches
+            module = GraphedModule(flat, scale=lambda: shared * self._scale()) if config.engine.cuda_graph else flat
         self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
+        if self._stage == 3:
+            deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(module, config.optim),
-            config=deepspeed_config(config, plan=plan),
+            optimizer=build_optimizer(((one.slots[0].name, one.tensor) for one in self.stored), config.optim),
+            config=deepspeed_config(config, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
         )
         limit_waiting(timeout_s=config.engine.start_timeout_s)
         self._model, self._device = model, ranks.device
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
-        self._partitions = partitions_of(self._optimizer, self._engine.module, stage=self._stage)
+        self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
         self._take_over_checks()
 
     def _take_over_checks(self) -> None:
-        """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite."""
+        """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite, and
+        leave the scaling of gradients to us: all of it is known on the host."""
         optimizer = self._optimizer
-        self._given_norm = torch.zeros(())
+        self._given_norm, self._factor = 0.0, 1.0
         if hasattr(optimizer, "check_overflow"):  # stages 1 to 3; they go on to look at the norm
             optimizer.check_overflow = lambda partition_gradients=True: None
         if self._stage in (1, 2):
             self._compute_norm, optimizer.scaled_global_norm = optimizer.scaled_global_norm, lambda: self._given_norm
+            optimizer.unscale_and_clip_grads = lambda gradients, norm: self._rescale(gradients)
         elif self._stage == 3:
             compute_norms, optimizer._get_norm_groups = optimizer._get_norm_groups, lambda: [self._given_norm]
             self._compute_norm = lambda: _joined_norm(compute_norms())
-        elif hasattr(optimizer, "overflow_checker"):  # stage 0 in half precision
-            optimizer.overflow_checker.check = lambda: not self._given_norm.isfinite()
+            groups = optimizer.fp32_partitioned_groups_flat
+            optimizer.unscale_and_clip_grads = lambda index, norm: self._rescale([groups[index].grad])
+        elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
+            optimizer.step = self._step_masters
         if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
@@ -167,6 +209,10 @@ class ZeroEngine:
     def shapes(self) -> dict[str, list[int]]:
         """See `Engine`."""
         return self._shapes
+
+    def named_values(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine`."""
+        return named_values(self.stored)
 
     def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         """See `Engine`."""
@@ -195,19 +241,42 @@ class ZeroEngine:
         """See `Engine`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # On the host: no further check of DeepSpeed's waits for the device.
-        self._given_norm = torch.tensor(grad_norm * self._scale(), dtype=torch.float32)
-        if self._clips_itself:
-            if not math.isfinite(grad_norm):
+        # On the host: no check of DeepSpeed's waits for the device again.
+        self._given_norm = grad_norm * self._scale()
+        clip = max(1.0, (grad_norm + 1e-6) / self._clip_norm) if self._clip_norm else 1.0
+        self._factor = 1.0 / (clip * self._scale())
+        if self._optimizer is self._base_optimizer:  # stage 0 in fp32
+            if math.isfinite(grad_norm):
+                self._rescale([p.grad for p in self._parameters() if p.grad is not None])
+            else:
                 for parameter in self._parameters():
                     parameter.grad = None  # the optimizer passes over what has none
-            elif self._clip_norm:
-                norm = self._given_norm.to(self._device)
-                torch.nn.utils.clip_grads_with_norm_(self._parameters(), self._clip_norm, norm)
         self._engine.step()
 
+    def _rescale(self, gradients: list[Tensor]) -> None:
+        """Clip, and take the loss scale out."""
+        if self._factor != 1.0:
+            torch._foreach_mul_(gradients, self._factor)
+
+    def _step_masters(self) -> None:
+        """The update at stage 0 in half precision; DeepSpeed's would wait for the device four times more."""
+        optimizer = self._optimizer
+        optimizer.overflow = not math.isfinite(self._given_norm)
+        if optimizer.overflow:
+            optimizer._skip_invalid_grad_norm()
+            return
+        optimizer._update_scale(False)
+        pairs = [(m, p) for m, p in _masters(optimizer) if p.grad is not None]
+        for master, parameter in pairs:
+            master.grad = parameter.grad.to(master.dtype)
+        self._rescale([master.grad for master, _ in pairs])
+        self._base_optimizer.step()
+        for master, parameter in pairs:
+            parameter.data.copy_(master.data)
+            master.grad = None
+
     def _parameters(self) -> list[Tensor]:
-        return list(self._engine.module.parameters())
+        return [one.tensor for one in self.stored]
 
     def _scale(self) -> float:
         """What fp16 multiplies the loss by."""
@@ -250,16 +319,23 @@ class ZeroEngine:
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
             optimizer.checkpoint_event_epilogue()
         elif hasattr(optimizer, "fp32_groups"):
-            for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-                for master, parameter in zip(masters, parameters, strict=True):
-                    parameter.data.copy_(master.data)
+            for master, parameter in _masters(optimizer):
+                parameter.data.copy_(master.data)
         scaler = _loss_scaler(optimizer)
         for name in _SCALER_STATE:
             if name in loss_scale and hasattr(scaler, name):
                 setattr(scaler, name, loss_scale[name])
 
 
+_PREFIX = "model."
+"""Of the names of parameters in a `SegmentLoss`."""
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """(fp32 weight, the parameter made of it) at stage 0 in half precision."""
+    for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        yield from zip(masters, parameters, strict=True)
 
 
 def _loss_scaler(optimizer: Any) -> Any:
@@ -278,8 +354,13 @@ def import_deepspeed() -> Any:
     """Import on first use (it takes seconds), on the right accelerator and without its chatter."""
     if not uses_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Unless a launcher says how many ranks this node has, DeepSpeed would start a program in every step to count.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger
+    from deepspeed.utils import nvtx
+
+    nvtx.enable_nvtx = False  # a range around each of a thousand calls per step
 
     # A CPU extension for inference only: compiled for half a minute at the first start, 67 MB of shared memory per rank
     # that outlive a killed job, and over several machines a wait without end.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor
 
 from txl_dist.config import Config, load_config
 from txl_dist.data.corpus import Split
@@ -72,7 +72,7 @@ class Guard:
             raise of_all(TrainingError(self._blame(before, reason, is_mine=not math.isfinite(decision.own_loss))))
         return health
 
-    def check_replicas(self, model: nn.Module, *, step: int) -> None:
+    def check_replicas(self, parameters: Iterable[tuple[str, Tensor]], *, step: int) -> None:
         """At its interval, before the update: at stages 1 and 2 that gives every rank the weights of their owners, so
         only what this very step was computed with can be seen. Raises TrainingError if a rank has other weights than
         the rest."""
@@ -80,7 +80,7 @@ class Guard:
         if not every or step % every or self._config.engine.zero_stage == 3:  # there each holds its own part
             return
         start_s = time.perf_counter()
-        deviation = deviating_ranks(model.named_parameters())
+        deviation = deviating_ranks(parameters)
         if deviation is not None:
             raise of_all(
                 TrainingError(

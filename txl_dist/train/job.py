@@ -92,6 +92,13 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
             "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
             "Use --engine.precision fp32 (fast here) or bf16 (emulated on most CPUs, very slow)."
         )
+    if config.engine.cuda_graph and device.type == "cpu":
+        raise ConfigError("engine.cuda_graph=True needs a GPU. Leave it out on a CPU.")
+    if config.engine.attention == "triton" and (device.type == "cpu" or config.engine.precision == "fp32"):
+        raise ConfigError(
+            f"engine.attention=triton computes in bf16 or fp16 on a GPU; this run would be {config.engine.precision} "
+            f"on {device.type}. Use --engine.attention auto, which takes the kernels wherever they fit."
+        )
 
 
 def remarks(config: Config, *, plan: BatchPlan) -> list[str]:

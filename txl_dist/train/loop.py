@@ -39,7 +39,8 @@ from txl_dist.train.evaluate import evaluate
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
-from txl_dist.train.metrics import Interval, Reporter, eta_s
+from txl_dist.train.metrics import Interval, MfuMeter, Reporter, eta_s
+from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.run_lock import RunLock
 from txl_dist.train.saver import Saver
@@ -82,6 +83,7 @@ class Job(NamedTuple):
     lock: RunLock | None
     """On rank 0."""
     nonce: str
+    profile: StepProfile
 
 
 class _StopAskedError(Exception):
@@ -107,6 +109,7 @@ class Run:
             ranks=ranks,
             masks_documents=self.maker.mask_documents,
         )
+        self.mfu = MfuMeter(config, plan=plan, vocab_size=job.start.facts.vocab_size, device=ranks.device)
         self.evaluated = dict(job.start.evaluated)
         self.step = job.start.step
         self.reporter = Reporter(
@@ -186,7 +189,7 @@ class Run:
     def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
         """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""
         interval, stopped = Interval(), False
-        inputs = prefetch(
+        ahead = prefetch(
             read_inputs(
                 self.splits,
                 state.stream,
@@ -199,6 +202,7 @@ class Run:
             ),
             depth=self.config.data.prefetch_depth,
         )
+        inputs = self.job.profile.inputs(ahead, first_step=state.step + 1)
         try:
             while not stopped and state.step < self.max_steps:
                 self.step = state.step + 1
@@ -239,7 +243,7 @@ class Run:
             lr=lr,
             stop=bool(self.job.stops.reason),
             written=self.saving.is_written,
-            before_update=lambda: self.guard.check_replicas(self.engine.model, step=step),
+            before_update=lambda: self.guard.check_replicas(self.engine.named_values(), step=step),
         )
         if step == self.job.start.step + 1:  # no step will take as long as the first
             limit_waiting(timeout_s=self.config.engine.timeout_s + _GROUP_GRACE_S)
@@ -308,6 +312,7 @@ class Run:
         return {
             "step": state.step,
             **values,
+            **self.mfu(values["tokens_per_s"]),
             **bits_per_unit(values["loss"], self.splits, shares=shares),
             "tokens_seen": state.tokens_seen,
             "skipped_steps": state.health.skipped_steps,

@@ -1,7 +1,8 @@
 """What a run reports: one line, one JSON record and TensorBoard scalars per logging interval.
 
 Losses and gradient norms come from the decision of each step, which waits for the device anyway; a report waits for
-nothing more. Losses are means over ranks, waiting is that of the slowest rank. Reporting
+nothing more. Losses are means over ranks, waiting is that of the slowest rank, peak memory that of the fullest. MFU is
+the share of the devices' peak that the operations of the model's formula (`model.flops`) take. Reporting
 never ends a run: a sink that cannot write says so once, tries again with each record, and says when it works again.
 """
 
@@ -19,9 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from txl_dist.dist import Ranks, gather_objects
+import torch
+
+from txl_dist.config import BatchPlan, Config
+from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import GrowingFile, logger
+from txl_dist.model.flops import flops_per_token, peak_tflops
 
 
 class Interval:
@@ -57,8 +62,8 @@ class Interval:
         Raises TrainingError on all ranks if nothing was scored.
         """
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
-        parts = gather_objects((self._wait_s, num_skipped, self._num_scored))
-        if not any(num_scored for _, _, num_scored in parts):
+        parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes()))
+        if not any(num_scored for _, _, num_scored, _ in parts):
             raise of_all(
                 TrainingError(
                     f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. "
@@ -75,9 +80,41 @@ class Interval:
             "grad_norm": grad_norm,
             "tokens_per_s": steps * tokens_per_step / span_s,
             "step_ms": 1000 * span_s / steps,
-            "data_wait_pct": 100 * max(wait_s for wait_s, _, _ in parts) / span_s,
-            "skipped_documents": sum(number for _, number, _ in parts),
+            "data_wait_pct": 100 * max(wait_s for wait_s, *_ in parts) / span_s,
+            "peak_gib": max(peak for *_, peak in parts) / 2**30,
+            "skipped_documents": sum(number for _, number, *_ in parts),
         }
+
+
+class MfuMeter:
+    """Model FLOPs utilization: what share of the devices' peak the model's own operations take."""
+
+    def __init__(self, config: Config, *, plan: BatchPlan, vocab_size: int, device: torch.device) -> None:
+        train, uses_tf32 = config.train, torch.backends.cuda.matmul.allow_tf32
+        precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
+        flops = flops_per_token(
+            config.model,
+            vocab_size=vocab_size,
+            segment_len=train.segment_len,
+            memory_len=train.memory_len,
+            microbatch_lanes=plan.microbatch_lanes,
+        )
+        self._pct_per_speed = 100 * flops / (plan.world_size * peak * 1e12) if peak else 0.0
+
+    def __call__(self, tokens_per_s: float) -> dict[str, float]:
+        """mfu_pct at a speed of all ranks together; nothing where the peak of the device is not known."""
+        return {"mfu_pct": self._pct_per_speed * tokens_per_s} if self._pct_per_speed else {}
+
+
+def peak_memory_bytes() -> int:
+    """Most that this process has held since it began: of the GPU in torch's allocator, else of host memory (RSS)."""
+    if uses_gpu():
+        return torch.cuda.max_memory_allocated()
+    # Not by getrusage: a process inherits that peak from the one that started it.
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return 1024 * int(next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0"))
 
 
 def check_finite(values: Sequence[float], *, what: str) -> None:
@@ -245,6 +282,8 @@ def format_record(kind: str, record: dict[str, Any], *, max_steps: int) -> str:
             f"lr {record['lr']:.3e}",
             f"gnorm {record['grad_norm']:.3f}",
             f"{record['tokens_per_s']:,.0f} tok/s",
+            *([f"mfu {record['mfu_pct']:.1f}%"] if "mfu_pct" in record else []),
+            f"peak {record['peak_gib']:.2f} GiB",
             f"wait {record['data_wait_pct']:.1f}%",
             f"eta {eta // 3600:d}:{eta // 60 % 60:02d}:{eta % 60:02d}",
         ]

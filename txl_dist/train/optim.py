@@ -13,6 +13,7 @@ own, NVIDIA's share it with keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ from torch import nn
 from txl_dist.sections import OptimSection
 
 
-def build_optimizer(module: nn.Module, optim: OptimSection) -> torch.optim.Optimizer:
-    """The optimizer over two groups: decayed (matrices) and not decayed (biases, norms, attention biases)."""
+def is_decayed(name: str) -> bool:
+    """Whether a parameter of the model is one of the matrices; biases, norms and attention biases are not decayed."""
+    return "bias" not in name.rpartition(".")[2] and "norm." not in name
+
+
+def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSection) -> torch.optim.Optimizer:
+    """The optimizer over two groups, decayed and not. A parameter that holds many goes by the name of any of them."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        leaf = name.rpartition(".")[2]
-        (kept if "bias" in leaf or "norm." in name else decayed).append(parameter)
+    for name, parameter in parameters:
+        (decayed if is_decayed(name) else kept).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
     # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
     # 0; at a rate of 0 that decays nothing.

@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from txl_dist.train.flat import Slot, Stored
 
 WEIGHT = "weight"
 
@@ -51,44 +53,52 @@ class Fragment(NamedTuple):
     """Updates that the optimizer has counted for it."""
 
 
-def partitions_of(optimizer: Any, module: nn.Module, *, stage: int) -> list[Partition]:
-    """The partitions of this rank. `optimizer` is what `deepspeed.initialize` gave."""
-    names = {id(parameter): name.removeprefix("model.") for name, parameter in module.named_parameters()}
+def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[Partition]:
+    """The partitions of this rank. `optimizer` is what `deepspeed.initialize` gave for the tensors of `stored`."""
+    slots = {id(one.tensor): one.slots for one in stored}
     if stage == 0:
         pairs = (
             zip(_flat(optimizer.fp16_groups), _flat(optimizer.fp32_groups), strict=True)
             if hasattr(optimizer, "fp32_groups")
             else ((p, p) for group in optimizer.param_groups for p in group["params"])
         )
-        return [Partition(master, [Piece(names[id(p)], 0, 0, p.numel())]) for p, master in pairs]
+        return [Partition(master, list(_pieces(slots[id(p)], 0, p.numel(), offset=0))) for p, master in pairs]
     if stage == 3:
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-        return [Partition(flat, list(_slices(group, names))) for flat, group in groups]
+        return [Partition(flat, list(_slices(group, slots))) for flat, group in groups]
     groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
-    return [Partition(flat, list(_linked(group, names))) for flat, group in groups]
+    return [Partition(flat, list(_linked(group, slots))) for flat, group in groups]
 
 
 def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
     return [tensor for group in groups for tensor in group]
 
 
-def _linked(group: list[Any], names: dict[int, str]) -> Iterator[Piece]:
+def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) -> Iterator[Piece]:
+    """What lies in the values [start, start + length) of a tensor, which begin at `offset` of a partition."""
+    for slot in slots:
+        begin, end = max(start, slot.start), min(start + length, slot.stop)
+        if begin < end:
+            yield Piece(slot.name, begin - slot.start, offset + begin - start, end - begin)
+
+
+def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Piece]:
     """Stages 1 and 2 link each parameter to its part of the flat tensor, if this rank has one."""
     for parameter in group:
         link = parameter._hp_mapping
         if link is not None:
             there, here = link.lp_fragment_address, link.hp_fragment_address
-            yield Piece(names[id(parameter)], there.start, here.start, here.numel)
+            yield from _pieces(slots[id(parameter)], there.start, here.numel, offset=here.start)
 
 
-def _slices(group: list[Any], names: dict[int, str]) -> Iterator[Piece]:
+def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Piece]:
     """Stage 3 gives each rank an equally long slice of each parameter; the last ones are padded."""
     offset, rank = 0, torch.distributed.get_rank()
     for parameter in group:
         slice_len = parameter.partition_numel()
         length = min(slice_len, parameter.ds_numel - rank * slice_len)
         if length > 0:
-            yield Piece(names[id(parameter)], rank * slice_len, offset, length)
+            yield from _pieces(slots[id(parameter)], rank * slice_len, length, offset=offset)
         offset += slice_len
 
 

@@ -28,17 +28,25 @@ from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.job import check_job, eval_splits, first_stream, remarks, remarks_on_cache, train_splits
 from txl_dist.train.loop import Job, Run, Start
+from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
 from txl_dist.train.run_lock import RunLock, prove_shared
 from txl_dist.train.stopping import StopRequests
 from txl_dist.train.watchdog import Watchdog
 
 
-def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0) -> bool:
+def train(
+    config: Config,
+    *,
+    resume: str = "auto",
+    max_time_s: float = 0.0,
+    profile: range = range(0),
+) -> bool:
     """Train until `train.max_steps`, continuing what the run directory holds. All ranks call it.
 
     `resume`: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one; or
     the path of a checkpoint folder. `max_time_s` of the process, after which the run saves and stops; 0 means none.
+    `profile`: steps that rank 0 traces (see `profile`).
     Returns whether the run came to its end; if not, it was asked to stop, has saved, and the same command goes on.
     Raises TxlError on every rank.
     """
@@ -55,7 +63,8 @@ def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0) -> b
         watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
         stack.callback(watchdog.close)
         try:
-            return _train(config, stack, ranks, stops, watchdog, resume=resume)
+            traced = StepProfile(profile if ranks.is_first else range(0), folder=run_dir / "profile")
+            return _train(config, stack, ranks, stops, watchdog, traced, resume=resume)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
             watchdog.report(error)
@@ -70,7 +79,14 @@ def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0) -> b
 
 
 def _train(
-    config: Config, stack: ExitStack, ranks: Ranks, stops: StopRequests, watchdog: Watchdog, *, resume: str
+    config: Config,
+    stack: ExitStack,
+    ranks: Ranks,
+    stops: StopRequests,
+    watchdog: Watchdog,
+    profile: StepProfile,
+    *,
+    resume: str,
 ) -> bool:
     run_dir = Path(config.run.dir)
     plan, corpora = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
@@ -95,8 +111,8 @@ def _train(
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=start.facts.vocab_size, plan=plan, ranks=ranks, weights=weights)
-    job = Job(config, plan, ranks, corpora, start, stops, watchdog, lock, nonce)
-    return Run(job, engine).go()
+    job = Job(config, plan, ranks, corpora, start, stops, watchdog, lock, nonce, profile)
+    return Run(job, profile.engine(engine)).go()
 
 
 def _check_run(

@@ -109,7 +109,7 @@ class Stepper:
         """
         fault = fault_point("step", step=step)
         if fault == "flip":
-            _flip_bit(next(self._engine.model.parameters()))
+            _flip_bit(next(iter(self._engine.named_values()))[1])
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
         after: list[Memory] = []

@@ -10,14 +10,14 @@ import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
-from txl_dist.train.engine import deepspeed_config
+from txl_dist.train.engine import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
 from txl_dist.train.job import check_hardware
 
 
-def settings_of(*, world_size: int = 2, **sections: dict[str, Any]) -> dict[str, Any]:
+def settings_of(*, world_size: int = 2, on_gpu: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
     values = {"train": {"num_lanes": 32, "microbatch_lanes": 4}, **sections}
     config = config_from_dict(values, source="test")
-    return deepspeed_config(config, plan=plan_batch(config.train, world_size=world_size))
+    return deepspeed_config(config, plan=plan_batch(config.train, world_size=world_size), block_len=5000, on_gpu=on_gpu)
 
 
 def each_engine() -> Iterator[dict[str, Any]]:
@@ -33,11 +33,6 @@ def each_engine() -> Iterator[dict[str, Any]]:
                     "offload_optimizer": True,
                     "offload_parameters": True,
                 }
-
-
-def is_clipped_by_us(engine: dict[str, Any]) -> bool:
-    """At stage 0 in fp32 DeepSpeed would clip without telling the norm, so our engine does it."""
-    return engine["zero_stage"] == 0 and engine["precision"] == "fp32"
 
 
 class Recording(dict[str, Any]):
@@ -76,8 +71,21 @@ def test_the_batch_is_that_of_the_plan() -> None:
 @pytest.mark.parametrize("engine", list(each_engine()), ids=str)
 def test_stage_precision_and_offload_are_said_and_nothing_else(engine: dict[str, Any]) -> None:
     settings = settings_of(engine=engine, optim={"clip_norm": 0.75})
-    assert settings["gradient_clipping"] == (0.0 if is_clipped_by_us(engine) else 0.75)
-    zero: dict[str, Any] = {"stage": engine["zero_stage"]}
+    assert settings["gradient_clipping"] == 0.0, "the engine clips"
+    zero: dict[str, Any] = {
+        "stage": engine["zero_stage"],
+        "reduce_bucket_size": BUCKET_LEN,
+        "allgather_bucket_size": BUCKET_LEN,
+        "overlap_comm": False,
+    }
+    if engine["zero_stage"] == 3:
+        zero |= {
+            "memory_efficient_linear": False,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 5000,
+            "stage3_prefetch_bucket_size": 5000,
+            "stage3_param_persistence_threshold": PERSISTENT_LEN,
+        }
     if engine.get("offload_optimizer"):
         zero["offload_optimizer"] = {"device": "cpu"}
     if engine.get("offload_parameters"):
@@ -89,6 +97,15 @@ def test_stage_precision_and_offload_are_said_and_nothing_else(engine: dict[str,
         assert settings[engine["precision"]]["enabled"] is True
     assert "optimizer" not in settings, "the optimizer is ours"
     assert "scheduler" not in settings, "the learning rate is set by the loop"
+
+
+def test_the_exchange_overlaps_with_the_backward_pass_where_several_gpus_have_something_to_exchange() -> None:
+    overlaps = {
+        (world_size, on_gpu): settings_of(world_size=world_size, on_gpu=on_gpu)["zero_optimization"]["overlap_comm"]
+        for world_size in (1, 2)
+        for on_gpu in (False, True)
+    }
+    assert [key for key, overlap in overlaps.items() if overlap] == [(2, True)]
 
 
 def test_the_dictionary_is_a_pure_function() -> None:
@@ -107,7 +124,7 @@ def test_deepspeed_reads_every_key_and_understands_every_value(monkeypatch: pyte
         # DeepSpeed ignores unknown keys at the top; below it refuses them itself.
         assert settings.keys() - settings.asked == set(), engine
         assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (4, 8)
-        assert read.gradient_clipping == (0.0 if is_clipped_by_us(engine) else Config().optim.clip_norm)
+        assert read.gradient_clipping == 0.0
         assert read.zero_config.stage == engine["zero_stage"]
         assert read.bfloat16_config.enabled is (engine["precision"] == "bf16")
         assert read.float16_config.enabled is (engine["precision"] == "fp16")

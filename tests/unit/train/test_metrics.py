@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from tests.helpers.logs import recorded_log
+from tests.helpers.tiny import tiny_config
+from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
+from txl_dist.model.flops import flops_per_token
 from txl_dist.train import metrics
-from txl_dist.train.metrics import Interval, JsonLines, Reporter, eta_s, format_record
+from txl_dist.train.metrics import Interval, JsonLines, MfuMeter, Reporter, eta_s, format_record
 
 FULL_DISK = Path("/dev/full")
 
@@ -30,6 +33,7 @@ TRAIN_RECORD: dict[str, Any] = {
     "tokens_per_s": 12345.6,
     "step_ms": 100.0,
     "data_wait_pct": 1.26,
+    "peak_gib": 1.5,
     "bits_per_byte": 1.5,
     "bits_per_character": 1.75,
     "lr": 2.5e-4,
@@ -57,8 +61,10 @@ class Clock:
         monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
 
 
-def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, int, int]) -> None:
-    """This process is rank 0; `others` are the (seconds waited, documents skipped, targets scored) of other ranks."""
+def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, int, int, int]) -> None:
+    """This process is rank 0; `others` are the (seconds waited, documents skipped, targets scored, peak bytes) of other
+    ranks."""
+    monkeypatch.setattr(metrics, "peak_memory_bytes", lambda: 2**30)
     monkeypatch.setattr(metrics, "gather_objects", lambda mine: [mine, *others])
 
 
@@ -69,7 +75,7 @@ def add(interval: Interval, *, loss: float, skipped: bool = False, num_scored: i
 
 def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ranks_are(monkeypatch, (0.5, 1, 5), (0.1, 2, 5))
+    ranks_are(monkeypatch, (0.5, 1, 5, 3 * 2**30), (0.1, 2, 5, 2**29))
     interval = Interval()
     for loss in (1.0, 2.0, 6.0):
         add(interval, loss=loss)
@@ -85,6 +91,7 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
             "tokens_per_s": 200.0,
             "step_ms": 500.0,
             "data_wait_pct": 100 * 0.5 / 1.5,
+            "peak_gib": 3.0,  # of the fullest rank
             "skipped_documents": 4 + 1 + 2,  # of all ranks
         }
     )
@@ -102,7 +109,7 @@ def test_skipped_steps_are_no_part_of_the_means(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_steps_in_which_nothing_was_scored_are_no_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks_are(monkeypatch, (0.0, 3, 0))
+    ranks_are(monkeypatch, (0.0, 3, 0, 0))
     interval = Interval()
     add(interval, loss=0.0, num_scored=0)
     with pytest.raises(TrainingError, match=r"no token was scored in the 1 steps up to step 7.*txl verify"):
@@ -121,6 +128,32 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
     assert interval.report(step=1, tokens_per_step=30)["tokens_per_s"] == pytest.approx(10.0)
 
 
+def meter(peak_tflops: float, *, ranks: int = 1) -> MfuMeter:
+    config = tiny_config(metrics={"peak_tflops": peak_tflops})
+    return MfuMeter(config, plan=plan_batch(config.train, world_size=ranks), vocab_size=300, device=torch.device("cpu"))
+
+
+def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
+    model, lengths = tiny_config().model, {"segment_len": 8, "memory_len": 12, "microbatch_lanes": 2}
+    flops = flops_per_token(model, vocab_size=300, **lengths)
+    speed = 0.25 * 2e12 / flops  # a quarter of two devices of 1 TFLOP/s
+    assert meter(1.0, ranks=2)(speed)["mfu_pct"] == pytest.approx(25.0)
+    assert meter(4.0)(speed)["mfu_pct"] == pytest.approx(12.5)
+
+
+def test_no_mfu_is_reported_of_a_device_whose_peak_nobody_knows() -> None:
+    assert meter(0.0)(1000.0) == {}
+
+
+def test_peak_memory_follows_what_the_process_has_held() -> None:
+    program = (
+        "import torch; from txl_dist.train.metrics import peak_memory_bytes as peak; before = peak();"
+        "held = torch.ones(2**26); del held; print(peak() - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(result.stdout) == pytest.approx(2**28, rel=0.1)
+
+
 def test_a_huge_loss_still_has_a_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_are(monkeypatch)
     interval = Interval()
@@ -136,8 +169,9 @@ def test_the_time_left_is_that_of_the_steps_left() -> None:
 def test_the_line_of_a_training_record() -> None:
     assert format_record("train", TRAIN_RECORD, max_steps=1000) == (
         "step   40/1000  train  loss 2.0000  ppl 7.39  bpb 1.5000  bpc 1.7500  lr 2.500e-04  gnorm 0.123  "
-        "12,346 tok/s  wait 1.3%  eta 1:02:05"
+        "12,346 tok/s  peak 1.50 GiB  wait 1.3%  eta 1:02:05"
     )
+    assert "12,346 tok/s  mfu 41.2%  peak" in format_record("train", TRAIN_RECORD | {"mfu_pct": 41.17}, max_steps=1000)
     assert format_record("train", {**TRAIN_RECORD, "skipped_steps": 3}, max_steps=1000).endswith("  skipped 3")
     damaged = {**TRAIN_RECORD, "skipped_documents": 2}
     assert format_record("train", damaged, max_steps=1000).endswith("  damaged documents 2")

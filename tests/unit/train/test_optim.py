@@ -20,7 +20,7 @@ def optimizer_of(optim: OptimSection) -> tuple[SegmentLoss, torch.optim.Optimize
     module = SegmentLoss(
         TransformerXL(ModelSection(num_layers=1, cutoffs=(5,), final_norm=True, pre_norm=True), vocab_size=9)
     )
-    return module, build_optimizer(module, optim)
+    return module, build_optimizer(module.named_parameters(), optim)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -65,7 +65,7 @@ class Weights(nn.Module):
 def steps_of(optim: OptimSection, *, count: int, lr: float) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """(weights before each step and after the last, the gradients of each step) of the optimizer under test."""
     module, generator = Weights(), torch.Generator().manual_seed(2)
-    optimizer = build_optimizer(module, optim)
+    optimizer = build_optimizer(module.named_parameters(), optim)
     weights, gradients = [], []
     for _ in range(count):
         weights.append({name: p.detach().clone() for name, p in module.named_parameters()})

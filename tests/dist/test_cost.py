@@ -1,0 +1,121 @@
+"""What a step may cost beside its arithmetic: waiting for the device, and gathered weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
+from tests.helpers.waits import Waits
+from txl_dist.config import plan_batch
+from txl_dist.data.stream import plain_segment
+from txl_dist.dist import Ranks
+from txl_dist.train import graph
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.step import decide
+
+pytestmark = pytest.mark.dist
+
+MODEL = {"num_layers": 5, "width": 160, "num_heads": 4, "head_width": 40, "ff_width": 320}
+"""Its matrices are large enough to be gathered."""
+
+
+def waiting_worker(ranks: Ranks, stage: int, precision: str) -> tuple[list[str], list[str]]:
+    """Where the second step waits: (in its micro-steps, in its update)."""
+    config = tiny_config(engine={"zero_stage": stage, "precision": precision})
+    engine, batch = _engine_and_batch(ranks, config)
+    memory = engine.empty_memory(num_lanes=2, memory_len=12)
+    for _ in range(2):
+        with Waits() as micro:
+            for _ in range(2):
+                loss, _ = engine.micro_step(batch, memory, normalizer=16.0)
+        grad_norm = decide(
+            loss, engine.grad_norm(), skip=False, stop=False, written=False, world_size=ranks.world_size
+        ).grad_norm
+        with Waits() as update:
+            engine.step(lr=1e-3, grad_norm=grad_norm)
+    return micro.places, update.places
+
+
+def _engine_and_batch(ranks: Ranks, config):  # type: ignore[no-untyped-def]
+    plan = plan_batch(config.train, world_size=ranks.world_size)
+    engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
+    ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).numpy()
+    batch = batch_maker(engine.model, mask_documents=False).batch(plain_segment(ids))
+    return engine, batch
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_forward_and_backward_never_wait_and_the_update_at_most_once(tmp_path: Path, stage: int) -> None:
+    for precision in ("fp32", "bf16"):
+        micro, update = run_ranks(waiting_worker, stage, precision, world_size=1, folder=tmp_path / precision)[0]
+        assert micro == [], "\n".join(micro)
+        assert len(update) <= (1 if stage == 3 else 0), "\n".join(update)
+
+
+def gathering_worker(ranks: Ranks) -> tuple[int, list[int], list[int]]:
+    """(parameters of a block; those gathered after each block; the same when the forward pass is over)."""
+    config = tiny_config(model=MODEL, train={"num_lanes": 4, "microbatch_lanes": 2}, engine={"zero_stage": 3})
+    engine, batch = _engine_and_batch(ranks, config)
+    memory = engine.empty_memory(num_lanes=2, memory_len=12)
+    blocks = list(engine.model.blocks)
+
+    def gathered() -> int:
+        return sum(parameter.numel() for block in blocks for parameter in _large(block))
+
+    during: list[int] = []
+    for block in blocks:
+        block.register_forward_hook(lambda *_: during.append(gathered()))
+    after: list[int] = []
+    engine.model.softmax.register_forward_hook(lambda *_: after.append(gathered()))
+    for _ in range(3):  # the first step is traced, later ones gather ahead
+        during.clear()
+        after.clear()
+        for _ in range(2 // ranks.world_size):
+            engine.micro_step(batch, memory, normalizer=16.0)
+        engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
+    whole = sum(parameter.ds_numel for parameter in _large(blocks[0]))  # type: ignore[attr-defined]
+    return whole, during, after
+
+
+def _large(block: nn.Module) -> list[nn.Parameter]:
+    """Those that ZeRO-3 cuts; it keeps biases and norms."""
+    return [parameter for parameter in block.parameters() if not parameter.ds_persist]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_at_stage_3_no_more_than_one_layer_is_gathered(tmp_path: Path, world_size: int) -> None:
+    for whole, during, after in run_ranks(gathering_worker, world_size=world_size, folder=tmp_path):
+        assert whole > 100_000
+        assert len(during) == 5 * 2 // world_size
+        assert max(during) <= whole
+        assert max(after) <= whole
+
+
+def graphed_worker(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
+    """Per stage and precision: losses (without graphs, with graphs). A stand-in records: it runs again."""
+
+    def record(run: Callable[[], Any]) -> Callable[[], None]:
+        run()
+        return lambda: run()
+
+    graph.record_on_gpu = record  # type: ignore[assignment]
+    pairs = []
+    for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (0, "bf16"), (1, "bf16")):
+        losses = []
+        for is_graphed in (False, True):
+            engine = {"zero_stage": stage, "precision": precision, "cuda_graph": is_graphed}
+            config = tiny_config(engine=engine, model={"dropout": 0.1})
+            losses.append(train_engine(ranks, config, num_steps=6, evaluates=True)[0])
+        pairs.append((losses[0], losses[1]))
+    return pairs
+
+
+def test_replayed_micro_steps_train_as_others_do(tmp_path: Path) -> None:
+    for plain, graphed in run_ranks(graphed_worker, world_size=2, folder=tmp_path)[0]:
+        assert plain == graphed

@@ -1,0 +1,141 @@
+"""On a GPU the kernels of relative attention compute what their plain twin computes in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from txl_dist.model.kernels import launch
+from txl_dist.model.kernels.launch import obstacle, triton_relative_attention
+from txl_dist.model.memory import EMPTY, Visibility
+from txl_dist.model.relative_attention import relative_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Of norms: a few roundings to 8 and to 11 bits, one after the other."""
+
+
+class Sizes(NamedTuple):
+    T: int
+    M: int
+    N: int
+    H: int
+    B: int = 2
+
+
+SIZES = {
+    "enwik8_base": Sizes(512, 512, 8, 64),
+    "enwik8_large": Sizes(768, 768, 8, 128),
+    "wt103_base": Sizes(150, 150, 10, 41, B=5),
+    "nvidia_base": Sizes(192, 192, 8, 64, B=5),
+    "nvidia_large": Sizes(384, 384, 16, 64),
+    "evaluation": Sizes(64, 640, 8, 64),
+    "one_token": Sizes(1, 511, 8, 64),
+    "odd": Sizes(37, 23, 3, 80, B=3),
+}
+
+
+def leaves_and_gradient(sizes: Sizes, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """(query, key_value, distance, u, v) and the gradient of the context, rounded to the type."""
+    T, M, N, H, B = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H), (N, H), (B, T, N, H)]
+    *leaves, gradient = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+    return leaves, gradient
+
+
+def visibility(sizes: Sizes, *, oldest: int | None = None) -> Visibility:
+    """With document borders, and a memory that is partly empty in the first lane."""
+    generator = torch.Generator().manual_seed(1)
+    documents = (torch.rand(sizes.B, sizes.M + sizes.T, generator=generator) < 0.01).long().cumsum(1)
+    documents[0, : sizes.M // 2] = EMPTY
+    documents = documents.cuda()
+    return Visibility(documents[:, sizes.M :], documents, oldest)
+
+
+def outcome(
+    attend: Callable[..., Tensor],
+    leaves: list[Tensor],
+    gradient: Tensor,
+    *,
+    visible: Visibility,
+    dropout: float = 0.0,
+) -> list[Tensor]:
+    """Context and the gradients of the leaves."""
+    query, key_value, distance, content_bias, position_bias = copies = [x.clone().requires_grad_() for x in leaves]
+    key, value = key_value.unbind(2)
+    context = attend(
+        query,
+        key,
+        value,
+        distance_KNH=distance,
+        content_bias_NH=content_bias,
+        position_bias_NH=position_bias,
+        visible=visible,
+        dropout=dropout,
+    )
+    return [context.detach(), *torch.autograd.grad(context, copies, gradient)]
+
+
+@pytest.mark.parametrize("oldest", [None, 1])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_context_and_all_gradients_are_those_of_the_twin(name: str, dtype: torch.dtype, oldest: int | None) -> None:
+    leaves, gradient = leaves_and_gradient(SIZES[name], dtype)
+    assert obstacle(leaves[0], has_position_bias=True) is None
+    visible = visibility(SIZES[name], oldest=oldest)
+    measured = outcome(triton_relative_attention, leaves, gradient, visible=visible)
+    exact = outcome(relative_attention, [x.double() for x in leaves], gradient.double(), visible=visible)
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(measured, exact, strict=True)]
+    assert [error for error in errors if not error < TOLERANCE[dtype]] == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.15])
+def test_the_same_seed_gives_the_same_bits(dropout: float) -> None:
+    leaves, gradient = leaves_and_gradient(SIZES["nvidia_base"], torch.bfloat16)
+    visible = visibility(SIZES["nvidia_base"])
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append(outcome(triton_relative_attention, leaves, gradient, visible=visible, dropout=dropout))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_chunks_do_not_change_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, gradient = leaves_and_gradient(SIZES["nvidia_base"], torch.float16)
+    visible = visibility(SIZES["nvidia_base"])
+    whole = outcome(triton_relative_attention, leaves, gradient, visible=visible)
+    monkeypatch.setattr(launch, "SCORE_BUFFER_BYTES", 2 * 192 * 384 * 3)
+    chunked = outcome(triton_relative_attention, leaves, gradient, visible=visible)
+    for a, b in zip(whole, chunked, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+
+
+def test_dropout_drops_at_its_rate_and_scales_up_what_it_keeps() -> None:
+    sizes = SIZES["enwik8_base"]
+    leaves, gradient = leaves_and_gradient(sizes, torch.bfloat16)
+    query, key_value, distance, content_bias, position_bias = (torch.zeros_like(x) for x in leaves)
+    ones = torch.ones_like(key_value)
+    documents = torch.zeros(sizes.B, sizes.M + sizes.T, dtype=torch.int64, device="cuda")
+    inputs = [query, ones, distance, content_bias, position_bias]
+    visible = Visibility(documents[:, sizes.M :], documents, None)
+    context, *_ = outcome(triton_relative_attention, inputs, gradient, visible=visible, dropout=0.15)
+    # Every probability is 1 / (number of keys): a context is the part kept over 0.85, of over 512 keys.
+    assert context.float().mean().item() == pytest.approx(1.0, abs=2e-3)
+    assert context.float()[..., 0].std().item() == pytest.approx((0.15 / 0.85 / 768) ** 0.5, rel=0.3)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    leaves, gradient = leaves_and_gradient(SIZES["nvidia_base"], torch.bfloat16)
+    visible = visibility(SIZES["nvidia_base"])
+    outcome(triton_relative_attention, leaves, gradient, visible=visible, dropout=0.1)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcome(triton_relative_attention, leaves, gradient, visible=visible, dropout=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

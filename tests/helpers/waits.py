@@ -1,0 +1,38 @@
+"""Where code would wait for a GPU, found on any device: operations whose result the host must know to go on."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITING = {
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::_unique",
+    "aten::_unique2",
+}
+
+
+class Waits(TorchDispatchMode):
+    """A context that counts operations, and keeps the place of each that waits. It does not see `Tensor.tolist`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operations = 0
+        self.places: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num_operations += 1
+        if func._schema.name in WAITING:
+            self.places.append("".join(traceback.format_stack(limit=8)[:-1]))
+        operation: Callable[..., Any] = func
+        return operation(*args, **(kwargs or {}))

@@ -1,0 +1,207 @@
+"""The kernels in Triton's interpreter against the twin in fp64: a program, because TRITON_INTERPRET acts at import.
+
+`python -m tests.unit.model.kernels.interpreted NAME...` prints, as JSON, what the checks of these names found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from txl_dist.model import relative_attention as twin
+from txl_dist.model.kernels import launch
+from txl_dist.model.kernels.relative_attention import kept
+from txl_dist.model.memory import EMPTY, Visibility
+
+OUTPUTS = ("context", "query", "key_value", "distance", "content_bias", "position_bias")
+SMALL_BUFFER = 12_000
+
+
+class Case(NamedTuple):
+    """Sizes, and what is particular about them."""
+
+    T: int
+    M: int
+    B: int = 1
+    N: int = 1
+    H: int = 32
+    rows: int | None = None
+    """Of every tile, so that small problems have many; None for those of a GPU."""
+    columns: int = 16
+    documents: str = "one"
+    oldest: int | None = None
+    dropout: float = 0.0
+    buffer_bytes: int = launch.SCORE_BUFFER_BYTES
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "odd": Case(37, 23, B=2, N=2, rows=16, buffer_bytes=SMALL_BUFFER),
+    "nvidia_base_shape": Case(150, 150, H=41),
+    "one_token": Case(1, 0, B=2, N=2),
+    "one_token_after_memory": Case(1, 37, B=2, rows=16, columns=32),
+    "no_memory": Case(40, 0, B=2, H=128),
+    "whole_eights": Case(64, 64, N=2, H=64),
+    "empty_memory": Case(24, 40, B=2, rows=16, documents="empty"),
+    "borders": Case(37, 23, B=3, rows=16, columns=32, documents="borders", buffer_bytes=SMALL_BUFFER),
+    "many_tiles": Case(150, 20, B=2, rows=16, columns=16),
+    "window": Case(33, 20, B=2, rows=16, documents="borders", oldest=1),
+    "window_over_many_tiles": Case(300, 20, B=3, documents="borders", oldest=0),
+    "window_longer_than_memory": Case(70, 5, rows=16, documents="borders", oldest=0),
+    "dropout": Case(37, 23, B=2, rows=16, columns=32, dropout=0.3, buffer_bytes=SMALL_BUFFER),
+    "bf16": Case(24, 16, rows=16, documents="borders", dropout=0.2, dtype=torch.bfloat16),
+}
+
+
+@triton.jit
+def write_kept(MASK, SEED, threshold, T, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """mask_BNTK by the kernels' own function. Programs: (heads, lanes)."""
+    head, lane = tl.program_id(0), tl.program_id(1)
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    mask = kept(tl.load(SEED), lane, head, i, 0, threshold, COLUMNS)
+    row = ((lane * N + head) * T + i) * K
+    tl.store(MASK + row[:, None] + j[None, :], mask.to(tl.int8), mask=(i < T)[:, None] & (j < K)[None, :])
+
+
+def documents_of(case: Case) -> Tensor:
+    """document_BK."""
+    generator = torch.Generator().manual_seed(1)
+    K = case.M + case.T
+    if case.documents == "borders":
+        documents = (torch.rand(case.B, K, generator=generator) < 0.1).long().cumsum(1)
+        documents[0, : case.M // 2] = EMPTY
+        return documents
+    documents = torch.zeros(case.B, K, dtype=torch.int64)
+    if case.documents == "empty":
+        documents[:, : case.M] = EMPTY
+    return documents
+
+
+def drawn_inputs(case: Case) -> tuple[list[Tensor], Tensor, Visibility]:
+    """Leaves (query, key_value, distance, u, v) and the gradient of the context, in fp64 but rounded to the type."""
+    generator = torch.Generator().manual_seed(0)
+    B, T, K, N, H = case.B, case.T, case.M + case.T, case.N, case.H
+    shapes = [(B, T, N, H), (B, K, 2, N, H), (K, N, H), (N, H), (N, H), (B, T, N, H)]
+    *leaves, gradient = [torch.randn(shape, generator=generator).to(case.dtype).double() for shape in shapes]
+    documents = documents_of(case)
+    return leaves, gradient, Visibility(documents[:, case.M :], documents, case.oldest)
+
+
+def outcome(attend: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """Context and gradients, as OUTPUTS."""
+    leaves, gradient, visible = drawn_inputs(case)
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    query, key_value, distance, content_bias, position_bias = leaves
+    key, value = key_value.unbind(2)
+    context = attend(
+        query,
+        key,
+        value,
+        distance_KNH=distance,
+        content_bias_NH=content_bias,
+        position_bias_NH=position_bias,
+        visible=visible,
+        dropout=case.dropout,
+    )
+    context.backward(gradient.to(dtype))
+    return [context.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def drawn_mask(case: Case, seed: Tensor) -> Tensor:
+    """mask_BNTK of what dropout keeps."""
+    K = case.M + case.T
+    mask = torch.empty(case.B, case.N, case.T, K, dtype=torch.int8)
+    threshold = round(case.dropout * launch.KEEP_LEVELS)
+    rows, columns = triton.next_power_of_2(case.T), triton.next_power_of_2(max(K, 16))
+    write_kept[(case.N, case.B)](mask, seed, threshold, case.T, K, case.N, ROWS=rows, COLUMNS=columns)
+    return mask.bool()
+
+
+def use_tiles(case: Case) -> None:
+    launch.SCORE_BUFFER_BYTES = case.buffer_bytes
+    if case.rows is not None:
+        tile = launch.Tile(case.rows, case.columns, 1, 1)
+        small = {name: tile if known.columns else tile._replace(columns=0) for name, known in launch.tiles(64).items()}
+        launch.tiles = lambda head_width: small
+
+
+def relative_errors(name: str) -> dict[str, float]:
+    """Of the context and of all gradients, against the twin in fp64."""
+    case = CASES[name]
+    use_tiles(case)
+    torch.manual_seed(7)
+    measured = outcome(launch.triton_relative_attention, case, case.dtype)
+    if case.dropout:
+        torch.manual_seed(7)
+        kept_NBTK = drawn_mask(case, torch.randint(2**63 - 1, (1,))).transpose(0, 1)
+        keep_rate = 1 - round(case.dropout * launch.KEEP_LEVELS) / launch.KEEP_LEVELS
+        twin.F.dropout = lambda probabilities, rate, training: probabilities * kept_NBTK / keep_rate
+    exact = outcome(twin.relative_attention, case, torch.float64)
+    return {output: relative_error(a, b) for output, a, b in zip(OUTPUTS, measured, exact, strict=True)}
+
+
+def relative_error(measured: Tensor, exact: Tensor) -> float:
+    """By norms. A gradient that is exactly zero, the difference of equal sums, is as exact as these are."""
+    size = exact.norm() if exact.any() else torch.tensor(exact.numel()).sqrt() * 4
+    return ((measured.double() - exact).norm() / size).item()
+
+
+def dropout_rates() -> dict[str, float]:
+    """Part of probabilities that is kept, at a rate of 0.15: in all, and the least and the most of any column."""
+    mask = drawn_mask(Case(256, 256, B=2, dropout=0.15), torch.tensor([3])).double()
+    columns = mask.mean((0, 1, 2))
+    same = (mask[0] == mask[1]).double().mean()
+    return {
+        "all": mask.mean().item(),
+        "least": columns.min().item(),
+        "most": columns.max().item(),
+        "lanes": same.item(),
+    }
+
+
+def recomputed() -> dict[str, float]:
+    """Largest difference of a gradient under activation checkpointing."""
+    case = Case(12, 4, rows=16, dropout=0.4)
+    use_tiles(case)
+
+    def attend_again(*inputs: Any, **settings: Any) -> Tensor:
+        context: Tensor = checkpoint(launch.triton_relative_attention, *inputs, use_reentrant=False, **settings)
+        return context
+
+    torch.manual_seed(5)
+    once = outcome(launch.triton_relative_attention, case, torch.float32)
+    torch.manual_seed(5)
+    twice = outcome(attend_again, case, torch.float32)
+    torch.manual_seed(6)
+    other = outcome(launch.triton_relative_attention, case, torch.float32)
+    difference = max((a - b).abs().max().item() for a, b in zip(once, twice, strict=True))
+    return {"same_seed": difference, "other_seed": (once[0] - other[0]).abs().max().item()}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    # Memory that nothing was written to holds NaN: what is read but was never written would show.
+    torch.use_deterministic_algorithms(True)
+    checks = {"dropout_rates": dropout_rates, "recomputed": recomputed}
+    tiles = launch.tiles
+    with np.errstate(all="ignore"):
+        for name in names:
+            launch.tiles = tiles
+            found = checks[name]() if name in checks else relative_errors(name)
+            print(json.dumps({name: found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""What the compiler makes of the kernels for an H100 or H200 (sm_90): they are launched, only no GPU runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from txl_dist.model.kernels.launch import triton_relative_attention
+from txl_dist.model.memory import Visibility
+
+TRITON = importlib.util.find_spec("triton")
+CUOBJDUMP = Path(TRITON.origin).parent / "backends/nvidia/bin/cuobjdump" if TRITON and TRITON.origin else None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CUOBJDUMP is None or not CUOBJDUMP.is_file(), reason="triton with its cuobjdump is not installed"
+    ),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+
+KERNELS = {
+    "distance_scores",
+    "attend",
+    "prepare_backward",
+    "key_value_gradients",
+    "query_gradients",
+    "distance_query_gradients",
+    "distance_gradients",
+}
+MAX_SHARED_BYTES = 227 * 1024
+
+
+class Problem(NamedTuple):
+    """What decides what is compiled."""
+
+    head_width: int
+    dtype: torch.dtype = torch.bfloat16
+    dropout: float = 0.0
+    oldest: int | None = None
+    T: int = 64
+    M: int = 64
+
+
+PROBLEMS = {
+    "narrow": Problem(64),
+    "narrow_dropout": Problem(64, dropout=0.1),
+    "narrow_fp16_dropout": Problem(64, dtype=torch.float16, dropout=0.1),
+    "wide": Problem(128),
+    "wide_dropout": Problem(128, dropout=0.1),
+    "nothing_divides": Problem(41, dropout=0.1, T=37, M=24),
+    "window": Problem(64, oldest=0),
+}
+
+
+class Machine(NamedTuple):
+    """Machine code and what it takes."""
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    code: str
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.code))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """By name, the kernels that were launched since; they are compiled for sm_90 and not run."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Hopper:
+        """As much of a driver as compilation asks for."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    kernels: dict[str, Any] = {}
+    used: list[JITFunction[Any]] = []
+    run: Callable[..., Any] = JITFunction.run
+
+    def compile_only(self: JITFunction[Any], *arguments: Any, warmup: bool, **settings: Any) -> Any:
+        used.append(self)
+        kernels[self.fn.__name__] = kernel = run(self, *arguments, warmup=True, **settings)
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", Hopper())
+    yield kernels
+    for kernel in used:
+        kernel.device_caches.clear()  # what was compiled for device 0 is not for the one that may really be there
+
+
+def launch_all(problem: Problem) -> None:
+    H, dtype, dropout, oldest, T, M = problem
+    B, N = 2, 2
+    leaves = [torch.zeros(shape, dtype=dtype) for shape in [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H)]]
+    query, key_value, distance, bias = [leaf.requires_grad_() for leaf in leaves]
+    documents = torch.zeros(B, M + T, dtype=torch.int64)
+    key, value = key_value.unbind(2)
+    context = triton_relative_attention(
+        query,
+        key,
+        value,
+        distance_KNH=distance,
+        content_bias_NH=bias,
+        position_bias_NH=bias,
+        visible=Visibility(documents[:, M:], documents, oldest),
+        dropout=dropout,
+    )
+    context.sum().backward()
+
+
+def machine_of(kernel: Any, folder: Path) -> Machine:
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    usage, code = (
+        subprocess.run([str(CUOBJDUMP), flag, str(binary)], capture_output=True, text=True, check=True).stdout
+        for flag in ("--dump-resource-usage", "--dump-sass")
+    )
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
+    return Machine(int(registers), int(stack), kernel.metadata.shared, code)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_machine_code_is_what_the_design_promises(name: str, compiled: dict[str, Any], tmp_path: Path) -> None:
+    launch_all(PROBLEMS[name])
+    assert set(compiled) == KERNELS
+    for kernel, built in compiled.items():
+        machine = machine_of(built, tmp_path)
+        print(kernel, machine._replace(code=""), "HGMMA", machine.count(r"\bHGMMA\b"))
+        assert machine.stack_bytes == 0, kernel
+        assert machine.count(r"\b(LDL|STL)\b") == 0, f"registers of {kernel} spill"
+        assert machine.shared_bytes < MAX_SHARED_BYTES, kernel
+        # Numbers of two bytes move eight at a time.
+        assert machine.count(r"\bSTG\.\S*U?16\b") == 0, kernel
+        assert machine.count(r"\bLDG\.\S*U?16\b") == 0, kernel
+        assert machine.count(r"\bLDG(STS)?\.\S*128\b") > 0, kernel
+        assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0, f"{kernel} sums in no fixed order"
+        if kernel != "prepare_backward":
+            assert machine.count(r"\bHGMMA\b") > 0, f"{kernel} does not use Hopper's tensor cores"
+            assert machine.count(r"\bHMMA\b") == 0, kernel
+        if kernel not in ("prepare_backward", "distance_scores"):
+            assert machine.count(r"\bLDGSTS\.\S*128\b") > 0, f"{kernel} loads nothing ahead"
+
+
+def test_importing_the_launcher_does_not_import_triton() -> None:
+    program = "import sys, txl_dist.model.kernels.launch; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,70 @@
+"""The kernels compute what their plain twin computes, in Triton's interpreter: no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+
+def obstacle() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    return "this triton's interpreter needs numpy < 2.4" if triton < (3, 9) and numpy >= (2, 4) else None
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
+
+ROOT = Path(__file__).parents[4]
+FP32 = ["odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "no_memory", "whole_eights", "empty_memory",
+        "borders", "many_tiles",
+        "window", "window_over_many_tiles", "window_longer_than_memory", "dropout"]  # fmt: skip
+FOUND = dict[str, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def found() -> FOUND:
+    """What each check found, all from one process: starting one costs more than most checks."""
+    names = [*FP32, "bf16", "dropout_rates", "recomputed"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.model.kernels.interpreted", *names],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: values for line in done.stdout.splitlines() for name, values in json.loads(line).items()}
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_context_and_all_gradients_are_those_of_the_twin(found: FOUND, name: str) -> None:
+    assert len(found[name]) == 6
+    assert {output: error for output, error in found[name].items() if not error < 1e-6} == {}
+
+
+def test_in_bf16_they_differ_by_its_rounding(found: FOUND) -> None:
+    """8 bits of mantissa: 2e-3 from one rounding, and a few one after the other."""
+    assert {output: error for output, error in found["bf16"].items() if not error < 2e-2} == {}
+
+
+def test_dropout_keeps_the_rate_everywhere_and_differs_between_lanes(found: FOUND) -> None:
+    rates = found["dropout_rates"]
+    assert rates["all"] == pytest.approx(0.85, abs=0.005)
+    # 512 drawings in a column: a standard deviation is 0.016.
+    assert rates["least"] > 0.77
+    assert rates["most"] < 0.93
+    assert rates["lanes"] == pytest.approx(0.85**2 + 0.15**2, abs=0.01)
+
+
+def test_recomputation_makes_the_same_dropout_again(found: FOUND) -> None:
+    assert found["recomputed"]["same_seed"] == 0.0
+    assert found["recomputed"]["other_seed"] > 0.1

@@ -1,0 +1,69 @@
+"""When kernels can run, and how lanes and heads are divided into chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from txl_dist.model.kernels import launch
+from txl_dist.model.kernels.launch import chunks, obstacle
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "num_heads", "fit"), [(1, 1, 5), (22, 8, 30), (64, 8, 30), (60, 10, 333), (7, 3, 1)]
+)
+def test_chunks_cover_every_lane_and_head_once_and_fit(num_lanes: int, num_heads: int, fit: int) -> None:
+    matrix_bytes = launch.SCORE_BUFFER_BYTES // fit
+    seen: set[tuple[int, int]] = set()
+    first = next(chunks(num_lanes, num_heads, matrix_bytes=matrix_bytes))
+    for chunk in chunks(num_lanes, num_heads, matrix_bytes=matrix_bytes):
+        assert 0 < chunk.num_lanes * chunk.num_heads <= min(fit, first.num_lanes * first.num_heads)
+        pairs = {
+            (lane, head)
+            for lane in range(chunk.first_lane, chunk.first_lane + chunk.num_lanes)
+            for head in range(chunk.first_head, chunk.first_head + chunk.num_heads)
+        }
+        assert not pairs & seen
+        seen |= pairs
+    assert len(seen) == num_lanes * num_heads
+
+
+def test_a_matrix_that_fills_the_buffer_alone_is_a_chunk() -> None:
+    assert len(list(chunks(2, 3, matrix_bytes=2 * launch.SCORE_BUFFER_BYTES))) == 6
+
+
+def test_chunks_take_all_lanes_of_some_heads_where_these_fit() -> None:
+    parts = list(chunks(22, 8, matrix_bytes=launch.SCORE_BUFFER_BYTES // 50))
+    assert {part.num_lanes for part in parts} == {22}
+    assert [part.first_head for part in parts] == [0, 2, 4, 6]
+
+
+def test_a_model_on_a_cpu_is_told_that_it_is() -> None:
+    assert obstacle(torch.zeros(1, 1, 1, 64), has_position_bias=True) == (
+        "it runs on a CUDA device and the model is on cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "has_position_bias", "reason"),
+    [
+        (torch.empty(1, 1, 1, 64, dtype=torch.float32), True, "computes in bf16 or fp16"),
+        (torch.empty(1, 1, 1, 160, dtype=torch.bfloat16), True, "head width 160"),
+        (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16), False, "learned"),
+        (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16), True, None),
+    ],
+)
+def test_a_model_on_a_gpu_is_told_what_stands_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, query: torch.Tensor, has_position_bias: bool, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
+    found = obstacle(query, has_position_bias=has_position_bias)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    assert obstacle(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"

@@ -1,0 +1,58 @@
+"""The benchmarks run to their end, tiny, without any peer's code; their figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TOOLS = Path(__file__).parents[3] / "tools"
+
+
+def run(tool: str, *words: str) -> str:
+    command = [sys.executable, str(TOOLS / tool), *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def tables_in(path: Path) -> dict[str, list[dict[str, object]]]:
+    return json.loads(path.read_text(encoding="utf-8"))["tables"]
+
+
+def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) -> None:
+    run("bench_step.py", "--tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
+    ((plain, ours),) = tables_in(tmp_path / "step.json").values()
+    assert (plain["x by min"], plain["loss error"], plain["syncs"], ours["syncs"]) == (1.0, 0.0, 0, 0)
+    assert float(str(ours["loss error"])) < 1e-6
+
+
+def test_everything_for_a_gpu_can_be_rehearsed_and_a_section_that_fails_is_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    sections = ("ceilings", "exact", "kernels", "step:wt103_large", "precision")
+    words = [word for section in sections for word in ("--only", section)]
+    printed = run("bench_gpu.py", "--rehearse", *words, "--json", str(file))
+    tables = tables_in(file)
+    assert set(tables) == set(sections)
+    assert all(value < 1e-5 for row in tables["exact"] for value in row.values() if isinstance(value, float))
+    assert {row["variant"] for row in tables["kernels"]} == {"plain", "fused", "sdpa"}
+    codes = {row["code"]: row for row in tables["step:wt103_large"]}
+    assert "--peer-nvidia was not given" in str(codes["nvidia fp16"]["error"])
+    ours = [codes[name] for name in ("ours plain", "ours fused")]
+    assert ours[0]["first loss"] == pytest.approx(ours[1]["first loss"], rel=1e-5)
+    assert len(tables["precision"]) == 4
+    assert "peer-nvidia was not given" in printed
+
+
+def test_a_later_run_adds_to_the_file_and_one_without_time_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    run("bench_gpu.py", "--rehearse", "--only", "ceilings", "--json", str(file))
+    run("bench_gpu.py", "--rehearse", "--only", "precision", "--minutes", "0", "--json", str(file))
+    tables = tables_in(file)
+    assert len(tables["ceilings"]) == 2
+    assert tables["precision"] == [{"code": "", "error": "no time was left"}]

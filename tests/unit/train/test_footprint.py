@@ -1,0 +1,133 @@
+"""Predicted memory beside memory: of a micro-step in a process of its own, and by arithmetic where it is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.tiny import tiny_config
+from txl_dist.config import Config, plan_batch
+from txl_dist.data.stream import plain_segment
+from txl_dist.model.flops import count_parameters, typical_shares
+from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.text.clusters import cluster_edges, cluster_shares
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine import BUCKET_LEN
+from txl_dist.train.footprint import bytes_per_rank, micro_step_bytes
+
+VOCAB_SIZE = 6000
+LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024, "dropout": 0.1}
+TRAIN = {"num_lanes": 8, "segment_len": 128, "memory_len": 128, "microbatch_lanes": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "two layers of clusters": {"model": LAYERS | {"cutoffs": [2000, 4000], "div_value": 2}, "train": TRAIN},
+    "longer, blocks recomputed": {
+        "model": LAYERS | {"cutoffs": [], "div_value": 1, "tie_projections": [], "attention_dropout": 0.1},
+        "train": TRAIN | {"segment_len": 512, "memory_len": 256},
+        "engine": {"activation_checkpointing": True},
+    },
+}
+
+
+def held(config: Config, *, world_size: int = 1, on_gpu: bool = False) -> dict[str, float]:
+    plan = plan_batch(config.train, world_size=world_size)
+    shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=300))
+    return bytes_per_rank(config, plan=plan, vocab_size=300, cluster_shares=shares, on_gpu=on_gpu)
+
+
+def measure(name: str) -> None:
+    """In a process of its own: print (bytes that the resident set grew by in micro-steps, bytes predicted)."""
+    torch.set_num_threads(1)
+    config = tiny_config(**MODELS[name])
+    train, plan = config.train, plan_batch(config.train, world_size=1)
+    ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)) ** 2 // VOCAB_SIZE
+    model = TransformerXL(
+        config.model, vocab_size=VOCAB_SIZE, recompute_blocks=config.engine.activation_checkpointing
+    ).train()
+    loss_of, memory = SegmentLoss(model), model.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
+    memory = memory._replace(hidden_LBMD=memory.hidden_LBMD.normal_())
+    batch = batch_maker(model, mask_documents=False).batch(plain_segment(ids))
+    square = torch.ones(1024, 1024, requires_grad=True)
+    (square @ square).sum().backward()  # buffers of the libraries are no part of it
+    del square
+    shares = cluster_shares(
+        np.bincount(ids.flatten(), minlength=VOCAB_SIZE), cluster_edges(config.model.cutoffs, vocab_size=VOCAB_SIZE)
+    )
+    predicted = micro_step_bytes(
+        config, plan=plan, vocab_size=VOCAB_SIZE, cluster_shares=shares, keeps_gradients=True, on_gpu=False
+    )
+    before = kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        loss, _ = loss_of(batch, memory, 1.0)
+        loss.backward()
+    print(json.dumps([(kib("VmHWM") - before) * 1024, predicted]))
+
+
+def kib(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_a_micro_step_are_foreseen_within_a_tenth(name: str) -> None:
+    program = f"from tests.unit.train.test_footprint import measure; measure({name!r})"
+    # Each tensor apart: what the C library keeps of freed pieces is its own affair.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    measured, predicted = json.loads(result.stdout.splitlines()[-1])
+    assert measured > 50 * 2**20
+    assert 0.9 < predicted / measured < 1.1, (predicted / 2**20, measured / 2**20)
+
+
+def test_each_stage_shards_what_it_shards() -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    at = {stage: held(tiny_config(engine={"zero_stage": stage}), world_size=2) for stage in range(4)}
+    assert [at[stage]["weights"] / parameters for stage in range(4)] == [4, 4, 4, 2]
+    assert [at[stage]["gradients"] / parameters for stage in range(4)] == [4, 4, 2, 2]
+    assert [at[stage]["optimizer"] / parameters for stage in range(4)] == [8, 6, 6, 6]
+    assert at[0]["buckets"] == 0.0
+
+
+def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
+    assert (half["weights"], half["memories"]) == (full["weights"] / 2, full["memories"] / 2)
+    assert half["optimizer"] == 12 * parameters
+    assert half["buckets"] == 2 * BUCKET_LEN
+    off = held(tiny_config(engine={"precision": "bf16", "offload_optimizer": True}), on_gpu=True)
+    assert off["optimizer"] == 0.0
+
+
+def test_what_saves_memory_is_foreseen_to() -> None:
+    long = {"train": {"segment_len": 64, "memory_len": 256}}
+
+    def activations(**engine: Any) -> float:
+        config = tiny_config(**long, engine={"precision": "bf16", "zero_stage": 0, **engine})
+        return held(config, on_gpu=True)["activations"]
+
+    assert activations(attention="auto") < 0.6 * activations(attention="fused") <= activations(attention="plain")
+    assert activations(attention="fused", activation_checkpointing=True) < 0.9 * activations(attention="fused")
+
+
+def test_predicting_leaves_the_process_as_it_was() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    held(tiny_config(engine={"precision": "bf16"}))
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.rand(3), expected)

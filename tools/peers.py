@@ -1,0 +1,114 @@
+"""The peers' code, imported from a folder that the user has: the authors' PyTorch and NVIDIA's.
+
+    theirs = original("transformer-xl/pytorch")
+    layer = theirs.model.RelPartialLearnableDecoderLayer(...)        # mem_transformer.py
+    loss = theirs.softmax.ProjectedAdaptiveLogSoftmax(...)           # utils/proj_adaptive_softmax.py
+
+Nothing of it is copied here. Source text is changed while it is imported, only as far as today's torch demands:
+
+    original  proj_adaptive_softmax.py   CUDA_MAJOR and _MINOR, which nothing reads, fail where torch has no CUDA: 0
+              mem_transformer.py         masks made with `.byte()` are made with `.bool()`: masked_fill demands it
+    nvidia    utils/__init__.py          is not run: it imports what only their trainer needs (dllogger, pynvml)
+
+Both have modules of the same names; each peer's are taken out of `sys.modules` again, so both can be used at once.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from txl_dist.errors import ConfigError
+
+Patches = Sequence[tuple[str, str]]
+"""Pairs of a regular expression and what replaces it, in the source of any module."""
+
+
+class Peer(NamedTuple):
+    """A peer's modules."""
+
+    model: ModuleType
+    """mem_transformer.py"""
+    softmax: ModuleType
+    """utils/proj_adaptive_softmax.py"""
+
+
+def original(folder: str | Path) -> Peer:
+    """The authors' code (the folder `pytorch`). Raises ConfigError if it is not there."""
+    patches = [(r"(CUDA_M\w+ = ).*", r"\g<1>0"), (r"\.byte\(\)", ".bool()")]
+    path = _checked(Path(folder))
+    with _own_modules(search=path / "utils"):
+        _load("log_uniform_sampler", path / "utils")
+        softmax = _load("proj_adaptive_softmax", path / "utils", patches)
+        return Peer(_load("mem_transformer", path, patches), softmax)
+
+
+def nvidia(folder: str | Path) -> Peer:
+    """NVIDIA's DeepLearningExamples code (the folder `pytorch`). Raises ConfigError if it is not there."""
+    path = _checked(Path(folder))
+    with _own_modules(search=path):
+        package = ModuleType("utils")
+        package.__path__ = [str(path / "utils")]
+        sys.modules["utils"] = package
+        model = _load("mem_transformer", path)
+        return Peer(model, sys.modules["utils.proj_adaptive_softmax"])
+
+
+class _Patched(importlib.machinery.SourceFileLoader):
+    """Reads a source file with replacements; lines stay where they are, so that tracebacks are true."""
+
+    def __init__(self, name: str, path: Path, patches: Patches) -> None:
+        super().__init__(name, str(path))
+        self.patches = patches
+
+    def get_code(self, fullname: str) -> object:  # type: ignore[override]
+        """Without a cache of byte code: that would be the unpatched one, or outlive the patches."""
+        source = Path(self.path).read_text(encoding="utf-8")
+        for pattern, replacement in self.patches:
+            source = re.sub(pattern, replacement, source)
+        return compile(source, self.path, "exec")
+
+
+def _load(name: str, folder: Path, patches: Patches = ()) -> ModuleType:
+    path = folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Patched(name, path, patches))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _own_modules(*, search: Path) -> Iterator[None]:
+    """What is imported inside leaves no name behind, and hides none that was there."""
+
+    def is_theirs(name: str) -> bool:
+        return name.split(".")[0] in {"utils", "mem_transformer", "proj_adaptive_softmax", "log_uniform_sampler"}
+
+    before_path, before = list(sys.path), {name: module for name, module in sys.modules.items() if is_theirs(name)}
+    for name in before:
+        del sys.modules[name]
+    sys.path.insert(0, str(search))
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if is_theirs(name)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+        sys.path[:] = before_path
+
+
+def _checked(folder: Path) -> Path:
+    for needed in ("mem_transformer.py", "utils/proj_adaptive_softmax.py"):
+        if not (folder / needed).is_file():
+            raise ConfigError(f"{folder} has no {needed}. Give the folder `pytorch` of the peer's code.")
+    return folder

@@ -1,0 +1,196 @@
+"""The weighted sum of (adaptive) softmax losses and all its gradients in one pass, as one autograd function.
+
+Gradients are made in the forward pass, chunk of tokens by chunk, since everything that they need is there:
+
+    logits   Exist for one chunk only, in one buffer for all chunks, and become their own gradient in place.
+    tables   Have one buffer for their gradient each; where clusters are slices of one table, they write to slices of
+             its buffer. (Autograd makes a gradient of the size of the whole table for every slice.)
+    tokens   A token weighs nothing where its weight is 0, and so do the padded rows of a partition.
+    types    The gradient of the logits is made relative to the largest weight, so that one over a number of tokens
+             does not make it vanish in fp16; the weight and the loss scale come in at the end. Sums over tokens, of
+             losses and of gradients of parameters, are kept in at least fp32.
+
+The backward pass only multiplies by the incoming scalar, in place: it works once. Nothing waits for the device.
+
+Shapes: S tokens, D model width, E width of a table, V its rows; R rows of a cluster, c of them in a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from txl_dist.model.relative_attention import at_least_fp32
+
+CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
+"""As many tokens in a chunk at least, by kind of device: each chunk reads the weights and writes their gradient."""
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
+"""As many logits in a chunk at most, where that allows for more tokens."""
+ALIGNMENT = 16
+"""Rows of logits begin at multiples of this: cuBLAS is slow with odd leading dimensions."""
+
+
+class Columns(NamedTuple):
+    """Some columns of logits: a slice of a table and of its bias."""
+
+    weight_VE: Tensor
+    bias_V: Tensor
+    low: int
+    high: int
+
+
+class Cluster(NamedTuple):
+    """A softmax of some of the tokens."""
+
+    rows_R: Tensor | None
+    """Which tokens, padded with S; None: all, in order."""
+    targets_R: Tensor
+    """The column of each; of padded rows any."""
+    columns: tuple[Columns, ...]
+    """Side by side."""
+    projection_DE: Tensor | None
+    """Transposed, it takes the hidden states to the width of the tables; None where that is theirs."""
+
+    @property
+    def num_columns(self) -> int:
+        """Width of its logits."""
+        return sum(columns.high - columns.low for columns in self.columns)
+
+
+def weighted_loss(hidden_SD: Tensor, clusters: Sequence[Cluster], *, weight_S: Tensor) -> Tensor:
+    """sum over tokens of weight * (sum of a token's losses in its clusters), in nats; a scalar, at least fp32.
+
+    The slices of a table must cover it once. The weights are constants: they get no gradient.
+    """
+    parameters: dict[Tensor, None] = {}  # a set in order: what is tied among clusters is one
+    for cluster in clusters:
+        for columns in cluster.columns:
+            parameters |= {columns.weight_VE: None, columns.bias_V: None}
+        if cluster.projection_DE is not None:
+            parameters[cluster.projection_DE] = None
+    loss: Tensor = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
+        clusters, weight_S, hidden_SD, *parameters
+    )
+    return loss
+
+
+class _WeightedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, clusters: Sequence[Cluster], weight_S: Tensor, hidden_SD: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        weight_S = weight_S.to(at_least_fp32(hidden_SD.dtype))
+        largest = weight_S.abs().max().clamp(min=torch.finfo(weight_S.dtype).tiny)
+        with_hidden, *needed = ctx.needs_input_grad[2:]
+        wanted = [x for x, is_needed in zip(parameters, needed, strict=True) if is_needed]
+        sums = _Sums(clusters, hidden_SD, weight_S / largest, parameters=wanted, with_hidden=with_hidden)
+        for cluster in clusters:
+            sums.add(cluster)
+        hidden = None if sums.hidden is None else sums.hidden[:-1]
+        ctx.save_for_backward(largest, hidden, *(sums.parameters.get(x) for x in parameters))
+        ctx.dtypes = [x.dtype for x in (hidden_SD, *parameters)]
+        return (sums.loss[:-1] * weight_S).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        largest, *gradients = ctx.saved_tensors
+        factor = incoming * largest
+        scaled = (None if g is None else g.mul_(factor).to(t) for g, t in zip(gradients, ctx.dtypes, strict=True))
+        return None, None, *scaled
+
+
+class _Sums:
+    """Losses and gradients, as the clusters add to them. One row more than tokens stands for padded rows."""
+
+    def __init__(
+        self,
+        clusters: Sequence[Cluster],
+        hidden_SD: Tensor,
+        share_S: Tensor,
+        *,
+        parameters: Sequence[Tensor],
+        with_hidden: bool,
+    ) -> None:
+        self.hidden_SD, self.share = hidden_SD, F.pad(share_S, (0, 1))
+        self.loss = torch.zeros_like(self.share)
+        self.hidden = F.pad(torch.zeros_like(hidden_SD), (0, 0, 0, 1)) if with_hidden else None
+        # The first chunk of a cluster overwrites what its slice of a table holds: zeros would cost a pass over it.
+        tables = {columns.weight_VE for cluster in clusters for columns in cluster.columns}
+        makers = {x: torch.empty_like if x in tables else torch.zeros_like for x in parameters}
+        self.parameters = {x: make(x, dtype=share_S.dtype) for x, make in makers.items()}
+        # Zeros, since products in bf16 on a CPU also read beyond a row's end, times zero: that must not be NaN there.
+        self.buffer = hidden_SD.new_zeros(max(math.prod(_chunk_shape(one, hidden_SD.device)) for one in clusters))
+
+    def add(self, cluster: Cluster) -> None:
+        """All chunks of a cluster."""
+        num_rows, length, stride = cluster.targets_R.shape[0], *_chunk_shape(cluster, self.hidden_SD.device)
+        for start in range(0, num_rows, length):
+            stop = min(start + length, num_rows)
+            logits = self.buffer[: (stop - start) * stride].view(-1, stride)[:, : cluster.num_columns]
+            self._add_chunk(cluster, start, stop, logits=logits)
+
+    def _add_chunk(self, cluster: Cluster, start: int, stop: int, *, logits: Tensor) -> None:
+        if cluster.rows_R is None:
+            rows: Tensor | slice = slice(start, stop)
+            hidden_cD = self.hidden_SD[start:stop]
+        else:
+            rows = cluster.rows_R[start:stop]
+            hidden_cD = self.hidden_SD[rows.clamp(max=self.hidden_SD.shape[0] - 1)]
+        projection = cluster.projection_DE
+        inner_cE = hidden_cD if projection is None else hidden_cD @ projection
+        pieces = logits.split([columns.high - columns.low for columns in cluster.columns], dim=1)
+        for piece, (weight, bias, low, high) in zip(pieces, cluster.columns, strict=True):
+            torch.addmm(bias[low:high], inner_cE, weight[low:high].t(), out=piece)
+        self.loss[rows] += _into_gradient(logits, cluster.targets_R[start:stop, None], self.share[rows, None])
+        gradient = torch.zeros_like(inner_cE)
+        for piece, (weight, bias, low, high) in zip(pieces, cluster.columns, strict=True):
+            gradient = torch.addmm(gradient, piece, weight[low:high], out=gradient)
+            self._accumulate(weight, slice(low, high), piece.t(), inner_cE, overwrite=start == 0)
+            if bias in self.parameters:
+                self.parameters[bias][low:high] += piece.sum(0, dtype=self.share.dtype)
+        if projection is not None:
+            self._accumulate(projection, slice(None), hidden_cD.t(), gradient)
+            gradient = gradient @ projection.t()
+        if self.hidden is not None:
+            self.hidden[rows] += gradient
+
+    def _accumulate(
+        self, parameter: Tensor, rows: slice, left: Tensor, right: Tensor, *, overwrite: bool = False
+    ) -> None:
+        if parameter not in self.parameters:
+            return
+        total = self.parameters[parameter][rows]
+        if total.dtype == left.dtype:
+            torch.addmm(total, left, right, beta=0.0 if overwrite else 1.0, out=total)
+        elif overwrite:
+            total.copy_(left @ right)
+        else:
+            total.add_(left @ right)
+
+
+def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
+    """Tokens in a chunk, and the length of a row of logits in the buffer."""
+    num_rows, stride = cluster.targets_R.shape[0], math.ceil(cluster.num_columns / ALIGNMENT) * ALIGNMENT
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    most = max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // stride)
+    return math.ceil(num_rows / math.ceil(num_rows / most)), stride
+
+
+def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> Tensor:
+    """Put share * (softmax - one-hot target) where the logits are; returns the losses, [c]."""
+    wide = logits_cV.to(share_c1.dtype)  # itself unless the type is a half one
+    target = wide.gather(1, targets_c1)
+    largest = wide.amax(1, keepdim=True)
+    total = wide.sub_(largest).exp_().sum(1, keepdim=True)
+    wide.mul_(share_c1 / total)
+    wide.scatter_(1, targets_c1, wide.gather(1, targets_c1) - share_c1)
+    if wide is not logits_cV:
+        logits_cV.copy_(wide)
+    return (total.log() + largest - target).squeeze(1)

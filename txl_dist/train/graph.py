@@ -1,0 +1,120 @@
+"""Forward, loss and backward of a micro-batch as one CUDA graph: what the host says once, the GPU repeats.
+
+A small model's micro-step is a thousand kernels that a GPU finishes faster than Python can name them. Shapes are static
+here (memory too, from the first step), so a micro-step is recorded once per shape and then replayed: copy the inputs
+into the recorded ones, launch, and hand the recorded gradients to autograd. For that the loss leaves `GraphedModule`
+with a backward that only gives these gradients: DeepSpeed's hooks and buckets see what they always see.
+
+A cluster of the adaptive softmax has a few sizes (multiples of 128 rows); each combination is a graph of its own, up to
+`MAX_GRAPHS`, beyond which a micro-step runs without. Dropout stays a function of the seed: a replay begins with the
+state that the default generator has then.
+
+What it gives up: the memory that a micro-step needs stays reserved. Not for ZeRO-3, whose hooks gather weights within
+the micro-step, nor with activation checkpointing, which asks for the state of the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+MAX_GRAPHS = 16
+WARM_UPS = 3
+"""Runs before the recording, in which libraries choose and allocate what they will use."""
+
+Recorder = Callable[[Callable[[], Any]], Callable[[], None]]
+"""Given a function without arguments: record what it launches, and return what launches it again."""
+
+
+class _Graph(NamedTuple):
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    """Loss, then the memory; then a gradient per parameter."""
+    spec: Any
+    """How loss and memory were nested."""
+    replay: Callable[[], None]
+
+
+class GraphedModule(nn.Module):
+    """A module whose training calls are replayed. It returns a scalar loss first, and then tensors without gradient."""
+
+    def __init__(self, module: nn.Module, *, scale: Callable[[], float], record: Recorder | None = None) -> None:
+        """`scale` is what the loss will be multiplied by before the backward pass."""
+        super().__init__()
+        self.module = module
+        self._scale, self._record = scale, record or record_on_gpu
+        self._graphs: dict[Any, _Graph] = {}
+
+    def forward(self, *arguments: Any) -> Any:
+        """What the module gives."""
+        values, spec = tree_flatten(arguments)
+        key = (spec, *(_signature(value) for value in values))
+        is_known = key in self._graphs
+        if not self.training or not torch.is_grad_enabled() or (not is_known and len(self._graphs) >= MAX_GRAPHS):
+            return self.module(*arguments)
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        scale = torch.full((), self._scale(), dtype=torch.float32, device=parameters[0].device)
+        inputs = [value for value in values if isinstance(value, Tensor)] + [scale]
+        if not is_known:
+            self._graphs[key] = self._recorded(values, spec, inputs, parameters)
+        graph = self._graphs[key]
+        torch._foreach_copy_(graph.inputs, inputs)
+        graph.replay()
+        results = graph.outputs[: -len(parameters)]
+        gradients = graph.outputs[-len(parameters) :]
+        # The next replay writes over them.
+        loss, *rest = (result.clone() for result in results)
+        return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
+
+    def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
+        static = [value.clone() for value in inputs]
+        of_tensors = iter(static)
+        arguments = tree_unflatten([next(of_tensors) if isinstance(v, Tensor) else v for v in values], spec)
+        scale = static[-1]
+        outputs: list[Tensor] = []
+        specs: list[Any] = []
+
+        def micro_step() -> None:
+            results, result_spec = tree_flatten(self.module(*arguments))
+            gradients = torch.autograd.grad(results[0] * scale, parameters)
+            outputs[:] = [*(result.detach() for result in results), *gradients]
+            specs[:] = [result_spec]
+
+        with torch.random.fork_rng():  # what follows draws as if nothing had been recorded
+            replay = self._record(micro_step)
+        return _Graph(static, outputs, specs[0], replay)
+
+
+def record_on_gpu(run: Callable[[], Any]) -> Callable[[], None]:
+    """Record a function on the current GPU; all recordings share one pool of memory."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _signature(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+class _Delivered(torch.autograd.Function):
+    """The loss, whose gradients are known already; they hold the scale that the loss will be multiplied by."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.gradients
