@@ -67,10 +67,16 @@ class AdaptiveEmbedding(nn.Module):
         """Projection of table i, [D, E_i], or None where none is needed."""
         return cast(nn.Parameter | None, getattr(self, f"projection_{i}"))
 
-    def forward(self, tokens_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
-        """hidden_BTD. `partition` is of the tokens by `edges`; needed for more than one table, else ignored."""
+    def forward(
+        self, tokens_BT: Tensor, *, partition: Partition | None = None, sparse_gradient: bool = False
+    ) -> Tensor:
+        """hidden_BTD. `partition` is of the tokens by `edges`; needed for more than one table, else ignored.
+
+        `sparse_gradient`: that of a single table may be a sparse tensor, for whoever has a dense one to add it to.
+        """
         if self.num_tables == 1:
-            hidden = self._embed(0, tokens_BT)
+            # Not on a GPU, where a sparse sum has no fixed order.
+            hidden = self._embed(0, tokens_BT, sparse=sparse_gradient and tokens_BT.device.type == "cpu")
             return hidden * self.scale
         partition = partition_of(tokens_BT, edges=self.edges) if partition is None else partition
         # Each cluster's rows are written once and then fetched in token order. Going back each row gets one gradient,
@@ -80,6 +86,6 @@ class AdaptiveEmbedding(nn.Module):
         place = rows.new_empty(tokens_BT.numel() + 1).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
         return embedded.index_select(0, place[:-1]).view(*tokens_BT.shape, self.width) * self.scale
 
-    def _embed(self, i: int, ids: Tensor) -> Tensor:
-        embedded, projection = F.embedding(ids, self.weight(i)), self.projection(i)
+    def _embed(self, i: int, ids: Tensor, *, sparse: bool = False) -> Tensor:
+        embedded, projection = F.embedding(ids, self.weight(i), sparse=sparse), self.projection(i)
         return embedded if projection is None else F.linear(embedded, projection)

@@ -6,9 +6,9 @@ Gradients are made in the forward pass, chunk of tokens by chunk, since everythi
     tables   Have one buffer for their gradient each; where clusters are slices of one table, they write to slices of
              its buffer. (Autograd makes a gradient of the size of the whole table for every slice.)
     tokens   A token weighs nothing where its weight is 0, and so do the padded rows of a partition.
-    types    The gradient of the logits is made relative to the largest weight, so that one over a number of tokens
-             does not make it vanish in fp16; the weight and the loss scale come in at the end. Sums over tokens, of
-             losses and of gradients of parameters, are kept in at least fp32.
+    types    In half precision the gradient of the logits is made relative to the largest weight, so that one over a
+             number of tokens does not make it vanish; that weight comes in at the end, with the loss scale. Sums over
+             tokens, of losses and of gradients of parameters, are kept in at least fp32.
 
 The backward pass only multiplies by the incoming scalar, in place: it works once. Nothing waits for the device.
 
@@ -86,10 +86,12 @@ class _WeightedLoss(torch.autograd.Function):
         ctx: Any, clusters: Sequence[Cluster], weight_S: Tensor, hidden_SD: Tensor, *parameters: Tensor
     ) -> Tensor:
         weight_S = weight_S.to(at_least_fp32(hidden_SD.dtype))
-        largest = weight_S.abs().max().clamp(min=torch.finfo(weight_S.dtype).tiny)
+        is_half = hidden_SD.dtype != weight_S.dtype
+        largest = weight_S.abs().max().clamp(min=torch.finfo(weight_S.dtype).tiny) if is_half else None
         with_hidden, *needed = ctx.needs_input_grad[2:]
         wanted = [x for x, is_needed in zip(parameters, needed, strict=True) if is_needed]
-        sums = _Sums(clusters, hidden_SD, weight_S / largest, parameters=wanted, with_hidden=with_hidden)
+        share_S = weight_S if largest is None else weight_S / largest
+        sums = _Sums(clusters, hidden_SD, share_S, parameters=wanted, with_hidden=with_hidden)
         for cluster in clusters:
             sums.add(cluster)
         hidden = None if sums.hidden is None else sums.hidden[:-1]
@@ -101,9 +103,17 @@ class _WeightedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         largest, *gradients = ctx.saved_tensors
-        factor = incoming * largest
-        scaled = (None if g is None else g.mul_(factor).to(t) for g, t in zip(gradients, ctx.dtypes, strict=True))
-        return None, None, *scaled
+        if largest is not None or not _is_known_as_one(incoming):
+            factor = incoming if largest is None else incoming * largest
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        return None, None, *(None if g is None else g.to(t) for g, t in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _is_known_as_one(scalar: Tensor) -> bool:
+    """Whether a tensor is 1 and the host knows it without waiting: on a CPU, unless the tensor is a fake."""
+    return scalar.device.type == "cpu" and type(scalar) is Tensor and bool(scalar.numpy() == 1)
 
 
 class _Sums:

@@ -74,11 +74,13 @@ class TransformerXL(nn.Module):
         *,
         document_BT: Tensor | None = None,
         partition: Partition | None = None,
+        with_loss: bool = False,
     ) -> tuple[Tensor, Memory]:
         """hidden_BTD of a segment and the memory after it.
 
         `document_BT` (int64, >= 0) confines each query to its own document; None lets it see everything.
         `partition` is of `tokens_BT` by `embedding.edges`; None makes it here, which waits for the device.
+        `with_loss`: the gradient of the softmax will be there to add that of a tied embedding to.
         Raises ConfigError if a model with absolute positions is given a memory.
         """
         section = self.section
@@ -90,7 +92,8 @@ class TransformerXL(nn.Module):
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)
         visible = visible_keys(memory, document_BT, same_length=section.same_length)
-        hidden = self.embedding(tokens_BT, partition=partition)
+        shares_gradient = with_loss and section.tie_weights
+        hidden = self.embedding(tokens_BT, partition=partition, sparse_gradient=shares_gradient)
         encoding_KD = None
         if section.positions == "relative":
             encoding = self._encoding(visible.num_keys, like=hidden)
@@ -183,7 +186,11 @@ class SegmentLoss(nn.Module):
         Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes.
         """
         hidden_BTD, memory = self.model(
-            batch.tokens_BT, memory, document_BT=batch.document_BT, partition=batch.token_partition
+            batch.tokens_BT,
+            memory,
+            document_BT=batch.document_BT,
+            partition=batch.token_partition,
+            with_loss=normalizer is not None,
         )
         loss = self.model.softmax(
             hidden_BTD,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from txl_dist.data.stream import Segment
-from txl_dist.model.adaptive_embedding import Partition
+from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster
 
@@ -24,6 +24,8 @@ class BatchMaker(NamedTuple):
     embedding_edges: tuple[int, ...]
     softmax_edges: tuple[int, ...]
     mask_documents: bool
+    rows_multiple: int = 128
+    """Each cluster's rows are padded to a multiple of this."""
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
         """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
@@ -45,14 +47,22 @@ class BatchMaker(NamedTuple):
             targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
             scored_BT=torch.from_numpy(counts.astype(np.float32)),
             document_BT=torch.from_numpy(np.ascontiguousarray(documents[:, :-1])) if self.mask_documents else None,
-            token_partition=_partition(tokens, self.embedding_edges),
-            target_partition=_partition(targets, self.softmax_edges),
+            token_partition=self._partition(tokens, self.embedding_edges),
+            target_partition=self._partition(targets, self.softmax_edges),
         )
+
+    def _partition(self, ids: np.ndarray, edges: tuple[int, ...]) -> Partition | None:
+        if len(edges) == 2:
+            return None  # one cluster: nothing to part
+        flat = np.ascontiguousarray(ids).reshape(-1)
+        clusters = partition_by_cluster(flat, edges=edges, multiple=self.rows_multiple)
+        return tuple(ClusterRows(*(torch.from_numpy(field) for field in cluster)) for cluster in clusters)
 
 
 def batch_maker(model: TransformerXL, *, mask_documents: bool) -> BatchMaker:
     """The maker for a model. Raises nothing; ids out of range are found when a batch is made (DataError)."""
-    return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents)
+    kind = "cpu" if model.embedding.weight(0).device.type == "cpu" else "cuda"
+    return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents, ROWS_MULTIPLE[kind])
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
@@ -80,10 +90,3 @@ def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch
         token_partition=move_partition(batch.token_partition),
         target_partition=move_partition(batch.target_partition),
     )
-
-
-def _partition(ids: np.ndarray, edges: tuple[int, ...]) -> Partition | None:
-    if len(edges) == 2:
-        return None  # one cluster: nothing to part
-    clusters = partition_by_cluster(np.ascontiguousarray(ids).reshape(-1), edges=edges)
-    return tuple(ClusterRows(*(torch.from_numpy(field) for field in cluster)) for cluster in clusters)

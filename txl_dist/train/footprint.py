@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -135,9 +135,9 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
+        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if _has_storage(value)}
         for value in tree_iter(result):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in self._known | given:
+            if _has_storage(value) and value.untyped_storage()._cdata not in self._known | given:
                 self._add(value.untyped_storage())
         return result
 
@@ -193,3 +193,8 @@ def _batch(model: TransformerXL, config: Config, *, lanes: int, cluster_shares: 
         token_partition=partition(len(model.embedding.edges) - 1),
         target_partition=partition(len(model.softmax.edges) - 1),
     )
+
+
+def _has_storage(value: object) -> TypeGuard[Tensor]:
+    """A sparse tensor's parts were seen when they were made."""
+    return isinstance(value, Tensor) and value.layout == torch.strided
