@@ -313,7 +313,7 @@ def trainer_of(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | 
         return PeerTrainer(original(_given(peers, "original")), sizes, device=device)
     if code == "nvidia fp16":
         return PeerTrainer(nvidia(_given(peers, "nvidia")), sizes, device=device, nvidia=True, half=device == "cuda")
-    kernel = {"plain": "plain", "fused": "fused", "triton": "triton", "graphed": "triton"}[code.split()[1]]
+    kernel = {"plain": "plain", "fused": "fused", "triton": "triton", "graphed": "auto"}[code.split()[1]]
     precision = "bf16" if device == "cuda" else "fp32"
     return OurTrainer(sizes, attention=kernel, device=device, precision=precision, graphed="graphed" in code)  # type: ignore[arg-type]
 

@@ -28,6 +28,7 @@ from txl_dist.model.flops import has_projections
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.train.batch import batch_maker, pinned, to_device
+from txl_dist.train.graph import GraphedModule, record_on_gpu
 
 CLIP_NORM, LEARNING_RATE = 0.25, 2.5e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,8 +136,7 @@ class PeerTrainer:
 
 
 class OurTrainer:
-    """This project's model and loss. `graphed` replays forward and backward as one CUDA graph; only without clusters,
-    whose padded rows vary."""
+    """This project's model and loss. `graphed` replays forward and backward as CUDA graphs (not in fp16)."""
 
     def __init__(
         self,
@@ -157,17 +157,19 @@ class OurTrainer:
         self.parameters = list(self.model.parameters())
         halves = self.parameters if precision != "fp32" else []
         self.masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in halves]
-        self.loss_of = SegmentLoss(self.model.to(dtype)).train()
+        self.loss_of: nn.Module = SegmentLoss(self.model.to(dtype)).train()
         self.maker = batch_maker(self.model, mask_documents=False)
         self.optimizer = torch.optim.Adam(self.masters or self.parameters, lr=LEARNING_RATE, fused=True)
         self.scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         self.memory = self.model.empty_memory(num_lanes=sizes.num_lanes, memory_len=sizes.memory_len)
-        self.forward_backward: Callable[[Batch], Tensor] = _Graph(self) if graphed else self._forward_backward
+        if graphed:
+            record = record_on_gpu if self.device.type == "cuda" else _run_again
+            self.loss_of = GraphedModule(self.loss_of, scale=lambda: 1.0, record=record)
 
     def step(self, ids: np.ndarray) -> Tensor:
         """See `Trainer`."""
         batch = to_device(pinned(self.maker.batch(plain_segment(ids)), self.device), self.device)
-        loss = self.forward_backward(batch)
+        loss = self._forward_backward(batch)
         owners = self.masters or self.parameters
         if self.masters:
             for master in self.masters:
@@ -180,8 +182,7 @@ class OurTrainer:
         if self.masters:
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, self.masters)
-        if not isinstance(self.forward_backward, _Graph):
-            self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         return loss
 
     def _forward_backward(self, batch: Batch) -> Tensor:
@@ -190,40 +191,10 @@ class OurTrainer:
         return loss.detach()
 
 
-class _Graph:
-    """Forward and backward of one shape, captured at the first call after eager ones that warm the libraries up."""
-
-    def __init__(self, trainer: OurTrainer) -> None:
-        assert len(trainer.model.softmax.edges) == 2, "clusters have rows of varying number"
-        self.trainer, self.batch = trainer, None
-        self.graph: Any = None
-
-    def __call__(self, batch: Batch) -> Tensor:
-        if self.graph is None:
-            self._capture(batch)
-        for field in ("tokens_BT", "targets_BT", "scored_BT"):
-            getattr(self.batch, field).copy_(getattr(batch, field))
-        self.graph.replay()
-        self.static.hidden_LBMD.copy_(self.after.hidden_LBMD)
-        self.static.document_BM.copy_(self.after.document_BM)
-        return self.loss.detach().clone()
-
-    def _capture(self, batch: Batch) -> None:
-        trainer = self.trainer
-        self.batch = Batch(batch.tokens_BT.clone(), batch.targets_BT.clone(), batch.scored_BT.clone(), None)
-        self.static = trainer.memory
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                loss, _ = trainer.loss_of(self.batch, self.static, float(batch.tokens_BT.numel()))
-                trainer.scaler.scale(loss).backward()
-                trainer.model.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss, self.after = trainer.loss_of(self.batch, self.static, float(batch.tokens_BT.numel()))
-            trainer.scaler.scale(self.loss).backward()
+def _run_again(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Stands in for a CUDA graph on a CPU, for rehearsals."""
+    run()
+    return run
 
 
 def settings_told(sizes: Sizes) -> dict[str, Any]:

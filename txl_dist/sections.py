@@ -221,7 +221,9 @@ class EngineSection(Section):
     """Record forward, loss and backward of a micro-batch once and replay them: for models so small that the host is
     slower than the GPU (stages 0 to 2, without activation_checkpointing)."""
     activation_checkpointing: Annotated[bool, FREE] = False
-    """Recompute each block in the backward pass; bit-identical, slower, smaller."""
+    """Recompute blocks in the backward pass; bit-identical, slower, smaller."""
+    recompute_every: Annotated[PositiveInt, FREE] = 1
+    """With activation_checkpointing: recompute every so many-th block only, and keep the activations of the others."""
     num_threads: Annotated[Count, FREE] = 0
     """CPU threads per rank; 0 means cores // local ranks. OMP_NUM_THREADS, where set, wins over 0."""
     start_timeout_s: Annotated[PositiveInt, FREE] = 1800

@@ -96,12 +96,15 @@ class _WeightedLoss(torch.autograd.Function):
             sums.add(cluster)
         hidden = None if sums.hidden is None else sums.hidden[:-1]
         ctx.save_for_backward(largest, hidden, *(sums.parameters.get(x) for x in parameters))
-        ctx.dtypes = [x.dtype for x in (hidden_SD, *parameters)]
+        ctx.dtypes, ctx.is_spent = [x.dtype for x in (hidden_SD, *parameters)], False
         return (sums.loss[:-1] * weight_S).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_spent:
+            raise RuntimeError("the gradients of the fused softmax were given away by an earlier backward pass")
+        ctx.is_spent = True
         largest, *gradients = ctx.saved_tensors
         if largest is not None or not _is_known_as_one(incoming):
             factor = incoming if largest is None else incoming * largest

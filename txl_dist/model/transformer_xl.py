@@ -32,6 +32,9 @@ from txl_dist.sections import AttentionKernel, ModelSection
 class TransformerXL(nn.Module):
     """The network of Dai et al. 2019, initialised from torch's default generator.
 
+    `recompute_every`: every so many-th block is run again in the backward pass instead of keeping its activations; 0
+    keeps all. `attention` is the setting of that name.
+
     Raises ConfigError if the cutoffs do not fit `vocab_size`.
     """
 
@@ -40,12 +43,12 @@ class TransformerXL(nn.Module):
         model: ModelSection,
         *,
         vocab_size: int,
-        recompute_blocks: bool = False,
+        recompute_every: int = 0,
         attention: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
         check_vocabulary(model, vocab_size=vocab_size)
-        self.section, self.vocab_size, self.recompute_blocks = model, vocab_size, recompute_blocks
+        self.section, self.vocab_size, self.recompute_every = model, vocab_size, recompute_every
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
         biases = [attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
         self.blocks = nn.ModuleList(
@@ -102,9 +105,9 @@ class TransformerXL(nn.Module):
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs = []
-        for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
+        for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden_LBMD, strict=True)):
             inputs.append(hidden)
-            if self.recompute_blocks and self.training:
+            if self.recompute_every and self.training and index % self.recompute_every == 0:
                 hidden = checkpoint(block, hidden, memory_BMD, encoding_KD, visible, use_reentrant=False)
             else:
                 hidden = block(hidden, memory_BMD, encoding_KD, visible)

@@ -150,7 +150,7 @@ class ZeroEngine:
         model = TransformerXL(
             config.model,
             vocab_size=vocab_size,
-            recompute_blocks=config.engine.activation_checkpointing,
+            recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
             attention=config.engine.attention,
         )
         if weights is not None:

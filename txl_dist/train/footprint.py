@@ -87,7 +87,7 @@ def micro_step_bytes(
         model = TransformerXL(
             config.model,
             vocab_size=vocab_size,
-            recompute_blocks=config.engine.activation_checkpointing,
+            recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
             attention="fused" if attention == "auto" else attention,
         )
         if uses_kernels:

@@ -108,6 +108,8 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
         found.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
     if model.div_value > 1 and not model.cutoffs:
         found.append("model.div_value has no effect on widths without model.cutoffs")
+    if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
+        found.append("engine.recompute_every has no effect without engine.activation_checkpointing")
     if config.optim.schedule == "constant" and config.optim.min_lr:
         found.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:

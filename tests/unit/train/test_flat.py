@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def module_of(name: str, *, recompute: bool = False) -> SegmentLoss:
     model = tiny_model(dtype=torch.float64, **VARIANTS[name])
-    model.recompute_blocks = recompute
+    model.recompute_every = int(recompute)
     return SegmentLoss(model)
 
 

@@ -50,7 +50,7 @@ def measure(name: str) -> None:
     train, plan = config.train, plan_batch(config.train, world_size=1)
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)) ** 2 // VOCAB_SIZE
     model = TransformerXL(
-        config.model, vocab_size=VOCAB_SIZE, recompute_blocks=config.engine.activation_checkpointing
+        config.model, vocab_size=VOCAB_SIZE, recompute_every=int(config.engine.activation_checkpointing)
     ).train()
     loss_of, memory = SegmentLoss(model), model.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
     memory = memory._replace(hidden_LBMD=memory.hidden_LBMD.normal_())
