@@ -86,7 +86,7 @@ def deepspeed_config(config: Config, *, plan: BatchPlan, block_len: int, on_gpu:
     DeepSpeed silently ignores misspelt top-level keys; a test holds the keys of this function to those it reads.
     """
     engine, precision = config.engine, config.engine.precision
-    # Not on a CPU, where DeepSpeed would read what gloo still writes; alone there is nothing to exchange.
+    # On a CPU there is no stream to overlap on; a rank alone has nothing to exchange.
     overlaps = on_gpu and plan.world_size > 1
     zero: dict[str, Any] = {
         "stage": engine.zero_stage,
