@@ -15,6 +15,7 @@ the micro-step, nor with activation checkpointing, which asks for the state of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,7 +85,8 @@ class GraphedModule(nn.Module):
             outputs[:] = [*(result.detach() for result in results), *gradients]
             specs[:] = [result_spec]
 
-        with torch.random.fork_rng():  # what follows draws as if nothing had been recorded
+        devices = [scale.device] if scale.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # what follows draws as if nothing had been recorded
             replay = self._record(micro_step)
         return _Graph(static, outputs, specs[0], replay)
 
@@ -98,9 +100,15 @@ def record_on_gpu(run: Callable[[], Any]) -> Callable[[], None]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_memory_pool()):
         run()
     return graph.replay
+
+
+@functools.cache
+def _memory_pool() -> Any:
+    """What recordings allocate from. One will do: they run one after the other, and what they give is kept."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _signature(value: Any) -> Any:
