@@ -100,7 +100,7 @@ def test_at_stage_3_no_more_than_one_layer_is_gathered(tmp_path: Path, world_siz
 def graphed_worker(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     """Per stage and precision: losses (without graphs, with graphs). A stand-in records: it runs again."""
 
-    def record(run: Callable[[], Any]) -> Callable[[], None]:
+    def record(run: Callable[[], Any], *, pool: Any) -> Callable[[], None]:
         run()
         return lambda: run()
 

@@ -74,5 +74,8 @@ class Block(nn.Module):
 
 
 def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:
-    """key_value_BK2NH, head-major in memory: a copy is made anyway, and so attention need not make another."""
+    """key_value_BK2NH, laid out as attention will read it, since a copy is made anyway: on a CPU by heads, on a GPU by
+    positions, whose kernels take keys that lie apart."""
+    if past_BM2NH.is_cuda:
+        return torch.cat([past_BM2NH, new_BT2NH], dim=1)
     return torch.cat([x.permute(2, 3, 0, 1, 4) for x in (past_BM2NH, new_BT2NH)], dim=3).permute(2, 3, 0, 1, 4)

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
+from txl_dist.errors import TrainingError
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
@@ -186,17 +187,17 @@ class ZeroEngine:
         optimizer = self._optimizer
         self._given_norm, self._factor = 0.0, 1.0
         if hasattr(optimizer, "check_overflow"):  # stages 1 to 3; they go on to look at the norm
-            optimizer.check_overflow = lambda partition_gradients=True: None
+            _replace(optimizer, "check_overflow", lambda partition_gradients=True: None)
         if self._stage in (1, 2):
-            self._compute_norm, optimizer.scaled_global_norm = optimizer.scaled_global_norm, lambda: self._given_norm
-            optimizer.unscale_and_clip_grads = lambda gradients, norm: self._rescale(gradients)
+            self._compute_norm = _replace(optimizer, "scaled_global_norm", lambda: self._given_norm)
+            _replace(optimizer, "unscale_and_clip_grads", lambda gradients, norm: self._rescale(gradients))
         elif self._stage == 3:
-            compute_norms, optimizer._get_norm_groups = optimizer._get_norm_groups, lambda: [self._given_norm]
+            compute_norms = _replace(optimizer, "_get_norm_groups", lambda: [self._given_norm])
             self._compute_norm = lambda: _joined_norm(compute_norms())
             groups = optimizer.fp32_partitioned_groups_flat
-            optimizer.unscale_and_clip_grads = lambda index, norm: self._rescale([groups[index].grad])
+            _replace(optimizer, "unscale_and_clip_grads", lambda index, norm: self._rescale([groups[index].grad]))
         elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
-            optimizer.step = self._step_masters
+            _replace(optimizer, "step", self._step_masters)
         if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
@@ -342,6 +343,18 @@ def _loss_scaler(optimizer: Any) -> Any:
     """What keeps the loss scale in fp16, or None: under one name in ZeRO, another at stage 0."""
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     return scaler if getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False) else None
+
+
+def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a method of ours in the place of DeepSpeed's, and return that. Raises TrainingError if it has none."""
+    original: Callable[..., Any] | None = getattr(optimizer, name, None)
+    if original is None:
+        raise TrainingError(
+            f"DeepSpeed's {type(optimizer).__name__} has no {name} any more, without which gradients would not be "
+            "clipped. Install the version that constraints.txt names."
+        )
+    setattr(optimizer, name, method)
+    return original
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:

@@ -77,8 +77,6 @@ class FlatModule(nn.Module):
             for owner in (owner for places in self._owners[-1] for owner in places):
                 del owner.module._parameters[owner.leaf]
         self.stored += stored_whole(module, prefix=prefix)
-        with torch.no_grad():
-            self._install()
 
     def forward(self, *arguments: Any) -> Any:
         """What the module gives."""
@@ -105,6 +103,9 @@ def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
 def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter of the model, as views."""
     for tensor, slots in stored:
+        if not tensor.numel():  # ZeRO-3 has taken it away
+            yield from ((slot.name, tensor.detach()) for slot in slots)
+            continue
         for slot in slots:
             yield slot.name, tensor.detach().view(-1)[slot.start : slot.stop].view(slot.shape)
 

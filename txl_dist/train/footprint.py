@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from txl_dist.config import BatchPlan, Config
+from txl_dist.infer.bundle import DTYPES
+from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.flops import count_parameters
+from txl_dist.model.kernels.launch import mismatch
 from txl_dist.model.memory import empty_memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.text.clusters import ClusterRows
 from txl_dist.train.engine import BUCKET_LEN
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def bytes_per_rank(
@@ -82,13 +83,15 @@ def micro_step_bytes(
     `keeps_gradients`: they count from where they are made to the end; else only until they are added to others.
     """
     dtype, attention = DTYPES[config.engine.precision], config.engine.attention
-    uses_kernels = attention == "triton" or (attention == "auto" and on_gpu and dtype != torch.float32)
+    is_relative = config.model.positions == "relative"
+    unfit = mismatch(dtype, head_width=config.model.head_width, has_position_bias=is_relative)
+    uses_kernels = attention in ("auto", "triton") and on_gpu and unfit is None
     with FakeTensorMode(), _made_in(dtype):
         model = TransformerXL(
             config.model,
             vocab_size=vocab_size,
             recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
-            attention="fused" if attention == "auto" else attention,
+            attention="plain" if attention == "plain" else "fused",
         )
         if uses_kernels:
             for block in model.blocks:
@@ -100,7 +103,8 @@ def micro_step_bytes(
             width=config.model.width,
             dtype=dtype,
         )
-        batch = _batch(model, config, lanes=plan.microbatch_lanes, cluster_shares=cluster_shares)
+        multiple = ROWS_MULTIPLE["cuda" if on_gpu else "cpu"]
+        batch = _batch(model, config, lanes=plan.microbatch_lanes, cluster_shares=cluster_shares, multiple=multiple)
         if not keeps_gradients:
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(_drop)
@@ -174,14 +178,16 @@ class _KernelLike(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:4])
 
 
-def _batch(model: TransformerXL, config: Config, *, lanes: int, cluster_shares: Sequence[float]) -> Batch:
+def _batch(
+    model: TransformerXL, config: Config, *, lanes: int, cluster_shares: Sequence[float], multiple: int
+) -> Batch:
     """Ids without values, and partitions of the size that these shares make."""
     shape, num_tokens = (lanes, config.train.segment_len), lanes * config.train.segment_len
 
     def partition(num_clusters: int) -> tuple[ClusterRows, ...] | None:
         if num_clusters == 1:
             return None
-        sizes = [128 * max(1, -(-int(num_tokens * share) // 128)) for share in cluster_shares]
+        sizes = [multiple * max(1, -(-int(num_tokens * share) // multiple)) for share in cluster_shares]
         return tuple(ClusterRows(*(torch.empty(size, dtype=torch.int64) for _ in range(2))) for size in sizes)
 
     ids_BT = torch.empty(shape, dtype=torch.int64)

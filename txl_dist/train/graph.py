@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from txl_dist.log import logger
+
 MAX_GRAPHS = 16
 WARM_UPS = 3
 """Runs before the recording, in which libraries choose and allocate what they will use."""
@@ -47,7 +49,10 @@ class GraphedModule(nn.Module):
         """`scale` is what the loss will be multiplied by before the backward pass."""
         super().__init__()
         self.module = module
-        self._scale, self._record = scale, record or record_on_gpu
+        # One pool of memory will do: recordings run one after the other, and what they give is kept.
+        pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self._scale, self._record = scale, record or functools.partial(record_on_gpu, pool=pool)
+        self._is_full = False
         self._graphs: dict[Any, _Graph] = {}
 
     def forward(self, *arguments: Any) -> Any:
@@ -55,7 +60,12 @@ class GraphedModule(nn.Module):
         values, spec = tree_flatten(arguments)
         key = (spec, *(_signature(value) for value in values))
         is_known = key in self._graphs
-        if not self.training or not torch.is_grad_enabled() or (not is_known and len(self._graphs) >= MAX_GRAPHS):
+        if not self.training or not torch.is_grad_enabled():
+            return self.module(*arguments)
+        if not is_known and len(self._graphs) >= MAX_GRAPHS:
+            if not self._is_full:
+                logger.warning("engine.cuda_graph: more than %d shapes; other ones run without a graph", MAX_GRAPHS)
+            self._is_full = True
             return self.module(*arguments)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         scale = torch.full((), self._scale(), dtype=torch.float32, device=parameters[0].device)
@@ -91,8 +101,8 @@ class GraphedModule(nn.Module):
         return _Graph(static, outputs, specs[0], replay)
 
 
-def record_on_gpu(run: Callable[[], Any]) -> Callable[[], None]:
-    """Record a function on the current GPU; all recordings share one pool of memory."""
+def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], None]:
+    """Record a function on the current GPU, with memory from a pool that recordings may share."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -100,15 +110,10 @@ def record_on_gpu(run: Callable[[], Any]) -> Callable[[], None]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool()):
+    # The reader thread goes on pinning memory meanwhile, which may not make this recording fail.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph.replay
-
-
-@functools.cache
-def _memory_pool() -> Any:
-    """What recordings allocate from. One will do: they run one after the other, and what they give is kept."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _signature(value: Any) -> Any:

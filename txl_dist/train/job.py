@@ -11,7 +11,9 @@ from txl_dist.data.corpus import Corpus, Split, open_corpus
 from txl_dist.data.position import StreamState, first_state
 from txl_dist.data.storage import StorageSettings
 from txl_dist.errors import ConfigError
+from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
+from txl_dist.model.kernels.launch import mismatch
 from txl_dist.rng import derive_seed
 
 
@@ -94,11 +96,15 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         )
     if config.engine.cuda_graph and device.type == "cpu":
         raise ConfigError("engine.cuda_graph=True needs a GPU. Leave it out on a CPU.")
-    if config.engine.attention == "triton" and (device.type == "cpu" or config.engine.precision == "fp32"):
-        raise ConfigError(
-            f"engine.attention=triton computes in bf16 or fp16 on a GPU; this run would be {config.engine.precision} "
-            f"on {device.type}. Use --engine.attention auto, which takes the kernels wherever they fit."
-        )
+    if config.engine.attention == "triton":
+        model, dtype = config.model, DTYPES[config.engine.precision]
+        unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.positions == "relative")
+        unfit = unfit or (None if device.type == "cuda" else f"it runs on a GPU and this run on the {device.type}")
+        if unfit is not None:
+            raise ConfigError(
+                f"engine.attention=triton cannot run: {unfit}. Use --engine.attention auto, which takes the kernels "
+                "wherever they fit."
+            )
 
 
 def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
@@ -110,6 +116,8 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
         found.append("model.div_value has no effect on widths without model.cutoffs")
     if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
         found.append("engine.recompute_every has no effect without engine.activation_checkpointing")
+    if model.positions == "absolute" and config.engine.attention != "auto":
+        found.append("engine.attention has no effect on absolute positions, which torch's own attention computes")
     if config.optim.schedule == "constant" and config.optim.min_lr:
         found.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:

@@ -12,6 +12,7 @@ Shapes: B lanes, T queries, K keys, N heads, H head width.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -68,21 +69,31 @@ class Chunk(NamedTuple):
     num_heads: int
 
 
+def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
+    """Why the kernels cannot compute attention of this kind on any device; None if they can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bf16 or fp16 and the model in {str(dtype).removeprefix('torch.')}"
+    if head_width > MAX_HEAD_WIDTH:
+        return f"the head width {head_width} is over {MAX_HEAD_WIDTH}"
+    if not has_position_bias:
+        return "it knows sinusoids of the distance only"
+    return None
+
+
 def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
     """Why the kernels cannot compute attention of these queries; None if they can."""
     if not query_BTNH.is_cuda:
         return f"it runs on a CUDA device and the model is on {query_BTNH.device}"
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed"
-    if query_BTNH.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 or fp16 and the model in {str(query_BTNH.dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(query_BTNH.device) < (8, 0):
         return f"{torch.cuda.get_device_name(query_BTNH.device)} is older than Ampere (compute capability 8.0)"
-    if query_BTNH.shape[-1] > MAX_HEAD_WIDTH:
-        return f"the head width {query_BTNH.shape[-1]} is over {MAX_HEAD_WIDTH}"
-    if not has_position_bias:
-        return "the encodings of distances are learned, which it does not know"
-    return None
+    return mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def triton_relative_attention(

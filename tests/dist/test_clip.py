@@ -1,0 +1,94 @@
+"""Clipping and the loss scale are one factor of our own: SGD, unlike Adam, would feel it if that were wrong."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import VOCAB_SIZE, tiny_config
+from txl_dist.config import plan_batch
+from txl_dist.data.stream import plain_segment
+from txl_dist.dist import Ranks
+from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.rng import derive_seed
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine import ZeroEngine
+
+NUM_STEPS, LR = 3, 0.5
+CLIP_NORMS = {"off": 0.0, "below": 0.05, "above": 1e4}
+"""Beside gradient norms of about 1."""
+
+
+def config_of(stage: int, clip_norm: float) -> Any:
+    return tiny_config(
+        engine={"zero_stage": stage},
+        optim={"name": "sgd", "clip_norm": clip_norm},
+        train={"num_lanes": 2, "microbatch_lanes": 2},
+    )
+
+
+def plain_weights(config: Any) -> dict[str, Tensor]:
+    """After the same steps with torch alone."""
+    torch.manual_seed(derive_seed(config.run.seed, "init"))
+    module = SegmentLoss(TransformerXL(config.model, vocab_size=VOCAB_SIZE))
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    memory = module.model.empty_memory(num_lanes=2, memory_len=12)
+    for batch in batches(module.model):
+        loss, memory = module(batch, memory, 16.0)
+        loss.backward()
+        if config.optim.clip_norm:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), config.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("model."): value.detach() for name, value in module.named_parameters()}
+
+
+def batches(model: TransformerXL) -> list[Any]:
+    ids = torch.randint(0, VOCAB_SIZE, (NUM_STEPS, 2, 9), generator=torch.Generator().manual_seed(1)).numpy()
+    return [batch_maker(model, mask_documents=False).batch(plain_segment(one)) for one in ids]
+
+
+def clipping_worker(ranks: Ranks, stage: int) -> dict[str, float]:
+    """Per kind of clipping the largest distance of a weight from that of plain torch, in units of how far it moved."""
+    found = {}
+    for name, clip_norm in CLIP_NORMS.items():
+        config = config_of(stage, clip_norm)
+        engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks)
+        begin = {one.parameter: one.values["weight"].clone() for one in engine.fragments()}
+        memory = engine.empty_memory(num_lanes=2, memory_len=12)
+        for batch in batches(engine.model):
+            _, memory = engine.micro_step(batch, memory, normalizer=16.0)
+            engine.step(lr=LR, grad_norm=float(engine.grad_norm()))
+        expected, moved, off = plain_weights(config), 0.0, 0.0
+        for one in engine.fragments():
+            target = expected[one.parameter].view(-1)
+            moved = max(moved, float((target - begin[one.parameter]).abs().max()))
+            off = max(off, float((target - one.values["weight"]).abs().max()))
+        found[name] = off / moved
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_move_as_with_plain_torch_whatever_is_clipped(tmp_path: Path, stage: int) -> None:
+    found = run_ranks(clipping_worker, stage, world_size=1, folder=tmp_path)[0]
+    assert found.keys() == CLIP_NORMS.keys()
+    assert {name: off for name, off in found.items() if not off < 1e-4} == {}
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(2.0, 0.5 / 2.0), (0.1, 1.0)])
+def test_the_factor_holds_clipping_and_loss_scale(norm: float, factor: float) -> None:
+    engine = ZeroEngine.__new__(ZeroEngine)
+    engine._optimizer = SimpleNamespace(loss_scale=1024.0, param_groups=[{}])
+    engine._base_optimizer, engine._clip_norm = object(), 0.5
+    engine._engine = SimpleNamespace(step=lambda: None)
+    engine.step(lr=0.1, grad_norm=norm)
+    assert engine._factor == pytest.approx(factor / 1024.0, rel=1e-5)
+    assert engine._given_norm == norm * 1024.0
+    gradients = [torch.full((2,), 1024.0)]
+    engine._rescale(gradients)
+    assert gradients[0].tolist() == pytest.approx([factor] * 2, rel=1e-5)
