@@ -11,7 +11,9 @@ from txl_dist.data.corpus import Split
 from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState
 from txl_dist.dist import uses_gpu
+from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
+from txl_dist.model.kernels.launch import obstacle
 from txl_dist.text.clusters import cluster_edges
 from txl_dist.train.footprint import bytes_per_rank
 from txl_dist.train.initial import initial_weights
@@ -28,8 +30,23 @@ def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Itera
     parameters = count_parameters(config.model, vocab_size=vocab_size)
     yield (
         f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
-        f"ZeRO-{engine.zero_stage}, {engine.precision}"
+        f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
     )
+
+
+def _attention(config: Config) -> str:
+    """How it will be computed, and on a GPU why not by the kernels."""
+    model, chosen = config.model, config.engine.attention
+    if model.positions == "absolute":
+        return "by torch"
+    if chosen != "auto":
+        return chosen
+    shape, device = (1, 1, model.num_heads, model.head_width), torch.device("cuda" if uses_gpu() else "cpu")
+    query = torch.empty(shape, dtype=DTYPES[config.engine.precision], device=device)
+    reason = obstacle(query, has_position_bias=model.positions == "relative")
+    if reason is None:
+        return "triton"
+    return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
 
 
 def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamState, step: int = 0) -> Iterator[str]:
