@@ -1,11 +1,14 @@
-"""A whole training step beside the peers': `python tools/bench_step.py --peer-original DIR [--peer-nvidia DIR]`.
+"""A whole training step beside the peers'.
+
+    python tools/bench_step.py --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface]
 
 Four layers of width 256 with 4 heads, feed-forward 1024, T = M = 128, 8 lanes, and an adaptive softmax over 60,000
 words (cutoffs 10k, 20k, 40k, tied, one table); forward, loss, backward, clipping, Adam; fp32, one thread, no dropout.
 All begin with the original's weights, brought over by `txl_dist.convert`, and must give its losses over 8 steps.
 
-    x by min, x by median   how many times faster than the base line: the original, or without it our plain twin
+    x by min, x by median   how many times faster than the base line: the first of those in the table
     peak MiB                what the first two steps add to the weights, in a fresh process
+    original, fused Adam    theirs with torch's fused Adam, which ours use: what of the gain is not the optimizer's
     loss error              largest relative distance from the base line's loss over 8 steps, each on its own weights
     ops, syncs              operations dispatched in a step, and those among them that wait for a GPU
 """
@@ -29,9 +32,9 @@ from measuring import (
     rows,
     write_json,
 )
-from peers import nvidia, original
+from peers import huggingface, nvidia, original
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
+from trainers import HuggingFaceTrainer, OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
 from txl_dist.sections import ModelSection
 
@@ -61,9 +64,13 @@ def makers(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, Callable[[]
     weights = theirs.imported().weights if theirs else None
     if arguments.peer_original:
         made["original"] = lambda: PeerTrainer(original(arguments.peer_original), sizes)
+        made["original, fused Adam"] = lambda: PeerTrainer(original(arguments.peer_original), sizes, fused=True)
     if arguments.peer_nvidia:
         own = PeerTrainer(nvidia(arguments.peer_nvidia), sizes, nvidia=True)
         made["nvidia"] = lambda: own.begin_as(theirs) if theirs else own
+    if arguments.peer_huggingface:
+        transfo_xl = huggingface()
+        made["huggingface"] = lambda: HuggingFaceTrainer(transfo_xl, sizes, weights=weights)
     made["ours, plain attention"] = lambda: OurTrainer(sizes, attention="plain", weights=weights)
     made["ours"] = lambda: OurTrainer(sizes, attention="fused", weights=weights)
     return made
@@ -103,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--peer-nvidia", type=Path, metavar="DIR", help="folder `pytorch` of NVIDIA's code")
+    parser.add_argument("--peer-huggingface", action="store_true", help="TransfoXL of the installed transformers")
     parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()

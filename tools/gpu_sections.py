@@ -114,8 +114,9 @@ def inputs_of(shape: Shape, *, dtype: torch.dtype, device: str, documents: bool 
         document_BT[:, T // 2 :] = 1
     visible = visible_keys(Memory(torch.empty(0, device=device), document_BM), document_BT)
     K = T + M
-    drawn = (draw(B, T, N, H), draw(B, K, N, H), draw(B, K, N, H), draw(K, N, H), draw(N, H), draw(N, H))
-    return Inputs(*drawn, visible)
+    # Keys and values lie as the model has them on a GPU: side by side, as their one projection makes them.
+    key, value = (x.requires_grad_() for x in draw(B, K, 2, N, H).detach().unbind(2))
+    return Inputs(draw(B, T, N, H), key, value, draw(K, N, H), draw(N, H), draw(N, H), visible)
 
 
 def ceilings(*, device: str, rehearse: bool) -> list[Row]:
@@ -286,6 +287,8 @@ def _timed(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | None
             loss = trainer.step(given[number % len(given)])
         assert math.isfinite(float(loss)), "the loss is not finite"
 
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # a try with more lanes, which did not fit, has left its own peak
     step_ms = min(milliseconds(some) for _ in range(2)) / steps
     flops = flops_per_token(
         sizes.model,

@@ -1,4 +1,4 @@
-"""The peers' code, imported from a folder that the user has: the authors' PyTorch and NVIDIA's.
+"""The peers' code, imported from where the user has it: the authors' PyTorch, NVIDIA's, and Hugging Face's.
 
     theirs = original("transformer-xl/pytorch")
     layer = theirs.model.RelPartialLearnableDecoderLayer(...)        # mem_transformer.py
@@ -6,11 +6,12 @@
 
 Nothing of it is copied here. Source text is changed while it is imported, only as far as today's torch demands:
 
-    original  proj_adaptive_softmax.py   CUDA_MAJOR and _MINOR, which nothing reads, fail where torch has no CUDA: 0
-              mem_transformer.py         masks made with `.byte()` are made with `.bool()`: masked_fill demands it
-    nvidia    utils/__init__.py          is not run: it imports what only their trainer needs (dllogger, pynvml)
+    original     proj_adaptive_softmax.py   CUDA_MAJOR and _MINOR, which nothing reads, fail where torch has no CUDA: 0
+                 mem_transformer.py         masks made with `.byte()` are made with `.bool()`: masked_fill demands it
+    nvidia       utils/__init__.py          is not run: it imports what only their trainer needs (dllogger, pynvml)
+    huggingface  modeling_transfo_xl.py    `type_as(dtype=...)`, which torch refuses, is what it means: `to(dtype=...)`
 
-Both have modules of the same names; each peer's are taken out of `sys.modules` again, so both can be used at once.
+The first two have modules of the same names, which are taken out of `sys.modules` again: both can be used at once.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Peer(NamedTuple):
     """A peer's modules."""
 
     model: ModuleType
-    """mem_transformer.py"""
+    """mem_transformer.py, or modeling_transfo_xl.py"""
     softmax: ModuleType
-    """utils/proj_adaptive_softmax.py"""
+    """utils/proj_adaptive_softmax.py, or modeling_transfo_xl_utilities.py"""
 
 
 def original(folder: str | Path) -> Peer:
@@ -61,6 +62,24 @@ def nvidia(folder: str | Path) -> Peer:
         return Peer(model, sys.modules["utils.proj_adaptive_softmax"])
 
 
+def huggingface() -> Peer:
+    """TransfoXL of the installed transformers. Raises ConfigError if there is none, or one without it."""
+    package = "transformers.models.deprecated.transfo_xl"
+    try:
+        spec = importlib.util.find_spec(package)
+    except ImportError as error:  # none, or one that its own dependencies are too new for
+        raise ConfigError(f"transformers cannot be imported ({error}). {_REMEDY}") from error
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"the installed transformers has no TransfoXL any more. {_REMEDY}")
+    patches = [(r"\.type_as\((?=\s*dtype=)", ".to(")]
+    model = _load(f"{package}.modeling_transfo_xl", Path(spec.submodule_search_locations[0]), patches)
+    sys.modules["transformers"].logging.set_verbosity_error()  # it finds fault with its own deprecated class
+    return Peer(model, sys.modules[f"{package}.modeling_transfo_xl_utilities"])
+
+
+_REMEDY = "Install transformers==4.46.3 with the tokenizers that it asks for."
+
+
 class _Patched(importlib.machinery.SourceFileLoader):
     """Reads a source file with replacements; lines stay where they are, so that tracebacks are true."""
 
@@ -77,7 +96,7 @@ class _Patched(importlib.machinery.SourceFileLoader):
 
 
 def _load(name: str, folder: Path, patches: Patches = ()) -> ModuleType:
-    path = folder / f"{name}.py"
+    path = folder / f"{name.rpartition('.')[2]}.py"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Patched(name, path, patches))
     assert spec is not None
     assert spec.loader is not None

@@ -4,24 +4,30 @@
 
 A step is forward, loss, backward, clipping to 0.25 and Adam, with the memory kept between steps. The peers are run as
 their train.py runs them: `zero_grad`, the mean of the losses, torch's default Adam; NVIDIA's in fp16 under autocast
-with a GradScaler, but with Adam for its lamb. Ours: `SegmentLoss`, batches as the reader thread makes them (here on
-the training thread), torch's fused Adam; in half precision over fp32 masters, as ZeRO keeps them. Distribution is no
-part of this (see bench_engine.py).
+with a GradScaler, but with Adam for its lamb; Hugging Face's as the original's. Ours: `SegmentLoss`, batches as the
+reader thread makes them (here on the training thread), torch's fused Adam; in half precision over fp32 masters, as ZeRO
+keeps them. Distribution is no part of this (see bench_engine.py).
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from peers import Peer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from txl_dist.config import Config
 from txl_dist.convert.checks import Imported
+from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.original import OriginalSettings, model_of
+from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.data.stream import plain_segment
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.flops import has_projections
@@ -73,10 +79,18 @@ def zipf_segments(sizes: Sizes, *, seed: int = 0) -> Iterator[np.ndarray]:
 
 
 class PeerTrainer:
-    """The original's code, or with `nvidia` theirs; `half` is autocast to fp16 with loss scaling."""
+    """The original's code, or with `nvidia` theirs; `half` is autocast to fp16 with loss scaling. `fused` is torch's
+    fused Adam, which ours use, in place of the default one of their train.py."""
 
     def __init__(
-        self, peer: Peer, sizes: Sizes, *, device: str = "cpu", nvidia: bool = False, half: bool = False
+        self,
+        peer: Peer,
+        sizes: Sizes,
+        *,
+        device: str = "cpu",
+        nvidia: bool = False,
+        half: bool = False,
+        fused: bool = False,
     ) -> None:
         self.sizes, self.device, self.nvidia, self.half = sizes, device, nvidia, half
         torch.manual_seed(0)
@@ -88,7 +102,7 @@ class PeerTrainer:
         self.model = peer.model.MemTransformerLM(**arguments)
         _initialize(self.model, sizes.model)
         self.model.to(device).train()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE, fused=fused)
         self.scaler = torch.amp.GradScaler(device) if half else None
         self.memory: Any = None if nvidia else ()
 
@@ -133,6 +147,54 @@ class PeerTrainer:
             ties_are_listed=not self.nvidia,
             where="the benchmark",
         )
+
+
+class HuggingFaceTrainer:
+    """Hugging Face's TransfoXL in fp32, with our weights, exported: those given, or those that `OurTrainer` draws.
+
+    Its own forward with labels trains on T - 1 of T targets. So its two halves are called one after the other, the
+    second with a position that it drops again: all T are trained on, as by the others.
+    """
+
+    def __init__(
+        self, peer: Peer, sizes: Sizes, *, device: str = "cpu", weights: dict[str, Tensor] | None = None
+    ) -> None:
+        self.device = device
+        ours = OurTrainer(sizes, attention="plain", weights=weights).model
+        with tempfile.TemporaryDirectory() as folder:
+            export_huggingface(
+                Path(folder),
+                weights=ours.state_dict(),
+                model=sizes.model,
+                tokenizer=identity_tokenizer(sizes.vocab_size),
+                dtype="fp32",
+                segment_len=sizes.segment_len,
+                memory_len=sizes.memory_len,
+            )
+            exported = load_file(Path(folder, "model.safetensors"))
+            config = peer.model.TransfoXLConfig.from_pretrained(folder, local_files_only=True)
+        # The model's own `from_pretrained` would give every layer biases of its own, in place of the shared ones.
+        self.model: Any = peer.model.TransfoXLLMHeadModel(config)
+        missing, left_over = self.model.load_state_dict(exported, strict=False)
+        assert not left_over, left_over
+        assert all(name.startswith("crit.out_") for name in missing), missing  # tied
+        self.model.to(device).train()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        # Given none it would attend to zeros in the first segment.
+        nothing = torch.zeros(0, sizes.num_lanes, sizes.model.width, device=device)
+        self.memory = [nothing] * sizes.model.num_layers
+
+    def step(self, ids: np.ndarray) -> Tensor:
+        """See `Trainer`."""
+        ids_BS = torch.from_numpy(ids).to(self.device, non_blocking=True)
+        self.model.zero_grad()
+        output = self.model.transformer(ids_BS[:, :-1], mems=self.memory)
+        self.memory = output.mems
+        loss: Tensor = self.model.crit(F.pad(output.last_hidden_state, (0, 0, 0, 1)), ids_BS).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        return loss.detach()
 
 
 class OurTrainer:

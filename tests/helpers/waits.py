@@ -21,7 +21,10 @@ WAITING = {
 
 
 class Waits(TorchDispatchMode):
-    """A context that counts operations, and keeps the place of each that waits. It does not see `Tensor.tolist`."""
+    """A context that counts operations, and keeps the place of each that waits.
+
+    It does not see `tolist`, nor `numpy` and `cpu` of a tensor that is on the CPU already.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, segment_losses, tiny_model
 from txl_dist.model.flops import count_parameters
@@ -242,6 +244,32 @@ def test_gradients_of_microbatches_add_up_to_those_of_the_batch() -> None:
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert (parameter.grad - whole[key]).abs().max() <= 1e-12, key
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_only_an_untied_embedding_makes_a_dense_gradient_of_its_own(is_tied: bool) -> None:
+    model = tiny_model(tie_weights=is_tied)
+    batch = Batch(random_tokens(2, 6, seed=1), random_tokens(2, 6, seed=2), torch.ones(2, 6), None)
+    memory = model.empty_memory(num_lanes=2, memory_len=4)
+    with Operations() as operations:
+        SegmentLoss(model)(batch, memory, 12.0)[0].backward()
+    assert operations.counts["aten::embedding_dense_backward"] == (0 if is_tied else 1)
+    gradient = model.embedding.weight(0).grad
+    assert gradient is not None
+    assert gradient.layout == torch.strided
+    assert (gradient[batch.tokens_BT] != 0).any(-1).all()
 
 
 @pytest.mark.parametrize(

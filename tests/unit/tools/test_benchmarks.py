@@ -32,6 +32,14 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
     assert float(str(ours["loss error"])) < 1e-6
 
 
+def test_without_transformers_its_peer_says_what_to_install() -> None:
+    program = "import sys; sys.modules['transformers'] = None; import peers; peers.huggingface()"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 1
+    assert "Install transformers==4.46.3" in result.stderr.splitlines()[-1]
+
+
 def test_everything_for_a_gpu_can_be_rehearsed_and_a_section_that_fails_is_recorded(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     sections = ("ceilings", "exact", "kernels", "step:wt103_large", "precision")

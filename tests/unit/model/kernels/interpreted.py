@@ -9,7 +9,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -143,12 +145,11 @@ def relative_errors(name: str) -> dict[str, float]:
     use_tiles(case)
     torch.manual_seed(7)
     measured = outcome(launch.triton_relative_attention, case, case.dtype)
-    if case.dropout:
-        torch.manual_seed(7)
-        kept_NBTK = drawn_mask(case, torch.randint(2**63 - 1, (1,))).transpose(0, 1)
-        keep_rate = 1 - round(case.dropout * launch.KEEP_LEVELS) / launch.KEEP_LEVELS
-        twin.F.dropout = lambda probabilities, rate, training: probabilities * kept_NBTK / keep_rate
-    exact = outcome(twin.relative_attention, case, torch.float64)
+    torch.manual_seed(7)
+    kept_NBTK = drawn_mask(case, torch.randint(2**63 - 1, (1,))).transpose(0, 1)
+    keep_rate = 1 - round(case.dropout * launch.KEEP_LEVELS) / launch.KEEP_LEVELS
+    with mock.patch.object(twin.F, "dropout", lambda weights, rate, training: weights * kept_NBTK / keep_rate):
+        exact = outcome(twin.relative_attention, case, torch.float64)
     return {output: relative_error(a, b) for output, a, b in zip(OUTPUTS, measured, exact, strict=True)}
 
 
@@ -159,15 +160,19 @@ def relative_error(measured: Tensor, exact: Tensor) -> float:
 
 
 def dropout_rates() -> dict[str, float]:
-    """Part of probabilities that is kept, at a rate of 0.15: in all, and the least and the most of any column."""
-    mask = drawn_mask(Case(256, 256, B=2, dropout=0.15), torch.tensor([3])).double()
-    columns = mask.mean((0, 1, 2))
-    same = (mask[0] == mask[1]).double().mean()
+    """Part of probabilities that is kept, at a rate of 0.15: in all, and the least and the most of any column.
+
+    And the part of places at which two heads, of one lane or of two, do the same: the least and the most of any pair.
+    """
+    mask_BNTK = drawn_mask(Case(256, 256, B=2, N=2, dropout=0.15), torch.tensor([3])).double()
+    columns = mask_BNTK.mean((0, 1, 2))
+    alike = [(a == b).double().mean().item() for a, b in combinations(mask_BNTK.flatten(0, 1), 2)]
     return {
-        "all": mask.mean().item(),
+        "all": mask_BNTK.mean().item(),
         "least": columns.min().item(),
         "most": columns.max().item(),
-        "lanes": same.item(),
+        "least_alike": min(alike),
+        "most_alike": max(alike),
     }
 
 

@@ -56,13 +56,14 @@ def test_in_bf16_they_differ_by_its_rounding(found: FOUND) -> None:
     assert {output: error for output, error in found["bf16"].items() if not error < 2e-2} == {}
 
 
-def test_dropout_keeps_the_rate_everywhere_and_differs_between_lanes(found: FOUND) -> None:
+def test_dropout_keeps_the_rate_everywhere_and_differs_between_lanes_and_heads(found: FOUND) -> None:
     rates = found["dropout_rates"]
     assert rates["all"] == pytest.approx(0.85, abs=0.005)
-    # 512 drawings in a column: a standard deviation is 0.016.
-    assert rates["least"] > 0.77
-    assert rates["most"] < 0.93
-    assert rates["lanes"] == pytest.approx(0.85**2 + 0.15**2, abs=0.01)
+    # A column of all lanes and heads is 1024 drawings: a standard deviation is 0.011.
+    assert rates["least"] > 0.78
+    assert rates["most"] < 0.92
+    assert rates["least_alike"] == pytest.approx(0.85**2 + 0.15**2, abs=0.01)
+    assert rates["most_alike"] == pytest.approx(0.85**2 + 0.15**2, abs=0.01)
 
 
 def test_recomputation_makes_the_same_dropout_again(found: FOUND) -> None:
