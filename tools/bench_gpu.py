@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from gpu_sections import CODES, RECIPES, Row, ceilings, exact, kernels, precision, step
-from measuring import print_table
+from measuring import print_table, without_nan
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PLAIN_SECTIONS = {"ceilings": ceilings, "exact": exact, "kernels": kernels, "precision": precision}
@@ -104,11 +104,14 @@ def main() -> int:
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--code", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    known = {section.split(":")[0] for section, _ in jobs([])} | {section for section, _ in jobs([])}
+    if unknown := set(arguments.only) - known:
+        parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(sorted(known))}")
     if not arguments.rehearse and not torch.cuda.is_available():
         print("bench_gpu: there is no GPU here; --rehearse tries the program on a CPU", file=sys.stderr)
         return 1
     if arguments.child:
-        print(json.dumps(child(arguments)))
+        print(json.dumps(without_nan(child(arguments))))
         return 0
     for section, rows in measure(arguments).items():
         print_table(section, aligned(rows))

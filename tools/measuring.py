@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -143,10 +144,21 @@ def write_json(path: Path, tables: Mapping[str, Iterable[Mapping[str, object]]],
     """All tables by title, with what they were measured on."""
     content = {"torch": torch.__version__, "threads": torch.get_num_threads(), **facts}
     content["tables"] = {title: list(table) for title, table in tables.items()}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(without_nan(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def without_nan(value: Any) -> Any:
+    """The same with null for what is not finite: JSON has no NaN."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "-"
     if not isinstance(value, float):
         return str(value)
     if value and abs(value) < 1e-3:
