@@ -76,7 +76,7 @@ def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) ->
     if head_width > MAX_HEAD_WIDTH:
         return f"the head width {head_width} is over {MAX_HEAD_WIDTH}"
     if not has_position_bias:
-        return "it knows sinusoids of the distance only"
+        return "it knows sinusoids of the distance, not encodings that are learned"
     return None
 
 

@@ -58,12 +58,12 @@ def test_a_model_on_a_gpu_is_told_what_stands_in_the_way(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(launch, "_has_triton", lambda: True)
     found = obstacle(query, has_position_bias=has_position_bias)
     assert found is None if reason is None else found is not None and reason in found
 
 
 def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "_has_triton", lambda: False)
     assert obstacle(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"
