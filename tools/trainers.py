@@ -29,7 +29,7 @@ from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.data.stream import plain_segment
-from txl_dist.infer.bundle import copy_weights
+from txl_dist.infer.bundle import DTYPES, copy_weights
 from txl_dist.model.flops import has_projections
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
@@ -37,7 +37,6 @@ from txl_dist.train.batch import batch_maker, pinned, to_device
 from txl_dist.train.graph import GraphedModule, record_on_gpu
 
 CLIP_NORM, LEARNING_RATE = 0.25, 2.5e-4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Sizes(NamedTuple):

@@ -163,10 +163,10 @@ class ZeroEngine:
         if config.engine.zero_stage == 3 or config.optim.name == "lamb":
             self.stored = stored_whole(module, prefix=_PREFIX)
         else:
-            flat = FlatModule(module, prefix=_PREFIX)
-            self.stored = flat.stored
-            shared = 1 / plan.num_microbatches
-            module = GraphedModule(flat, scale=lambda: shared * self._scale()) if config.engine.cuda_graph else flat
+            module = FlatModule(module, prefix=_PREFIX)
+            self.stored = module.stored
+        if config.engine.cuda_graph:
+            module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
         if self._stage == 3:
             deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
