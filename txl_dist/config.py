@@ -8,14 +8,14 @@ The sections themselves, and what each setting means, are in `sections`. This mo
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -35,6 +35,7 @@ from txl_dist.sections import (
     Section,
     TrainSection,
 )
+from txl_dist.suggest import did_you_mean
 
 
 class Config(Section):
@@ -192,7 +193,8 @@ def load_config(path: str | Path) -> Config:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.") from error
+        hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
     return config_from_dict(values, source=str(path))
 
 
@@ -212,7 +214,7 @@ def config_to_toml(config: Config) -> str:
 
 def config_fingerprint(config: Config) -> str:
     """sha256 over the frozen settings: equal for two configs that may continue one another."""
-    frozen = {key: value for key, value in _flatten(config) if resume_policy(key) == "frozen"}
+    frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}
     return hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
 
 
@@ -227,11 +229,9 @@ class Change(NamedTuple):
 
 def config_changes(old: Config, new: Config) -> list[Change]:
     """All settings in which `new` differs from `old`, each with its resume policy."""
-    new_values = dict(_flatten(new))
+    new_values = dict(flat(new))
     return [
-        Change(key, value, new_values[key], resume_policy(key))
-        for key, value in _flatten(old)
-        if new_values[key] != value
+        Change(key, value, new_values[key], resume_policy(key)) for key, value in flat(old) if new_values[key] != value
     ]
 
 
@@ -244,7 +244,8 @@ def _sections() -> dict[str, type[Section]]:
     return {name: type(info.default) for name, info in Config.model_fields.items()}
 
 
-def _flatten(config: Config) -> Iterator[tuple[str, Any]]:
+def flat(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every `section.key` with its value."""
     for section, values in config.model_dump(mode="json").items():
         for key, value in values.items():
             yield f"{section}.{key}", value
@@ -258,15 +259,41 @@ def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
 
 
 def _explain(error: ValidationError, source: str) -> Iterator[str]:
-    names = setting_names()
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] != "extra_forbidden":
-            yield f"{source}: {name} = {problem['input']!r}: {problem['msg']}."
+        if problem["type"] == "extra_forbidden":
+            yield f"{source}: {unknown_setting(name)}"
             continue
-        known = names if "." in name else list(_sections())
-        # The right key in the wrong section is one common slip, a misspelt name the other.
-        near = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
-        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}."
-        yield f"{source}: unknown setting {name}.{hint}"
+        hint = ""
+        if problem["type"] == "literal_error":
+            hint = did_you_mean(str(problem["input"]), re.findall("'(.*?)'", problem["ctx"]["expected"]))
+        elif problem["type"] == "bool_type":
+            hint = did_you_mean(str(problem["input"]), ("true", "false")) or " Write true or false, without quotes."
+        yield f"{source}: {name} = {problem['input']!r}: {problem['msg']}.{hint}"
+
+
+def unknown_setting(name: str) -> str:
+    """What to say of a section, or of a `section.key`, that does not exist."""
+    settings, sections = setting_names(), list(_sections())
+    if name in settings:
+        section, _, key = name.partition(".")
+        return f'"{name}" in quotes is one key. Write {name} without them, or {key} under [{section}].'
+    section, _, key = name.partition(".")
+    if section in sections and key:
+        hint, known = did_you_mean(name, settings), [f"{section}.{other}" for other in _keys(section)]
+    else:
+        hint, known = did_you_mean(name, [*sections, *settings]), sections
+    return f"unknown setting {name}." + (hint or f" Known: {', '.join(known)}.")
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a setting (`section.key`) can take on the command line, if they are few; else none."""
+    section, _, key = name.partition(".")
+    kind = _sections()[section].model_fields[key].annotation
+    return (
+        ("True", "False") if kind is bool else tuple(str(value) for value in get_args(kind) if isinstance(value, str))
+    )
+
+
+def _keys(section: str) -> list[str]:
+    return list(_sections()[section].model_fields)

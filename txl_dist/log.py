@@ -19,7 +19,8 @@ logger = logging.getLogger("txl_dist")
 class GrowingFile:
     """A file to which whole pieces are added, each by one write, so that none is ever torn in the middle of others.
 
-    After an error the file is opened anew for the next piece: a disk that was full, or away, may be back.
+    After an error the file is opened anew for the next piece: a disk that was full, or away, may be back. A file that
+    somebody has removed is made again.
     """
 
     def __init__(self, path: Path, *, separator: bytes = b"") -> None:
@@ -31,12 +32,18 @@ class GrowingFile:
     def append(self, piece: bytes) -> None:
         """Add a piece. Raises OSError; then nothing of it is in the file."""
         try:
-            if self._descriptor < 0:
+            if not self.goes_on:
+                self.close()
                 self._open()
             self._write(piece + self._separator)
         except OSError:
             self.close()
             raise
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next piece goes behind others of ours: nothing has gone wrong, and the file is still there."""
+        return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
         """Another piece would open it again."""

@@ -295,6 +295,14 @@ class MetricsSection(Section):
     """Steps between log lines; a metric is the mean over these steps. The device is synchronised only then."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    wandb: Annotated[str, FREE] = ""
+    """Project at Weights & Biases that gets the same records (pip install "txl_dist[wandb]"); empty sends nothing."""
+    sample_every_steps: Annotated[Count, FREE] = 0
+    """Steps between texts that the model writes, into the log, metrics.jsonl and TensorBoard; 0 means none."""
+    sample_prompt: Annotated[str, FREE] = ""
+    """What these texts continue; empty begins a document."""
+    sample_len: Annotated[PositiveInt, FREE] = 64
+    """Tokens of such a text."""
     peak_tflops: Annotated[float, Field(ge=0), FREE] = 0.0
     """Peak of one device in 1e12 operations per second at engine.precision, of which MFU is the share in use. 0 takes
     it by the device's name; where that is not known, as for a CPU, no MFU is reported."""

@@ -24,7 +24,7 @@ def test_a_trace_changes_no_number_of_the_run(tmp_path: Path, config_file: Path)
     assert len(losses(tmp_path / "plain")) == 6
     assert losses(tmp_path / "plain") == losses(tmp_path / "traced")
     assert not (tmp_path / "plain" / "profile").exists()
-    trace = tmp_path / "traced" / "profile" / "steps_3_4_rank0.json.gz"
+    trace = tmp_path / "traced" / "profile" / "steps_3_4_rank0.pt.trace.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"data", "forward and backward", "exchange", "update"} <= names
 

@@ -49,16 +49,19 @@ class AdaptiveSoftmax(nn.Module):
     def forward(
         self,
         hidden_BTD: Tensor,
-        targets_BT: Tensor,
+        targets_BT: Tensor | None,
         *,
         partition: Partition | None = None,
         weight_BT: Tensor | None = None,
     ) -> Tensor:
-        """nll_BT: the loss of each token in nats; or, given `weight_BT`, the sum of weight * loss over all tokens.
+        """nll_BT: the loss of each token in nats; or, given `weight_BT`, the sum of weight * loss over all tokens; or,
+        without targets, log p of the whole vocabulary behind each token, [B * T, V].
 
         `partition` is of the targets, by `edges`. The weighted sum is made with its gradients (see `fused_softmax`),
         where gradients are enabled.
         """
+        if targets_BT is None:
+            return self.log_probabilities(hidden_BTD.flatten(0, 1))
         hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)

@@ -183,10 +183,13 @@ class SegmentLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, memory: Memory, normalizer: Tensor | float | None = None) -> tuple[Tensor, Memory]:
+    def forward(
+        self, batch: Batch, memory: Memory, normalizer: Tensor | float | None = None, predicts: bool = False
+    ) -> tuple[Tensor, Memory]:
         """(sum of the scored losses in nats / normalizer, memory after the segment); the loss at least fp32.
 
-        Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes.
+        Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes. With
+        `predicts` it is log p_BV of the token behind the segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,
@@ -195,6 +198,8 @@ class SegmentLoss(nn.Module):
             partition=batch.token_partition,
             with_loss=normalizer is not None,
         )
+        if predicts:
+            return self.model.softmax(hidden_BTD[:, -1:], None), memory
         loss = self.model.softmax(
             hidden_BTD,
             batch.targets_BT,

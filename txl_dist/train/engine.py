@@ -28,15 +28,11 @@ from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
+from txl_dist.train.deepspeed_config import deepspeed_config
 from txl_dist.train.flat import FlatModule, named_values, stored_whole
 from txl_dist.train.graph import GraphedModule
 from txl_dist.train.optim import build_optimizer
 from txl_dist.train.partitions import Fragment, Source, fill, fragments, partitions_of
-
-BUCKET_LEN = 1 << 25
-"""Gradients that are exchanged at once, while the backward pass goes on, and weights that are gathered at once."""
-PERSISTENT_LEN = 1 << 14
-"""Parameters as small as biases and norms are not worth gathering: at stage 3 every rank keeps them."""
 
 
 class Engine(Protocol):
@@ -53,8 +49,16 @@ class Engine(Protocol):
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
         """(name, values) of each parameter, as views of what this rank computes with; empty ones at stage 3."""
 
-    def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
-        """Forward and backward of one micro-batch. Returns (its loss, detached; the memory after it)."""
+    def micro_step(
+        self,
+        batch: Batch,
+        memory: Memory,
+        *,
+        normalizer: Tensor | float,
+        after_forward: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Memory]:
+        """Forward and backward of one micro-batch, with a call between them. Returns (its loss, detached; the memory
+        after it)."""
 
     def grad_norm(self) -> Tensor:
         """Global norm of the accumulated gradients before clipping, on the device and the same on every rank; not
@@ -65,6 +69,9 @@ class Engine(Protocol):
 
     def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
         """nll_BT in nats and the next memory, without gradients or dropout."""
+
+    def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        """log p_BV of the token behind the batch and the next memory, without gradients or dropout."""
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """A memory that holds nothing, in the compute type, on the device."""
@@ -77,59 +84,6 @@ class Engine(Protocol):
 
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
         """Restore what `fragments` and `loss_scale` gave, on any number of ranks at any stage. Raises TxlError."""
-
-
-def deepspeed_config(config: Config, *, plan: BatchPlan, block_len: int, on_gpu: bool) -> dict[str, Any]:
-    """The DeepSpeed dictionary, derived from ours; a pure function, so that nobody writes DeepSpeed's JSON.
-
-    `block_len` is how many parameters a block of the model has.
-
-    DeepSpeed silently ignores misspelt top-level keys; a test holds the keys of this function to those it reads.
-    """
-    engine, precision = config.engine, config.engine.precision
-    # On a CPU there is no stream to overlap on; a rank alone has nothing to exchange.
-    overlaps = on_gpu and plan.world_size > 1
-    zero: dict[str, Any] = {
-        "stage": engine.zero_stage,
-        # DeepSpeed's 5e8 would be 2 GB of buffers on every rank.
-        "reduce_bucket_size": BUCKET_LEN,
-        "allgather_bucket_size": BUCKET_LEN,
-        "overlap_comm": overlaps,
-    }
-    if engine.zero_stage == 3:
-        zero |= {
-            # It would replace torch's linear function in the whole process by one that is slower.
-            "memory_efficient_linear": False,
-            # A block is let go as soon as it was used, and at most the next one gathered meanwhile. DeepSpeed's own
-            # values keep models of up to 1e9 parameters gathered whole, from the second step on.
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": (2 if overlaps else 1) * block_len,
-            "stage3_prefetch_bucket_size": block_len,
-            "stage3_param_persistence_threshold": PERSISTENT_LEN,
-        }
-    if engine.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if engine.offload_parameters:
-        zero["offload_param"] = {"device": "cpu"}
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": plan.microbatch_lanes,
-        "gradient_accumulation_steps": plan.num_microbatches,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-        # Ours are torch's fused optimizers; without this DeepSpeed insists on compiling its CPU Adam for offload.
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    if precision == "bf16":
-        # The check itself is ours (`step`); without this stages 1 and 2 would update with whatever norm they are given.
-        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        # bf16 would lose the small gradients of many micro-batches. Stage 0 cannot do otherwise; stage 1 would switch
-        # to an optimizer whose checkpoints cannot be consolidated.
-        if engine.zero_stage >= 2:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if precision == "fp16":
-        settings["fp16"] = {"enabled": True}
-    return settings
 
 
 class ZeroEngine:
@@ -215,9 +169,17 @@ class ZeroEngine:
         """See `Engine`."""
         return named_values(self.stored)
 
-    def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
+    def micro_step(
+        self,
+        batch: Batch,
+        memory: Memory,
+        *,
+        normalizer: Tensor | float,
+        after_forward: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Memory]:
         """See `Engine`."""
         loss, memory = self._engine(batch, memory, normalizer)
+        after_forward()
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
@@ -285,13 +247,20 @@ class ZeroEngine:
 
     def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
         """See `Engine`."""
+        return self._infer(batch, memory)
+
+    def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        """See `Engine`."""
+        return self._infer(batch, memory, None, True)
+
+    def _infer(self, *arguments: Any) -> tuple[Tensor, Memory]:
         self._engine.module.eval()
         try:
             with torch.no_grad():
-                nll_BT, memory = self._engine.module(batch, memory)
+                result, memory = self._engine.module(*arguments)
         finally:
             self._engine.module.train()
-        return nll_BT, memory
+        return result, memory
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """See `Engine`."""

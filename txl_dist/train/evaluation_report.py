@@ -183,7 +183,7 @@ def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides
                 result = evaluate(
                     losses, first_memory, split, maker=maker, config=config, ranks=ranks, memory_len=memory_len
                 )
-                results[name] = {key: float(value) for key, value in result._asdict().items()}
+                results[name] = result.numbers()
     return results
 
 

@@ -15,6 +15,7 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.rng import derive_seed
+from txl_dist.train.metrics import check_sinks
 
 
 def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, tuple[Corpus, ...]]:
@@ -24,6 +25,7 @@ def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple
     """
     check_config(config)
     check_hardware(config, device=device)
+    check_sinks(config)
     plan = plan_batch(config.train, world_size=world_size)
     corpora = open_corpora(config)
     check_vocabulary(config.model, vocab_size=corpora[0].vocab_size)

@@ -10,14 +10,13 @@ micro-batch from (seed, step, first lane), so a resumed run continues bit for bi
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Corpus, Split, bits_per_unit
+from txl_dist.data.corpus import Corpus, bits_per_unit
 from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.position import StreamState
@@ -26,6 +25,7 @@ from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_firs
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, warn_for_all
+from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint import (
     CorpusFacts,
@@ -35,20 +35,22 @@ from txl_dist.train.checkpoint import (
     step_of,
 )
 from txl_dist.train.engine import Engine
-from txl_dist.train.evaluate import evaluate
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
-from txl_dist.train.metrics import Interval, MfuMeter, Reporter, eta_s
+from txl_dist.train.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s, start_facts
+from txl_dist.train.observer import Observer, StopAskedError, labelled
 from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.run_lock import RunLock
 from txl_dist.train.saver import Saver
 from txl_dist.train.saving import Saving
 from txl_dist.train.schedule import learning_rate
+from txl_dist.train.sinks import Record
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import StepInput, Stepper, poll, read_inputs
 from txl_dist.train.stopping import StopRequests
+from txl_dist.train.stragglers import StepClock
 from txl_dist.train.watchdog import Watchdog
 
 _PATIENCE_S = {"stopped": 15.0, "done": 900.0}
@@ -86,10 +88,6 @@ class Job(NamedTuple):
     profile: StepProfile
 
 
-class _StopAskedError(Exception):
-    """Leaves an evaluation that need not be finished."""
-
-
 class Run:
     """One training run on one rank: the parts that the loop puts together."""
 
@@ -97,10 +95,11 @@ class Run:
         config, plan, ranks = job.config, job.plan, job.ranks
         self.job, self.engine, self.config, self.ranks = job, engine, config, ranks
         self.run_dir, self.max_steps = Path(config.run.dir), config.train.max_steps
-        self.splits, self.eval_splits = train_splits(config, job.corpora), eval_splits(config, job.corpora)
+        self.splits = train_splits(config, job.corpora)
         self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
+        self.clock = StepClock(ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(
             engine,
             config=config,
@@ -108,16 +107,22 @@ class Run:
             lanes=self.lanes,
             ranks=ranks,
             masks_documents=self.maker.mask_documents,
+            clock=self.clock,
         )
         self.mfu = MfuMeter(config, plan=plan, vocab_size=job.start.facts.vocab_size, device=ranks.device)
-        self.evaluated = dict(job.start.evaluated)
         self.step = job.start.step
-        self.reporter = Reporter(
-            self.run_dir,
-            start_step=job.start.step,
-            max_steps=self.max_steps,
-            tensorboard=config.metrics.tensorboard,
+        self.reporter = Reporter(config, start_step=job.start.step, ranks=ranks)
+        self.stragglers = StragglerWatch(self.reporter)
+        self.observer = Observer(
+            engine,
+            self.maker,
+            config=config,
             ranks=ranks,
+            splits=eval_splits(config, job.corpora),
+            tokenizer=read_tokenizer(job.start.facts.tokenizer_json.encode(), name="the tokenizer"),
+            reporter=self.reporter,
+            evaluated=job.start.evaluated,
+            before_segment=self._before_segment,
         )
         self.guard = Guard(config, splits=self.splits, lanes=self.lanes, reporter=self.reporter)
         self.saving = Saving(
@@ -137,7 +142,7 @@ class Run:
             ranks=ranks,
             reporter=self.reporter,
             newest=job.start.checkpoint,
-            evaluated=lambda: self.evaluated,
+            evaluated=lambda: self.observer.evaluated,
             beat=self._beat,
         )
 
@@ -145,17 +150,17 @@ class Run:
         """Train from a checkpoint, or from the beginning. Returns whether the run came to its end."""
         try:
             state = self._first_state()
-            start = {"event": "start", "step": state.step, "ranks": self.ranks.world_size}
-            self.reporter.write("event", {**start, "threads_per_rank": self.ranks.num_threads})
+            self.reporter.write("event", {"event": "start", "step": state.step, **start_facts(self.engine, self.ranks)})
             if state.step > self.max_steps:
                 warn_for_all("the run is at step %d already, past train.max_steps=%d", state.step, self.max_steps)
             stopped = False
-            if state.step and self._evaluates_at(state.step) and state.step not in self.evaluated:
-                stopped = not self._evaluate(state)  # a process before this one ended before it was done
+            if state.step and self._lacks_evaluation(state.step):
+                stopped = not self._observe(state)  # a process before this one ended before it was done
             while not stopped and state.step < self.max_steps:
                 state, stopped = self._train_from(state)
             if state.step > 0:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S["stopped" if stopped else "done"])
+            self.reporter.write("event", {"event": "stopped" if stopped else "done", "step": state.step})
         finally:
             self.reporter.close()
         self._leave(state, stopped=stopped)
@@ -207,9 +212,9 @@ class Run:
             while not stopped and state.step < self.max_steps:
                 self.step = state.step + 1
                 self._beat("data")
-                wait_start_s = time.perf_counter()
+                self.clock.begin()
                 step_input = next(inputs)
-                interval.wait(time.perf_counter() - wait_start_s)
+                interval.wait(self.clock.elapsed_s())
                 state, stopped, written = self._step(state, step_input, interval)
                 fault_point("boundary", step=state.step)
                 if written:
@@ -224,8 +229,7 @@ class Run:
                 with interval.paused():
                     if is_last or self.saving.is_due(state.step):
                         self.saving.begin(state)
-                    if self._evaluates_at(state.step) and not stopped:
-                        stopped = not self._evaluate(state)
+                    stopped = stopped or not self._observe(state)
         finally:
             inputs.close()
         return state, stopped
@@ -255,7 +259,12 @@ class Run:
             self.saving.finish(step)  # what is in flight is from before the trouble
             raise
         interval.add(
-            loss=decision.loss, grad_norm=decision.grad_norm, lr=lr, num_scored=step_input.num_scored, skipped=skipped
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
+            lr=lr,
+            num_scored=step_input.num_scored,
+            skipped=skipped,
+            own_ms=self.clock.own_ms(),
         )
         after = TrainState(
             step=step,
@@ -298,21 +307,23 @@ class Run:
         begin = base.advanced((first_bad - 1 - step_of(target)) * self.config.train.segment_len)
         on_first(lambda: set_aside(self.run_dir, newer_than=target, word="rewound"))
         self.saving.newest_is(target)
-        self.evaluated = {step: loss for step, loss in self.evaluated.items() if step <= step_of(target)}
+        self.observer.forget(after=step_of(target))
         loaded = self._load(target, base.skipping(begin, state.stream))
         warn_for_all("rewound to %s: the text of steps %d to %d is left out", target.name, first_bad, state.step)
         self.reporter.write("event", {"event": "rewound", "step": loaded.step, "from": state.step})
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
-    def _train_record(self, state: TrainState, interval: Interval) -> dict[str, float]:
+    def _train_record(self, state: TrainState, interval: Interval) -> Record:
         values = interval.report(
             step=state.step, tokens_per_step=self.job.plan.tokens_per_step, num_skipped=self.damage.num_skipped
         )
+        self.stragglers(values["rank_ms"], step=state.step)
         shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
         return {
             "step": state.step,
             **values,
             **self.mfu(values["tokens_per_s"]),
+            **self.saving.seconds(),
             **bits_per_unit(values["loss"], self.splits, shares=shares),
             "tokens_seen": state.tokens_seen,
             "skipped_steps": state.health.skipped_steps,
@@ -326,48 +337,38 @@ class Run:
             epochs_read(one.cut(), one.position, num_tokens=split.tokens)
             for one, split in zip(stream.corpora, self.splits, strict=True)
         ]
-        return {_labelled("epoch", split, self.splits): value for split, value in zip(self.splits, epochs, strict=True)}
+        return {labelled("epoch", split, self.splits): value for split, value in zip(self.splits, epochs, strict=True)}
 
-    def _evaluates_at(self, step: int) -> bool:
-        return bool(self.eval_splits) and (step >= self.max_steps or _due(step, self.config.eval.every_steps))
+    def _lacks_evaluation(self, step: int) -> bool:
+        return self.observer.should_evaluate(step) and step not in self.observer.evaluated
 
-    def _evaluate(self, state: TrainState) -> bool:
-        """Evaluate every split; the best is saved where that is wanted. Returns False if asked to stop meanwhile."""
-
-        def before_segment() -> None:
-            self._beat("evaluate")
-            fault_point("evaluate", step=state.step)
-            stop, is_written = poll(
-                stop=bool(self.job.stops.reason), written=self.saving.is_written, world_size=self.ranks.world_size
-            )
-            if is_written:  # a checkpoint is not to wait for the end of an evaluation
-                self.saving.finish(state.step)
-            if stop:
-                raise _StopAskedError
-
-        results = []
-        for split in self.eval_splits:
-            try:
-                result = evaluate(
-                    self.engine.losses,
-                    self.engine.empty_memory,
-                    split,
-                    maker=self.maker,
-                    config=self.config,
-                    ranks=self.ranks,
-                    before_segment=before_segment,
-                )
-            except _StopAskedError:
-                return False
-            results.append((split, result))
-        for split, result in reversed(results):  # that of the first corpus says that all are done
-            self.reporter.write(_labelled("eval", split, self.eval_splits), result.record(state.step))
-        best = min(self.evaluated.values(), default=math.inf)
-        if results and math.isfinite(results[0][1].loss):
-            self.evaluated[state.step] = results[0][1].loss
-        if self.config.checkpoint.keep_best and self.evaluated.get(state.step, math.inf) < best:
+    def _observe(self, state: TrainState) -> bool:
+        """Evaluate and sample where that is due; the best is saved where that is wanted. Returns False if asked to stop
+        meanwhile."""
+        try:
+            if self.observer.should_sample(state.step):
+                self._before_segment(state.step)
+                self.observer.sample(state.step)
+            if not self.observer.should_evaluate(state.step):
+                return True
+            is_best = self.observer.evaluate(state.step)
+        except StopAskedError:
+            return False
+        if self.config.checkpoint.keep_best and is_best:
             self.saving.begin(state)
         return True
+
+    def _before_segment(self, step: int) -> None:
+        """Of an evaluation, on all ranks."""
+        self._beat("evaluate")
+        fault_point("evaluate", step=step)
+        stop, is_written = poll(
+            stop=bool(self.job.stops.reason), written=self.saving.is_written, world_size=self.ranks.world_size
+        )
+        if is_written:  # a checkpoint is not to wait for the end of an evaluation
+            self.saving.finish(step)
+        if stop:
+            raise StopAskedError
 
     def _leave(self, state: TrainState, *, stopped: bool) -> None:
         """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
@@ -388,10 +389,3 @@ class Run:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
-    """The word, for a corpus besides the first with its name behind it."""
-    number = splits.index(split)
-    names = [one.corpus.name for one in splits]
-    return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")

@@ -1,4 +1,4 @@
-"""What a run reports: one line, one JSON record and TensorBoard scalars per logging interval.
+"""What a run reports, once per logging interval, to all of its `sinks`.
 
 Losses and gradient norms come from the decision of each step, which waits for the device anyway; a report waits for
 nothing more. Losses are means over ranks, waiting is that of the slowest rank, peak memory that of the fullest. MFU is
@@ -8,25 +8,27 @@ never ends a run: a sink that cannot write says so once, tries again with each r
 
 from __future__ import annotations
 
-import io
-import json
+import importlib.util
 import math
-import os
+import platform
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from txl_dist.config import BatchPlan, Config
+from txl_dist import __version__
+from txl_dist.config import BatchPlan, Config, flat
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
-from txl_dist.errors import TrainingError, of_all
-from txl_dist.log import GrowingFile, logger
+from txl_dist.errors import ConfigError, TrainingError, of_all
+from txl_dist.log import logger, warn_for_all
 from txl_dist.model.flops import flops_per_token, peak_tflops
+from txl_dist.train.engine import Engine
+from txl_dist.train.sinks import Console, JsonLines, Record, Sink, TensorBoard, WeightsAndBiases
+from txl_dist.train.stragglers import NUM_REPORTS, slowest, straggler
 
 
 class Interval:
@@ -34,12 +36,16 @@ class Interval:
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
-        self._wait_s = self._loss = self._grad_norm = self._lr = 0.0
+        self._wait_s = self._loss = self._grad_norm = self._lr = self._own_ms = 0.0
         self._num_steps = self._num_skipped = self._num_scored = 0
 
-    def add(self, *, loss: float, grad_norm: float, lr: float, num_scored: int, skipped: bool) -> None:
-        """One step: its mean loss in nats, the targets that counted on this rank, and whether it was skipped."""
+    def add(
+        self, *, loss: float, grad_norm: float, lr: float, num_scored: int, skipped: bool, own_ms: float = 0.0
+    ) -> None:
+        """One step: its mean loss in nats, the targets that counted on this rank, whether it was skipped, and this
+        rank's own part of its time (see `stragglers`)."""
         self._num_steps, self._num_scored, self._lr = self._num_steps + 1, self._num_scored + num_scored, lr
+        self._own_ms += own_ms
         if skipped:
             self._num_skipped += 1
         else:
@@ -56,14 +62,15 @@ class Interval:
         yield
         self._start_s += time.perf_counter() - start_s
 
-    def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> dict[str, float]:
+    def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> Record:
         """Means over the interval and all ranks, and the sum of the documents skipped; NaN if every step was skipped.
 
         Raises TrainingError on all ranks if nothing was scored.
         """
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
-        parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes()))
-        if not any(num_scored for _, _, num_scored, _ in parts):
+        own_ms = round(self._own_ms / steps, 3)
+        parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), own_ms))
+        if not any(num_scored for _, _, num_scored, *_ in parts):
             raise of_all(
                 TrainingError(
                     f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. "
@@ -73,6 +80,8 @@ class Interval:
             )
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
+        rank_ms = [part[-1] for part in parts]
+        last, pct = slowest(rank_ms) if len(rank_ms) > 1 else (0, 0.0)
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
@@ -81,8 +90,10 @@ class Interval:
             "tokens_per_s": steps * tokens_per_step / span_s,
             "step_ms": 1000 * span_s / steps,
             "data_wait_pct": 100 * max(wait_s for wait_s, *_ in parts) / span_s,
-            "peak_gib": max(peak for *_, peak in parts) / 2**30,
+            "peak_gib": max(peak for *_, peak, _ in parts) / 2**30,
             "skipped_documents": sum(number for _, number, *_ in parts),
+            "rank_ms": rank_ms,
+            **({"slowest_rank": last, "slowest_pct": round(pct, 1)} if len(rank_ms) > 1 else {}),
         }
 
 
@@ -129,114 +140,24 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
         )
 
 
-class Sink(Protocol):
-    """Where records go."""
-
-    def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Take one record; `kind` is train, eval or event."""
-
-    def close(self) -> None:
-        """Flush."""
-
-
-class JsonLines:
-    """`metrics.jsonl`: one record per line, complete numbers, always written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path, separator=b"\n")
-
-    def write(self, kind: str, record: dict[str, Any]) -> None:
-        """See `Sink`."""
-        # JSON has no NaN: a norm that overflowed in half precision becomes null.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.append(json.dumps({"kind": kind, **finite}).encode())
-
-    def close(self) -> None:
-        """See `Sink`."""
-        self._file.close()
-
-
-class TensorBoard:
-    """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
-    the first error ends."""
-
-    def __init__(self, folder: Path, *, start_step: int) -> None:
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._folder, self._file = folder, GrowingFile(folder / name)
-        self._step = start_step
-        self._again_from = start_step + 1
-
-    def write(self, kind: str, record: dict[str, Any]) -> None:
-        """See `Sink`."""
-        # Slow to import.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
-        values = [
-            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
-            for name, value in record.items()
-            if name != "step" and isinstance(value, int | float)
-        ]
-        step = record["step"]
-        if kind == "train":
-            self._again_from = step if step <= self._step else self._again_from  # after a rewind
-            self._step = step
-        events = [{"step": step, "summary": Summary(value=values)}]
-        if self._again_from:
-            # Steps that a crash or a rewind made again must not be drawn twice.
-            again = {"step": self._again_from, "session_log": SessionLog(status=SessionLog.START)}
-            events = [{"file_version": "brain.Event:2"}, again, *events]
-        piece = io.BytesIO()
-        for event in events:
-            RecordWriter(piece).write(Event(wall_time=time.time(), **event).SerializeToString())
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file.append(piece.getvalue())
-        self._again_from = 0
-
-    def close(self) -> None:
-        """See `Sink`."""
-        self._file.close()
-
-
-class Console:
-    """A line per record in the log; on a terminal also a progress bar below the lines."""
-
-    def __init__(self, *, max_steps: int) -> None:
-        self._max_steps = max_steps
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console as Terminal
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Terminal(stderr=True), transient=True)
-            self._task = self._bar.add_task("training", total=max_steps)
-            with suppress(OSError):  # the terminal may be gone
-                self._bar.start()
-
-    def write(self, kind: str, record: dict[str, Any]) -> None:
-        """See `Sink`."""
-        logger.info(format_record(kind, record, max_steps=self._max_steps))
-        if self._bar is not None and kind == "train":
-            self._bar.update(self._task, completed=record["step"])
-
-    def close(self) -> None:
-        """See `Sink`."""
-        if self._bar is not None:
-            self._bar.stop()
-
-
 class Reporter:
     """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
 
-    def __init__(self, run_dir: Path, *, start_step: int, max_steps: int, tensorboard: bool, ranks: Ranks) -> None:
+    def __init__(self, config: Config, *, start_step: int, ranks: Ranks) -> None:
+        run_dir, metrics = Path(config.run.dir), config.metrics
         self._sinks: list[Sink] = []
         if ranks.is_first:
-            self._sinks += [Console(max_steps=max_steps), JsonLines(run_dir / "metrics.jsonl")]
-            self._sinks += [TensorBoard(run_dir / "tensorboard", start_step=start_step)] if tensorboard else []
+            self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / "metrics.jsonl")]
+            if metrics.tensorboard:
+                folder, settings = run_dir / "tensorboard", {name: _plain(value) for name, value in flat(config)}
+                self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
+            if metrics.wandb:
+                self._sinks.append(
+                    WeightsAndBiases(run_dir, project=metrics.wandb, config=config.model_dump(mode="json"))
+                )
         self._num_lost = [0] * len(self._sinks)
 
-    def write(self, kind: str, record: dict[str, Any]) -> None:
+    def write(self, kind: str, record: Record) -> None:
         """Hand a record (with its `step`) to every sink."""
         for index, sink in enumerate(self._sinks):
             try:
@@ -266,31 +187,55 @@ def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     return (max_steps - step) * step_ms / 1000
 
 
-def format_record(kind: str, record: dict[str, Any], *, max_steps: int) -> str:
-    """The console line of a record."""
-    if kind == "event":
-        return " ".join(f"{key}={value}" for key, value in record.items())
-    parts = [f"step {record['step']:>{len(str(max_steps))}}/{max_steps}", f"{kind}", f"loss {record['loss']:.4f}"]
-    parts += [
-        f"ppl {record['ppl']:.2f}",
-        f"bpb {record['bits_per_byte']:.4f}",
-        f"bpc {record['bits_per_character']:.4f}",
-    ]
-    if kind == "train":
-        eta = int(record["eta_s"])
-        parts += [
-            f"lr {record['lr']:.3e}",
-            f"gnorm {record['grad_norm']:.3f}",
-            f"{record['tokens_per_s']:,.0f} tok/s",
-            *([f"mfu {record['mfu_pct']:.1f}%"] if "mfu_pct" in record else []),
-            f"peak {record['peak_gib']:.2f} GiB",
-            f"wait {record['data_wait_pct']:.1f}%",
-            f"eta {eta // 3600:d}:{eta // 60 % 60:02d}:{eta % 60:02d}",
-        ]
-        if record["skipped_steps"]:
-            parts.append(f"skipped {record['skipped_steps']}")
-        if record["skipped_documents"]:
-            parts.append(f"damaged documents {record['skipped_documents']}")
-    else:
-        parts.append(f"{record['tokens']:,} tokens in {record['seconds']:.1f} s")
-    return "  ".join(parts)
+class StragglerWatch:
+    """Names the rank that the others wait for, once each time that it becomes another one."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        """All ranks together make it, and call it."""
+        self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
+        self._reports: list[list[float]] = []
+        self._named: int | None = None
+
+    def __call__(self, rank_ms: list[float], *, step: int) -> None:
+        """Take the own part of each rank's step in a report."""
+        self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
+        rank = straggler(self._reports)
+        if rank is not None and rank != self._named:
+            pct = slowest(rank_ms)[1]
+            warn_for_all(
+                "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
+                "median of the others, in %d reports in a row",
+                *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
+            )
+            event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
+            self._reporter.write("event", event)
+        self._named = rank
+
+
+def start_facts(engine: Engine, ranks: Ranks) -> Record:
+    """Who runs what on what, for the record of a start. All ranks call it together."""
+    hosts = gather_objects(socket.gethostname())
+    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.machine()
+    return {
+        "ranks": ranks.world_size,
+        "threads_per_rank": ranks.num_threads,
+        "hosts": len(set(hosts)),
+        "device": name,
+        "parameters": sum(math.prod(shape) for shape in engine.shapes.values()),
+        "txl_dist": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def check_sinks(config: Config) -> None:
+    """Refuse what could not be written at all. Raises ConfigError."""
+    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"metrics.wandb={config.metrics.wandb!r} needs the library wandb, which is not installed. "
+            'pip install "txl_dist[wandb]", or leave the setting out.'
+        )
+
+
+def _plain(value: Any) -> bool | float | str:
+    """As TensorBoard takes settings: a list becomes text."""
+    return value if isinstance(value, bool | int | float | str) else str(value)

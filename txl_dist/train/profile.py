@@ -1,6 +1,7 @@
 """A trace of some steps of a run: `txl train CONFIG --profile 20:22`.
 
-Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.json.gz`, a torch profiler trace for chrome://tracing or Perfetto:
+Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.pt.trace.json.gz`, a torch profiler trace for chrome://tracing,
+Perfetto, or TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`, which looks for that ending):
 operations on host and device, their shapes, the memory allocated, and a range around each part of a step:
 
     data                   waiting for the reader thread
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -96,7 +97,7 @@ class StepProfile:
     def _finish(self) -> None:
         assert self._profiler is not None
         name = f"steps_{self._steps[0]}_{self._steps[-1]}_rank0"
-        trace, snapshot = self._folder / f"{name}.json.gz", self._folder / f"{name}_memory.pickle"
+        trace, snapshot = self._folder / f"{name}.pt.trace.json.gz", self._folder / f"{name}_memory.pickle"
         self._profiler.stop()
         written = f"{trace}; memory is a counter in it, a snapshot needs a GPU"
         try:
@@ -123,9 +124,16 @@ class _RangedEngine:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
+    def micro_step(
+        self,
+        batch: Batch,
+        memory: Memory,
+        *,
+        normalizer: Tensor | float,
+        after_forward: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Memory]:
         with record_function("forward and backward"):
-            return self._engine.micro_step(batch, memory, normalizer=normalizer)
+            return self._engine.micro_step(batch, memory, normalizer=normalizer, after_forward=after_forward)
 
     def grad_norm(self) -> Tensor:
         with record_function("exchange"):

@@ -56,13 +56,18 @@ class Saving:
         self._run_dir = Path(config.run.dir)
         self._newest = newest
         self._retry_at = 0
-        self._stall_s = 0.0
+        self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
 
     @property
     def is_written(self) -> bool:
         """A save is in flight, and this rank has written its part."""
         return self._saver.in_flight and self._saver.is_written
+
+    def seconds(self) -> dict[str, float]:
+        """`save_s`, what steps waited for the checkpoints that were committed since the last call, if any were."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return {"save_s": waited_s} if waited_s else {}
 
     def is_due(self, step: int) -> bool:
         """By the interval, or because a save has failed."""
@@ -107,6 +112,7 @@ class Saving:
             self._prune(result.folder)
         fault_point("saved", step=result.step)
         stall_s = self._stall_s + time.perf_counter() - start_s
+        self._waited_s += stall_s
         record = {"event": "saved", "step": result.step, "path": result.folder.name}
         self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
         return True

@@ -26,6 +26,7 @@ from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker, pinned, to_device
 from txl_dist.train.engine import Engine
+from txl_dist.train.stragglers import StepClock
 
 
 class StepInput(NamedTuple):
@@ -87,9 +88,19 @@ class Stepper:
     """Makes steps; holds nothing that changes but the engine."""
 
     def __init__(
-        self, engine: Engine, *, config: Config, plan: BatchPlan, lanes: range, ranks: Ranks, masks_documents: bool
+        self,
+        engine: Engine,
+        *,
+        config: Config,
+        plan: BatchPlan,
+        lanes: range,
+        ranks: Ranks,
+        masks_documents: bool,
+        clock: StepClock,
     ) -> None:
+        """`clock` began before the data of a step were asked for."""
         self._engine, self._config, self._plan, self._lanes, self._ranks = engine, config, plan, lanes, ranks
+        self._clock = clock
         self._counts_tokens = masks_documents or config.data.on_damage == "skip"
 
     def __call__(
@@ -110,6 +121,7 @@ class Stepper:
         fault = fault_point("step", step=step)
         if fault == "flip":
             _flip_bit(next(iter(self._engine.named_values()))[1])
+        self._clock.is_prepared()
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
         after: list[Memory] = []
@@ -117,7 +129,14 @@ class Stepper:
             first_lane = self._lanes.start + index * self._plan.microbatch_lanes
             torch.manual_seed(derive_seed(self._config.run.seed, "dropout", step - 1, first_lane))
             batch = to_device(batch, self._ranks.device)
-            loss, memory = self._engine.micro_step(batch, _struck(memory, fault), normalizer=normalizer)
+            if index == 0:
+                self._clock.forward_begins()
+            loss, memory = self._engine.micro_step(
+                batch,
+                _struck(memory, fault),
+                normalizer=normalizer,
+                after_forward=self._clock.forward_ends if index == 0 else lambda: None,
+            )
             losses.append(loss)
             after.append(memory)
         decision = decide(

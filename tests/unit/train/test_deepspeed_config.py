@@ -10,7 +10,7 @@ import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
-from txl_dist.train.engine import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
+from txl_dist.train.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
 from txl_dist.train.job import check_hardware
 
 

@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,8 @@ from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_per_token
 from txl_dist.train import metrics
-from txl_dist.train.metrics import Interval, JsonLines, MfuMeter, Reporter, eta_s, format_record
+from txl_dist.train.metrics import Interval, MfuMeter, Reporter, eta_s
+from txl_dist.train.sinks import JsonLines, format_record
 
 FULL_DISK = Path("/dev/full")
 
@@ -63,14 +66,14 @@ class Clock:
 
 def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, int, int, int]) -> None:
     """This process is rank 0; `others` are the (seconds waited, documents skipped, targets scored, peak bytes) of other
-    ranks."""
+    ranks, whose own part of a step takes 7 ms."""
     monkeypatch.setattr(metrics, "peak_memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(metrics, "gather_objects", lambda mine: [mine, *others])
+    monkeypatch.setattr(metrics, "gather_objects", lambda mine: [mine, *((*other, 7.0) for other in others)])
 
 
 def add(interval: Interval, *, loss: float, skipped: bool = False, num_scored: int = 100) -> None:
     """A step whose gradient norm is twice its loss."""
-    interval.add(loss=loss, grad_norm=2 * loss, lr=1e-3 * loss, num_scored=num_scored, skipped=skipped)
+    interval.add(loss=loss, grad_norm=2 * loss, lr=1e-3 * loss, num_scored=num_scored, skipped=skipped, own_ms=10.0)
 
 
 def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +85,7 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
         interval.wait(0.05)
         clock.now_s += 0.5
     values = interval.report(step=3, tokens_per_step=100, num_skipped=4)
+    assert values.pop("rank_ms") == [10.0, 7.0, 7.0]
     assert values == pytest.approx(
         {
             "loss": 3.0,
@@ -93,6 +97,8 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
             "data_wait_pct": 100 * 0.5 / 1.5,
             "peak_gib": 3.0,  # of the fullest rank
             "skipped_documents": 4 + 1 + 2,  # of all ranks
+            "slowest_rank": 0,
+            "slowest_pct": 42.9,
         }
     )
 
@@ -184,9 +190,13 @@ def test_the_line_of_an_evaluation_and_of_an_event() -> None:
     assert format_record("event", {"event": "saved", "step": 40}, max_steps=99) == "event=saved step=40"
 
 
+RANK = Ranks(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), num_threads=1)
+
+
 def reporter(run_dir: Path, *, rank: int = 0, tensorboard: bool = False, start_step: int = 0) -> Reporter:
-    ranks = Ranks(rank=rank, world_size=2, local_rank=rank, device=torch.device("cpu"), num_threads=1)
-    return Reporter(run_dir, start_step=start_step, max_steps=1000, tensorboard=tensorboard, ranks=ranks)
+    ranks = replace(RANK, rank=rank, local_rank=rank)
+    config = tiny_config(run={"dir": str(run_dir)}, train={"max_steps": 1000}, metrics={"tensorboard": tensorboard})
+    return Reporter(config, start_step=start_step, ranks=ranks)
 
 
 def test_every_record_is_one_json_line_that_can_be_read_at_once(tmp_path: Path) -> None:
@@ -197,6 +207,9 @@ def test_every_record_is_one_json_line_that_can_be_read_at_once(tmp_path: Path) 
     report.write("eval", EVAL_RECORD)
     records = [json.loads(line) for line in path.read_text().splitlines()]  # before closing
     report.close()
+    times_s = [record.pop("time_s") for record in records[1:]]
+    assert sorted(times_s) == times_s
+    assert abs(times_s[0] - time.time()) < 3600
     assert records[0] == {"kind": "event", "event": "earlier run"}
     assert records[1:] == [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
 

@@ -29,7 +29,9 @@ class Engine:
 
     name = "given"
 
-    def micro_step(self, batch: int, memory: str, *, normalizer: float) -> tuple[int, str]:
+    def micro_step(
+        self, batch: int, memory: str, *, normalizer: float, after_forward: object = None
+    ) -> tuple[int, str]:
         _ = torch.ones(3, 3) @ torch.ones(3, 3)
         return batch, memory
 
@@ -65,7 +67,7 @@ def trace_in(folder: Path) -> list[str]:
 def test_the_steps_asked_for_are_traced_with_a_range_around_each_part(tmp_path: Path, last: int) -> None:
     profile = StepProfile(range(2, 4), folder=tmp_path / "profile")
     assert run(profile, first=1, last=last) == list(range(1, last + 1))
-    assert [path.name for path in tmp_path.rglob("*.gz")] == ["steps_2_3_rank0.json.gz"]
+    assert [path.name for path in tmp_path.rglob("*.gz")] == ["steps_2_3_rank0.pt.trace.json.gz"]
     names = trace_in(tmp_path / "profile")
     for part in ("data", "forward and backward", "exchange", "update"):
         assert names.count(part) in (2, 3), part  # the third is the question for data that ends the trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import ZeroEngine, import_deepspeed
 from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.step import Decision, StepInput, Stepper, decide, poll
+from txl_dist.train.stragglers import StepClock
 
 
 class Says(NamedTuple):
@@ -110,7 +112,10 @@ class FakeEngine:
         self.losses = iter(losses)
         self.updates: list[float] = []
 
-    def micro_step(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
+    def micro_step(
+        self, batch: Batch, memory: Memory, *, normalizer: Tensor | float, after_forward: Callable[[], None]
+    ) -> tuple[Tensor, Memory]:
+        after_forward()
         return torch.tensor(next(self.losses)), memory._replace(hidden_LBMD=memory.hidden_LBMD + 1)
 
     def grad_norm(self) -> Tensor:
@@ -128,7 +133,8 @@ def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     losses = [1.0, 1.0, 1.0, math.nan if ranks.rank == 1 else 1.0, 1.0, 1.0]
     engine: Any = FakeEngine(losses)
     lanes = range(2 * ranks.rank, 2 * ranks.rank + 2)
-    stepper = Stepper(engine, config=config, plan=plan, lanes=lanes, ranks=ranks, masks_documents=False)
+    clock = StepClock(ranks.device, sees_forward=True)
+    stepper = Stepper(engine, config=config, plan=plan, lanes=lanes, ranks=ranks, masks_documents=False, clock=clock)
     maker = batch_maker(TransformerXL(config.model, vocab_size=VOCAB_SIZE), mask_documents=False)
     batches = maker.microbatches(plain_segment(np.zeros((2, 9), np.int64)), lanes=1)
     stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4),))

@@ -1,0 +1,234 @@
+"""What a run shows of its model is the same at every ZeRO stage, is true, and leaves the training as it was."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.corpora import tiny_corpus
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import tiny_config
+from txl_dist.config import Config, plan_batch
+from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.evaluation import EvalStream
+from txl_dist.dist import Ranks
+from txl_dist.infer.generate import generate
+from txl_dist.model.attention import Attention
+from txl_dist.model.memory import empty_memory
+from txl_dist.model.relative_attention import relative_attention
+from txl_dist.model.transformer_xl import SegmentLoss
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.evaluate import POSITION_BINS, evaluate
+from txl_dist.train.look import NUM_SEGMENTS, look
+from txl_dist.train.sampling import sample_text
+
+pytestmark = pytest.mark.dist
+
+NUMBERS = dict[str, Any]
+
+
+def config_of(stage: int, **sections: dict[str, Any]) -> Config:
+    values = {"model": {"cutoffs": [10, 25], "init_std": 0.2}, "metrics": {"sample_prompt": "no", "sample_len": 12}}
+    values |= {"engine": {"zero_stage": stage}, "eval": {"num_lanes": 4}, **sections}
+    return tiny_config(**values)
+
+
+def observing_worker(ranks: Ranks, stage: int, folder: str) -> NUMBERS:
+    """All that is shown, and whether a parameter, the generator or the mode of the model changed by it."""
+    config, corpus = config_of(stage), open_corpus(folder)
+    plan = plan_batch(config.train, world_size=ranks.world_size)
+    engine = ZeroEngine(config, vocab_size=corpus.vocab_size, plan=plan, ranks=ranks)
+    maker, split = batch_maker(engine.model, mask_documents=False), corpus.split("valid")
+    before = [value.clone() for _, value in engine.named_values()]
+    generator = torch.get_rng_state()
+    record = look(engine, split, maker=maker, config=config, ranks=ranks, step=7)
+    text = sample_text(engine, corpus.load_tokenizer(), config, device=ranks.device, seed=5)
+    result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=ranks)
+    after = [value for _, value in engine.named_values()]
+    # At stage 3 small parameters stay gathered from their first use on.
+    same = [torch.equal(old, new) for old, new in zip(before, after, strict=True) if len(old)]
+    is_untouched = all(same) and torch.equal(generator, torch.get_rng_state()) and engine.model.training
+    watched = [layer for layer in engine.model.modules() if isinstance(layer, Attention) and "attend" in vars(layer)]
+    return {
+        "look": {name: value for name, value in record.items() if name != "seconds"},
+        "text": text,
+        "evaluation": result.record(7) | {"seconds": 0.0},
+        "is_untouched": is_untouched and not watched,
+    }
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return tiny_corpus(tmp_path_factory.mktemp("observer"))
+
+
+@pytest.mark.slow
+def test_every_stage_shows_the_same_and_changes_nothing(tmp_path: Path, corpus: Corpus) -> None:
+    alone = run_ranks(observing_worker, 0, corpus.location, world_size=1, folder=tmp_path)[0]
+    assert alone["is_untouched"]
+    assert set(alone["look"]) >= {"step", "tokens", "memory_gain", "memory_norm_1", "memory_attention_pct_1"}
+    for stage in (1, 3):
+        for found in run_ranks(observing_worker, stage, corpus.location, world_size=2, folder=tmp_path):
+            assert found["is_untouched"]
+            assert found["text"] == alone["text"]
+            for kind in ("look", "evaluation"):
+                assert found[kind].keys() == alone[kind].keys()
+                for name, value in alone[kind].items():
+                    assert found[kind][name] == pytest.approx(value, abs=2e-5, nan_ok=True), (stage, kind, name)
+
+
+class PlainEngine:
+    """A network without DeepSpeed."""
+
+    def __init__(self, config: Config, *, vocab_size: int) -> None:
+        from txl_dist.model.transformer_xl import TransformerXL
+
+        torch.manual_seed(3)
+        self.model = TransformerXL(config.model, vocab_size=vocab_size, attention="plain").eval()
+        self.module = SegmentLoss(self.model)
+
+    @torch.no_grad()
+    def losses(self, batch, memory):  # type: ignore[no-untyped-def]
+        return self.module(batch, memory)
+
+    @torch.no_grad()
+    def predict(self, batch, memory):  # type: ignore[no-untyped-def]
+        return self.module(batch, memory, None, True)
+
+    def empty_memory(self, *, num_lanes: int, memory_len: int):  # type: ignore[no-untyped-def]
+        return self.model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
+
+
+RANK = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), num_threads=1)
+
+
+@pytest.fixture
+def no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("look", "evaluate"):
+        monkeypatch.setattr(f"txl_dist.train.{module}.all_reduce_sum", lambda values: values)
+
+
+def naive_share(query, key, value, *, distances, layer, visible):  # type: ignore[no-untyped-def]
+    """Probabilities themselves: attention with one-hot values, one key at a time, summed over the memory."""
+    num_memory, total = key.shape[1] - query.shape[1], 0.0
+    for index in range(num_memory):
+        one = torch.zeros_like(value)
+        one[:, index] = 1.0
+        total += relative_attention(
+            query,
+            key,
+            one,
+            distance_KNH=distances.key_KNH,
+            content_bias_NH=layer.content_bias,
+            position_bias_NH=layer.position_bias,
+            visible=visible,
+        ).mean()
+    return float(total)
+
+
+def test_the_share_of_attention_is_that_of_the_probabilities(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, no_other_ranks: None
+) -> None:
+    config = config_of(0)
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    maker = batch_maker(engine.model, mask_documents=False)
+    record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
+    layer = engine.model.blocks[1].attention
+    found: list[float] = []
+    attend = layer.attend
+
+    def spy(query, key, value, *, distances, visible):  # type: ignore[no-untyped-def]
+        found.append(naive_share(query, key, value, distances=distances, layer=layer, visible=visible))
+        return attend(query, key, value, distances=distances, visible=visible)
+
+    monkeypatch.setattr(layer, "attend", spy)
+    stream = EvalStream(corpus.split("valid"), num_lanes=4, segment_len=8)
+    memory = engine.empty_memory(num_lanes=4, memory_len=12)
+    squares = []
+    for segment in itertools.islice(stream, 2 + NUM_SEGMENTS):  # two segments fill 12 tokens
+        squares.append(memory.hidden_LBMD[1].square().mean().item())
+        _, memory = engine.losses(maker.batch(segment), memory)
+    assert record["memory_attention_pct_1"] == pytest.approx(100 * np.mean(found[2:]), abs=1e-4)
+    assert record["memory_norm_1"] == pytest.approx(math.sqrt(np.mean(squares[2:])), abs=1e-5)
+    assert 5 < record["memory_attention_pct_1"] < 95
+
+
+def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_other_ranks: None) -> None:
+    config = config_of(0)
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    maker = batch_maker(engine.model, mask_documents=False)
+    record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
+    nlls = []
+    for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=4, segment_len=8), 2, 2 + NUM_SEGMENTS):
+        nothing = empty_memory(num_layers=2, num_lanes=4, memory_len=0, width=32, dtype=torch.float32)
+        nlls.append(engine.losses(maker.batch(segment), nothing)[0])
+    alone_T = torch.stack(nlls).mean((0, 1))
+    assert record["loss_by_position_without_memory"] == pytest.approx(alone_T.tolist(), abs=1e-5)
+    assert record["memory_gain"] == pytest.approx(
+        np.mean(record["loss_by_position_without_memory"]) - np.mean(record["loss_by_position"]), abs=1e-5
+    )
+    assert abs(record["memory_gain"]) > 1e-4
+
+
+def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: Corpus, no_other_ranks: None) -> None:
+    config = config_of(0, train={"segment_len": 40, "memory_len": 12}, eval={"num_lanes": 3})
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    split, maker = corpus.split("valid"), batch_maker(engine.model, mask_documents=False)
+    result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=RANK)
+    rows = []  # (position, target, nats) of every scored target
+    memory = engine.empty_memory(num_lanes=3, memory_len=12)
+    for segment in EvalStream(split, num_lanes=3, segment_len=40):
+        batch = maker.batch(segment)
+        nll_BT, memory = engine.losses(batch, memory)
+        for lane, position in zip(*np.nonzero(segment.scored), strict=True):
+            rows.append((position, int(batch.targets_BT[lane, position]), float(nll_BT[lane, position])))
+    position, target, nats = (np.array(column) for column in zip(*rows, strict=True))
+    assert result.tokens == len(rows) == split.tokens - 1
+    assert result.loss == pytest.approx(nats.mean(), abs=1e-6)
+    edges = np.floor(np.linspace(0, 40, POSITION_BINS + 1)).astype(int)
+    bins = [nats[(position >= low) & (position < high)].mean() for low, high in itertools.pairwise(edges)]
+    assert result.loss_by_position == pytest.approx(bins, abs=1e-6)
+    clusters = [nats[(target >= low) & (target < high)] for low, high in ((0, 10), (10, 25), (25, 1 << 30))]
+    means = [float(one.mean()) if len(one) else math.nan for one in clusters]
+    assert result.loss_by_cluster == pytest.approx(means, abs=1e-6, nan_ok=True)
+    assert len([loss for loss in means if not math.isnan(loss)]) >= 2
+
+
+@pytest.mark.parametrize("prompt", ["", "no", "no more than a segment holds"])
+@pytest.mark.parametrize("same_length", ["off", "memory"])
+def test_a_sample_is_what_generation_writes_with_its_cache(prompt: str, same_length: str, corpus: Corpus) -> None:
+    config = config_of(
+        0,
+        model={"init_std": 0.2, "same_length": same_length},
+        metrics={"sample_prompt": prompt, "sample_len": 25},
+    )
+    tokenizer = corpus.load_tokenizer()
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=11)
+    ids = [tokenizer.end_of_text, *tokenizer.encode_prompt(prompt)]
+    written = generate(
+        engine.model, ids, max_tokens=25, segment_len=8, memory_len=12, seed=11, stop_at=tokenizer.end_of_text
+    )
+    assert text == "".join(tokenizer.decode_stream(written, after=ids))
+    assert text
+
+
+def test_a_model_without_memory_writes_too(tmp_path: Path, corpus: Corpus) -> None:
+    config = config_of(
+        0, model={"positions": "absolute"}, train={"memory_len": 0}, metrics={"sample_prompt": "a", "sample_len": 20}
+    )
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    tokenizer = corpus.load_tokenizer()
+    text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=2)
+    ids = [tokenizer.end_of_text, *tokenizer.encode_prompt("a")]
+    written = generate(
+        engine.model, ids, max_tokens=20, segment_len=8, memory_len=0, seed=2, stop_at=tokenizer.end_of_text
+    )
+    assert text == "".join(tokenizer.decode_stream(written, after=ids))

@@ -1,0 +1,65 @@
+"""What a person sees of a run of two ranks, of which one is slow, and whose TensorBoard folder is taken away."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import start_training, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+SLOW = ",".join(f"slow:1:{step}" for step in (6, 7, 8))
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
+    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TXL_FAULT", SLOW)
+    words = [str(config_file), "--train.max_steps", "20", "--eval.every_steps", "10", "--checkpoint.every_steps", "10"]
+    samples = ["--metrics.sample_every_steps", "10", "--metrics.sample_len", "12", "--metrics.sample_prompt", "the cat"]
+    process = start_training(*words, *samples, cwd=tmp_path, ranks=2)
+    run = tmp_path / "run"
+    wait_for(lambda: any(record["kind"] == "train" for record in records_of(run)), process=process)
+    shutil.rmtree(run / "tensorboard")
+    (run / "tensorboard").write_text("in the way")
+    code, log = process.wait(timeout=300), tmp_path / "launcher.log"
+    assert code == 0, log.read_text(encoding="utf-8")[-4000:]
+
+    records = records_of(run)
+    kinds = {kind: [record for record in records if record["kind"] == kind] for kind in ("eval", "look", "sample")}
+    assert [[record["step"] for record in found] for found in kinds.values()] == [[10, 20]] * 3
+    assert all(record["prompt"] == "the cat" and record["text"] for record in kinds["sample"])
+    assert {"loss_cluster_0", "loss_cluster_1", "loss_cluster_2"} <= kinds["eval"][0].keys()
+    assert len(kinds["look"][0]["loss_by_position"]) == 24
+    train = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in train] == list(range(1, 21))
+    assert all(len(record["rank_ms"]) == 2 for record in train)
+    assert [record["slowest_rank"] for record in train[5:8]] == [1, 1, 1]
+    assert train[5]["rank_ms"][1] > 1900 > train[5]["rank_ms"][0]
+    assert any("save_s" in record for record in train)
+
+    events = [record for record in records if record["kind"] == "event"]
+    assert [event["event"] for event in events].count("straggler") >= 1
+    named = next(event for event in events if event["event"] == "straggler" and event["rank"] == 1)
+    assert (named["step"], named["host"]) == (8, os.uname().nodename)
+    start = events[0]
+    assert (start["event"], start["ranks"], start["hosts"]) == ("start", 2, 1)
+    assert start["parameters"] > 10_000
+    assert events[-1]["event"] == "done"
+
+    said = (run / "log.txt").read_text(encoding="utf-8")
+    assert "rank 1 on" in said
+    assert "keeps the others waiting" in said
+    assert said.count("TensorBoard cannot be written") == 1
+    assert "  | the cat" in said
+    assert (run / "tensorboard").is_file()

@@ -1,0 +1,124 @@
+"""A closer look at what the memory does, on a few segments of held-out text.
+
+Per layer: how large the remembered hidden states are, and which share of the attention goes to them rather than to the
+segment; over the layers: the losses by position in the segment, with the memory and with an empty one. It costs the
+segments that fill the memory and `NUM_SEGMENTS` more, twice.
+
+The share is attention itself with other values: 1 on the keys of the memory, 0 on those of the segment. So it comes
+from whatever computes attention, probabilities that it never holds included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl_dist.config import Config
+from txl_dist.data.corpus import Split
+from txl_dist.data.evaluation import EvalStream
+from txl_dist.dist import Ranks, all_reduce_sum
+from txl_dist.model.attention import Attention
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.train.batch import BatchMaker, to_device
+from txl_dist.train.engine import Engine
+from txl_dist.train.evaluate import LossSums
+from txl_dist.train.sinks import Record
+
+NUM_SEGMENTS = 4
+"""That are looked at, of every lane of the evaluation."""
+
+
+def look(
+    engine: Engine,
+    split: Split,
+    *,
+    maker: BatchMaker,
+    config: Config,
+    ranks: Ranks,
+    step: int,
+    before_segment: Callable[[], None] = lambda: None,
+) -> Record:
+    """The record of a look, for a run with memory. All ranks call it together.
+
+    What `before_segment` raises, on all ranks together, ends it.
+    """
+    start_s = time.perf_counter()
+    train = config.train
+    stream = EvalStream(
+        split,
+        num_lanes=config.eval.num_lanes,
+        segment_len=train.segment_len,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    # The memory is full behind these, if the split is so long.
+    num_before = min(-(-train.memory_len // train.segment_len), max(0, len(stream) - NUM_SEGMENTS))
+    empty = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=train.memory_len)
+    with_memory, without = (
+        LossSums(segment_len=train.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
+    )
+    watch, memory, squares = _AttentionWatch(), empty, list[Tensor]()
+    for index, segment in zip(range(num_before + NUM_SEGMENTS), stream, strict=False):
+        before_segment()
+        batch = to_device(maker.batch(segment), ranks.device)
+        if index < num_before:
+            _, memory = engine.losses(batch, memory)
+            continue
+        squares.append(memory.hidden_LBMD.float().square().mean((1, 2, 3)))
+        with watch.over(engine.model):
+            nll_BT, after = engine.losses(batch, memory)
+        with_memory.add(nll_BT, batch)
+        without.add(engine.losses(batch, empty)[0], batch)
+        memory = after
+    loss, tokens, by_position, _ = with_memory.means()
+    loss_without, _, by_position_without, _ = without.means()
+    means_2L = all_reduce_sum(torch.stack([torch.stack(squares).mean(0), watch.means()])) / ranks.world_size
+    norms, shares = means_2L[0].sqrt().tolist(), means_2L[1].tolist()
+    return {
+        "step": step,
+        "seconds": time.perf_counter() - start_s,
+        "tokens": tokens,
+        "memory_gain": loss_without - loss,
+        **{f"memory_norm_{layer}": norm for layer, norm in enumerate(norms)},
+        **{f"memory_attention_pct_{layer}": 100 * share for layer, share in enumerate(shares)},
+        "loss_by_position": by_position,
+        "loss_by_position_without_memory": by_position_without,
+    }
+
+
+class _AttentionWatch:
+    """Means of the attention that goes to the memory, by layer."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, list[Tensor]] = {}
+
+    def means(self) -> Tensor:
+        """Share by layer, shape [L]."""
+        return torch.stack([torch.stack(shares).mean() for _, shares in sorted(self._shares.items())])
+
+    @contextmanager
+    def over(self, model: TransformerXL) -> Iterator[None]:
+        """Watch the attention layers of a model while they run without gradients."""
+        layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+        try:
+            for index, layer in enumerate(layers):
+                layer.attend = self._watched(index, layer.attend)  # type: ignore[method-assign]
+            yield
+        finally:
+            for layer in layers:
+                del layer.attend
+
+    def _watched(self, index: int, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watched(query_BTNH: Tensor, key_BKNH: Tensor, value_BKNH: Tensor, **others: Any) -> Tensor:
+            is_memory = torch.zeros_like(value_BKNH)
+            is_memory[:, : key_BKNH.shape[1] - query_BTNH.shape[1]] = 1.0
+            share = attend(query_BTNH, key_BKNH, is_memory, **others)
+            self._shares.setdefault(index, []).append(share.float().mean())
+            return attend(query_BTNH, key_BKNH, value_BKNH, **others)
+
+        return watched

@@ -1,0 +1,120 @@
+"""What a run shows of its model between steps: losses on held-out text, a look at the memory, texts that it writes.
+
+None of it touches the training: memory is a value, and each of these has its own. All methods are called by all ranks
+together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from txl_dist.config import Config
+from txl_dist.data.corpus import Split
+from txl_dist.dist import Ranks
+from txl_dist.rng import derive_seed
+from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.train.batch import BatchMaker
+from txl_dist.train.engine import Engine
+from txl_dist.train.evaluate import evaluate
+from txl_dist.train.look import look
+from txl_dist.train.metrics import Reporter
+from txl_dist.train.sampling import sample_text
+
+
+class StopAskedError(Exception):
+    """Leaves an evaluation that need not be finished."""
+
+
+class Observer:
+    """The observations of one run."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        maker: BatchMaker,
+        *,
+        config: Config,
+        ranks: Ranks,
+        splits: Sequence[Split],
+        tokenizer: Tokenizer,
+        reporter: Reporter,
+        evaluated: Mapping[int, float],
+        before_segment: Callable[[int], None],
+    ) -> None:
+        """`splits` are held out, that of data.path first; `evaluated` are the losses on it so far, by step.
+        `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
+        self._engine, self._maker, self._config, self._ranks = engine, maker, config, ranks
+        self._splits, self._tokenizer, self._reporter = splits, tokenizer, reporter
+        self._before_segment = before_segment
+        self.evaluated = dict(evaluated)
+
+    def should_evaluate(self, step: int) -> bool:
+        """By the interval, and at the end."""
+        every = self._config.eval.every_steps
+        return bool(self._splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
+
+    def forget(self, *, after: int) -> None:
+        """After a rewind to that step."""
+        self.evaluated = {step: loss for step, loss in self.evaluated.items() if step <= after}
+
+    def evaluate(self, step: int) -> bool:
+        """Score every split and look at the memory. Returns whether the first split's loss is the best so far.
+
+        Raises StopAskedError.
+        """
+        results = [
+            evaluate(
+                self._engine.losses,
+                self._engine.empty_memory,
+                split,
+                maker=self._maker,
+                config=self._config,
+                ranks=self._ranks,
+                before_segment=lambda: self._before_segment(step),
+            )
+            for split in self._splits
+        ]
+        if self._config.train.memory_len:
+            self._reporter.write("look", self._look(step))
+        pairs = list(zip(self._splits, results, strict=True))
+        for split, result in reversed(pairs):  # that of the first corpus says that all are done
+            self._reporter.write(labelled("eval", split, self._splits), result.record(step))
+        best = min(self.evaluated.values(), default=math.inf)
+        if math.isfinite(results[0].loss):
+            self.evaluated[step] = results[0].loss
+        return self.evaluated.get(step, math.inf) < best
+
+    def _look(self, step: int) -> dict[str, object]:
+        return look(
+            self._engine,
+            self._splits[0],
+            maker=self._maker,
+            config=self._config,
+            ranks=self._ranks,
+            step=step,
+            before_segment=lambda: self._before_segment(step),
+        )
+
+    def should_sample(self, step: int) -> bool:
+        """By the interval."""
+        every = self._config.metrics.sample_every_steps
+        return every > 0 and step % every == 0
+
+    def sample(self, step: int) -> None:
+        """Let the model write."""
+        text = sample_text(
+            self._engine,
+            self._tokenizer,
+            self._config,
+            device=self._ranks.device,
+            seed=derive_seed(self._config.run.seed, "sample", step, 0),
+        )
+        self._reporter.write("sample", {"step": step, "prompt": self._config.metrics.sample_prompt, "text": text})
+
+
+def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
+    """The word, for a corpus besides the first with its name behind it."""
+    number = splits.index(split)
+    names = [one.corpus.name for one in splits]
+    return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")
