@@ -26,6 +26,8 @@ Record = dict[str, Any]
 
 _MAX_SCALARS = 64
 """Longest list whose numbers TensorBoard gets, one curve each: step times of ranks, losses by position."""
+_PATIENCE_S = 300.0
+"""Between two attempts to reach Weights & Biases, each of which a step may have to wait for."""
 
 
 class Sink(Protocol):
@@ -137,11 +139,15 @@ class WeightsAndBiases:
     def __init__(self, run_dir: Path, *, project: str, config: Record) -> None:
         self._run_dir, self._project, self._config = run_dir, project, config
         self._run: Any = None
+        self._next_try_s = 0.0
 
     def write(self, kind: str, record: Record) -> None:
         """See `Sink`."""
         try:
             if self._run is None:
+                if time.monotonic() < self._next_try_s:
+                    raise TimeoutError("not reached; tried again in some minutes")
+                self._next_try_s = time.monotonic() + _PATIENCE_S
                 self._run = self._begin()
             self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in record.items()})
         except Exception as error:
