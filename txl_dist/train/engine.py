@@ -131,6 +131,8 @@ class ZeroEngine:
         )
         limit_waiting(timeout_s=config.engine.start_timeout_s)
         self._model, self._device = model, ranks.device
+        if self._stage == 3:
+            _reduce_with_first(self._optimizer.leaf_parameters, list(model.blocks))
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
         self._take_over_checks()
@@ -324,6 +326,19 @@ def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[
         )
     setattr(optimizer, name, method)
     return original
+
+
+def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blocks: list[nn.Module]) -> None:
+    """At stage 3 the gradients of a block are exchanged by a hook behind its backward pass. DeepSpeed puts parameters
+    that blocks share into the list of the last one, whose pass is the first to end: their gradients, which are whole
+    only behind the first block, would be exchanged too early, and lost. Its hooks read these lists when they run."""
+    shared = {id(parameter) for parameter in blocks[0].parameters()}
+    late = [parameter for block in blocks[1:] for parameter in leaf_parameters[block] if id(parameter) in shared]
+    for block in blocks[1:]:
+        leaf_parameters[block][:] = [parameter for parameter in leaf_parameters[block] if id(parameter) not in shared]
+    leaf_parameters[blocks[0]].extend(late)
+    for parameter in late:
+        parameter.ds_z3_leaf_module = blocks[0]  # type: ignore[attr-defined]
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
