@@ -1,5 +1,6 @@
 """What a step may cost beside its arithmetic: waiting for the device, and gathered weights."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,45 @@ def test_at_stage_3_no_more_than_one_layer_is_gathered(tmp_path: Path, world_siz
         assert len(during) == 5 * 2 // world_size
         assert max(during) <= whole
         assert max(after) <= whole
+
+
+def held_worker(ranks: Ranks, recomputes: bool) -> tuple[int, int]:
+    """Bytes of gathered weights that are alive: (of all blocks, behind the forward pass, the most between blocks)."""
+    engine_settings = {"zero_stage": 3, "activation_checkpointing": recomputes}
+    config = tiny_config(model=MODEL, train={"num_lanes": 4, "microbatch_lanes": 2}, engine=engine_settings)
+    engine, batch = _engine_and_batch(ranks, config)
+    memory = engine.empty_memory(num_lanes=2, memory_len=12)
+    known: dict[int, Any] = {}
+
+    def alive() -> int:
+        return sum(size for reference, size in known.values() if reference() is not None)
+
+    def note(block: nn.Module, *_: Any) -> None:
+        for parameter in block.parameters():
+            if not parameter.ds_persist:  # type: ignore[attr-defined]
+                storage = parameter.untyped_storage()
+                known[storage._cdata] = weakref.ref(storage), storage.nbytes()
+
+    most: list[int] = []
+    for block in engine.model.blocks:
+        block.register_forward_pre_hook(lambda *_: most.append(alive()))
+        block.attention.register_forward_hook(lambda *_, block=block: note(block))
+    behind: list[int] = []
+    for _ in range(2):
+        known.clear()
+        for _ in range(2 // ranks.world_size):
+            engine.micro_step(batch, memory, normalizer=16.0, after_forward=lambda: behind.append(alive()))
+        engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
+    assert len(known) >= 5, "the weights were seen"
+    return max(behind), max(most)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_at_stage_3_no_weights_stay_alive_between_the_passes(tmp_path: Path, recomputes: bool) -> None:
+    block_bytes = 4 * (4 * 160 * 160 + 160 * 160 + 2 * 160 * 320)
+    for behind, most in run_ranks(held_worker, recomputes, world_size=2, folder=tmp_path):
+        assert behind <= 0.1 * block_bytes
+        assert most <= 1.1 * block_bytes
 
 
 def graphed_worker(ranks: Ranks) -> list[tuple[list[float], list[float]]]:

@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.deepspeed_config import deepspeed_config
 from txl_dist.train.flat import FlatModule, named_values, stored_whole
+from txl_dist.train.gathered import saves_no_weights
 from txl_dist.train.graph import GraphedModule
 from txl_dist.train.optim import build_optimizer
 from txl_dist.train.partitions import Fragment, Source, fill, fragments, partitions_of
@@ -180,7 +182,8 @@ class ZeroEngine:
         after_forward: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, Memory]:
         """See `Engine`."""
-        loss, memory = self._engine(batch, memory, normalizer)
+        with saves_no_weights() if self._stage == 3 else nullcontext():
+            loss, memory = self._engine(batch, memory, normalizer)
         after_forward()
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
