@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +20,16 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
-from txl_dist.config import Config, load_config
+from txl_dist.config import Config, choices_of, load_config, setting_names
 from txl_dist.errors import REQUEUE, ConfigError, TxlError
+from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.data import prepare, verify
+from txl_dist.verbs.doctor import doctor
 from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, generate, import_
+from txl_dist.verbs.plan import plan as run_plan
+from txl_dist.verbs.report import compare, report
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ def train(argv: Sequence[str]) -> int:
 
         print("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
+    from txl_dist.train.allocator import give_memory_back
+
+    give_memory_back()  # before torch is imported
     from txl_dist.train.profile import parse_steps
     from txl_dist.train.start import train as run_training
     from txl_dist.train.stopping import parse_duration
@@ -80,10 +87,17 @@ def launch(argv: Sequence[str]) -> int:
     return run_launch(argv, read_settings=read_settings)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
+    run_plan(argv, read_settings=lambda words: _train_arguments(words).settings)
+    return 0
+
+
 def _train_arguments(argv: Sequence[str]) -> TrainArguments:
     file = argv[0] if argv and not argv[0].startswith("-") else None
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
+    _check_flags(argv)
     arguments = tyro.cli(TrainArguments, prog="txl train", args=argv, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
@@ -96,16 +110,45 @@ def _train_arguments(argv: Sequence[str]) -> TrainArguments:
     return replace(arguments, settings=settings.model_copy(update={"run": run}))
 
 
+def _check_flags(argv: Sequence[str]) -> None:
+    """Refuse unknown flags and impossible choices, all at once, in one line each with what was meant."""
+    flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
+    known, problems = [*setting_names(), *flags, "no_dry_run", "help"], []
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        flag, is_joined, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or not name:
+            continue
+        value = value if is_joined else after
+        if name not in known:
+            hint = did_you_mean(name, known, spell=_flag) or " See txl train --help."
+            problems.append(f"unknown flag {flag}.{hint}")
+        elif "." in name and (choices := choices_of(name)) and value not in choices and value[:1] not in ("", "-"):
+            problems.append(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _flag(name: str) -> str:
+    """As `--help` has it, and a setting as files have it too."""
+    flag = "--" + name.replace("_", "-")
+    return f"{flag} ({name})" if "." in name and "_" in name else flag
+
+
 VERBS: dict[str, Callable[..., object]] = {
     "prepare": prepare,
     "train": train,
     "launch": launch,
+    "plan": plan,
     "evaluate": evaluate,
     "export": export,
     "import": import_,
     "generate": generate,
     "inspect": inspect,
     "verify": verify,
+    "doctor": doctor,
+    "report": report,
+    "compare": compare,
 }
 
 
@@ -120,11 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     if verb not in VERBS:
-        print(f"txl: unknown verb {verb!r}.\n\n{_usage()}", file=sys.stderr)
+        print(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
-        if verb in ("train", "launch"):  # they read the words themselves: flags begin with those of a file
-            return (train if verb == "train" else launch)(rest)
+        if own := {"train": train, "launch": launch, "plan": plan}.get(verb):
+            return own(rest)  # they read the words themselves: flags begin with those of a file
         else:
             tyro.cli(VERBS[verb], prog=f"txl {verb}", args=rest)
     except TxlError as error:
@@ -144,6 +187,8 @@ def run() -> None:
         code = 130
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
     except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
         traceback.print_exc()
         code = 1

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from txl_dist.errors import ConfigError
 from txl_dist.model.fused_attention import fused_relative_attention
@@ -195,9 +196,11 @@ class AbsoluteAttention(Attention):
     ) -> Tensor:
         """See `Attention`."""
         query, key, value = (x.transpose(1, 2) for x in (query_BTNH, key_BKNH, value_BKNH))
-        context_BNTH = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible.mask()[:, None], dropout_p=self.rate()
-        )
+        # Not cuDNN's, whose backward gives NaN for some lengths with a mask (pytorch #196678), and torch would choose.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+            context_BNTH = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=visible.mask()[:, None], dropout_p=self.rate()
+            )
         return context_BNTH.transpose(1, 2)
 
 

@@ -6,6 +6,7 @@ on SIGTERM kills ranks that need more than 30 s to save. So here it runs in a pr
     the end       what is left of the group gets the time to save, then SIGKILL
     our own death is a SIGTERM for the launcher, whose end the ranks notice, save and leave
     exit code     0 only if this start wrote RUN/DONE; 75 to be started again; 76 if a rank was lost; else as it was
+    other nodes   an ssh that hears nothing of its node gives up, or a lost node would keep the launcher for ever
 """
 
 from __future__ import annotations
@@ -28,14 +29,23 @@ from txl_dist.train.stopping import LAUNCHED_BY
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 GRACE_S = 60.0
 """What ranks whose launcher has ended get to finish their step, save and leave."""
+SSH_KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+"""For pdsh: a node that is cut off ends its ssh after 15 to 20 s (exit code 255), instead of never."""
+SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
 PR_SET_PDEATHSIG = 1
 
 
 def launch(
-    launcher_flags: Sequence[str], train_words: Sequence[str], *, run_dir: Path, grace_s: float = GRACE_S
+    launcher_flags: Sequence[str],
+    train_words: Sequence[str],
+    *,
+    run_dir: Path,
+    grace_s: float = GRACE_S,
+    seen_within_s: float = 0.0,
 ) -> int:
     """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
 
+    `seen_within_s`: how late a file that another node writes may show here.
     Main thread only. Raises ConfigError if there is no `deepspeed` program.
     """
     done_before = _stamp(run_dir / "DONE")
@@ -43,7 +53,7 @@ def launch(
     try:
         launcher = subprocess.Popen(
             command,
-            env=os.environ | {LAUNCHED_BY: json.dumps(process_id())},
+            env=os.environ | {LAUNCHED_BY: json.dumps(process_id()), SSH_ARGUMENTS: _ssh_arguments()},
             start_new_session=True,
             preexec_fn=_die_with_parent(),
         )
@@ -57,7 +67,12 @@ def launch(
         _end_group(launcher.pid, grace_s=grace_s)
     finally:
         signals.close()
-    return exit_code(code, is_done=_stamp(run_dir / "DONE") not in (None, done_before), sent=signals.sent)
+    end_s = time.monotonic() + (seen_within_s if code == 0 else 0.0)
+    while not (is_done := _stamp(run_dir / "DONE") not in (None, done_before)) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
+        return REQUEUE
+    return exit_code(code, is_done=is_done, sent=signals.sent)
 
 
 def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
@@ -75,6 +90,8 @@ class _Forwarding:
 
     def __init__(self, group: int, stop_file: Path) -> None:
         self.sent: set[int] = set()
+        self.ended_launcher = False
+        """The launcher itself was stopped, before there was a run."""
         self._group, self._stop_file, self._made_stop_file = group, stop_file, False
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._before = {number: signal.signal(number, self._forward) for number in numbers}
@@ -87,7 +104,8 @@ class _Forwarding:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.sent.add(number)
-        ranks = [pid for pid in group_members(self._group) if NODE_LAUNCHER in command_of(parent_of(pid))]
+        # Its first words: those of pdsh, whose children are no ranks, hold the whole command of the nodes.
+        ranks = [pid for pid in group_members(self._group) if NODE_LAUNCHER in command_of(parent_of(pid))[:4]]
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -96,6 +114,7 @@ class _Forwarding:
                 self._stop_file.touch()
                 self._made_stop_file = True
                 return
+            self.ended_launcher = True
             with suppress(ProcessLookupError):
                 os.killpg(self._group, number)
 
@@ -116,6 +135,11 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
+
+
+def _ssh_arguments() -> str:
+    """What a person has set comes first: ssh takes the first value of an option."""
+    return f"{os.environ.get(SSH_ARGUMENTS, '')} {SSH_KEEP_ALIVE}".strip()
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -1,206 +1,128 @@
-"""Bytes that a rank will hold, predicted without allocating them (`txl train --dry-run`).
+"""Bytes that a rank will hold, predicted without allocating them (`txl train --dry-run`, `txl plan`).
 
-The working set of a micro-batch (activations, gradients on their way, buffers) is not a formula that would have to
-follow the code: the step itself runs on torch's fake tensors, which have shapes but no storage, and the bytes alive
-are followed. Weights, optimizer state and memories are counted: they only depend on the ZeRO stage. The Triton
-kernels do not run there; something that keeps what they keep, and nothing of the size of the scores, stands for them.
+A step has phases, and the fullest one is the peak: forward and backward of a micro-batch (`footprint_step` follows them
+on tensors without storage), the exchange of what they left, the norm, the update. Weights, optimizer state, memories
+and the copy that a checkpoint is written from are counted; they only depend on the ZeRO stage.
 
-Not predicted: the program itself and the libraries (about 0.6 GiB of host memory per rank, on a GPU the CUDA context),
-fragmentation, and reader threads.
+On a CPU that is host memory besides what a process holds once it has imported everything, and the C library must be
+told to give memory back (`allocator`; training does). On a GPU it is device memory. Not predicted: fragmentation, on a
+GPU the CUDA context, with offload what then lies in host memory, and evaluation larger than training.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeGuard
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.infer.bundle import DTYPES
-from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
-from txl_dist.model.flops import count_parameters
-from txl_dist.model.kernels.launch import mismatch
-from txl_dist.model.memory import empty_memory
-from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
-from txl_dist.text.clusters import ClusterRows
-from txl_dist.train.engine import BUCKET_LEN
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.train.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint_step import Exchange, MicroStep, Peak, micro_step_peak
+
+_MIB = 2**20
+LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
+"""Host memory of what torch and DeepSpeed import and start only when an optimizer is built, and of the reader."""
+
+HEAP_FACTOR = 2.0
+"""Heap of the C library over the most bytes of small storages alive at once in it."""
 
 
 def bytes_per_rank(
     config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
 ) -> dict[str, float]:
-    """Bytes of a rank at its fullest, by what holds them; the sum is the peak.
+    """Bytes of the fullest rank at its fullest, by what holds them; the sum is the peak.
 
     `cluster_shares` are those of the tokens, one per cluster of the vocabulary. With offload the optimizer is left out.
+    Temporary copies of gradients and weights are counted as activations; so is a start that is fuller than any step.
     """
-    train, engine, size = config.train, config.engine, DTYPES[config.engine.precision].itemsize
-    parameters, world, stage = count_parameters(config.model, vocab_size=vocab_size), plan.world_size, engine.zero_stage
-    lane_memory = config.model.num_layers * train.memory_len * config.model.width * size
-    own = parameters / (world if stage >= 1 else 1)
+    engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
+    size, lengths = DTYPES[engine.precision].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
+    parameters, own = sum(lengths), sum(lengths) / (world if stage >= 1 else 1)
     has_masters = stage >= 1 or engine.precision != "fp32"
-    gradients = size * (own if stage >= 2 else parameters)
-    micro_step = micro_step_bytes(
-        config,
-        plan=plan,
-        vocab_size=vocab_size,
-        cluster_shares=cluster_shares,
-        keeps_gradients=stage < 2 and plan.num_microbatches == 1,
-        on_gpu=on_gpu,
-    )
-    if stage >= 2 or plan.num_microbatches > 1:
-        micro_step += gradients
-    update = gradients + (4 * own if has_masters else 0)  # the optimizer has them in fp32
-    bucket = BUCKET_LEN if on_gpu else min(BUCKET_LEN, parameters)  # a CPU's memory is held once it is touched
-    return {
+    lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
+    state = own * (_moments(config) + (4 if has_masters else 0))
+    # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
+    bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
+    held = {
         "weights": size * (own if stage == 3 else parameters),
-        "gradients": gradients,
-        "optimizer": 0.0 if on_gpu and engine.offload_optimizer else own * (12 if has_masters else 8),
-        "buckets": 0.0 if stage == 0 else float(bucket * size * (2 if on_gpu and world > 1 else 1)),
+        "gradients": size * (own if stage >= 2 else parameters),
+        "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
+        "buckets": float(size * bucket) if stage else 0.0,
         # Of all lanes before the step, and after it but for the micro-batch at work.
         "memories": float(lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
-        "activations": max(micro_step, update) - gradients,
     }
+    if not on_gpu:
+        if config.checkpoint.asynchronous:
+            weights = 0 if has_masters else 4 * parameters
+            held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
+        held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
+    peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
+    fullest = max(
+        _fullest_phase(plan, peak, lengths, size=size, stage=stage, buckets=held["buckets"], on_gpu=on_gpu),
+        # Before the first step: each rank draws all weights, and they are copied into flat tensors.
+        (4 + size) * parameters + 4 * own - sum(held.values()) + held["gradients"] + held["buckets"],
+    )
+    rest = max(0.0, fullest - held["gradients"] - held["buckets"])
+    held["scores"] = min(rest, peak.scores)
+    held["activations"] = rest - held["scores"]
+    return held
 
 
-def micro_step_bytes(
-    config: Config,
-    *,
-    plan: BatchPlan,
-    vocab_size: int,
-    cluster_shares: Sequence[float],
-    keeps_gradients: bool,
-    on_gpu: bool,
+def _fullest_phase(
+    plan: BatchPlan, peak: Peak, lengths: list[int], *, size: int, stage: int, buckets: float, on_gpu: bool
 ) -> float:
-    """Most bytes alive at once in forward and backward of one micro-batch, besides parameters and the memory given.
+    """Bytes of gradients, buckets and all that is temporary, in the phase of a step that has most of them."""
+    # A CPU's heap lets nothing go that small storages had, nor what lies between them.
+    kept = 0.0 if on_gpu else HEAP_FACTOR * peak.small
+    micro_step = peak.alive if on_gpu else peak.large + kept
+    accumulates, gradients = plan.num_microbatches > 1, size * sum(lengths)
+    if stage == 0:
+        return max(micro_step + accumulates * gradients, kept + 2 * gradients)  # the exchange takes a flat copy
+    own = sum(lengths) / plan.world_size
+    standing = buckets if stage == 3 or on_gpu else 0.0
+    # The norm is taken in fp32, or in fp64 where the gradients are in fp32; the update of a flat copy in fp32.
+    after = kept + standing + size * own + max(2 * size * min(max(lengths), own), (4 + size * (size < 4)) * own)
+    if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
+        return max(micro_step + accumulates * gradients + standing, kept + gradients + buckets, after)
+    before = size * own if stage == 3 or accumulates else 0.0
+    return max(micro_step + before + buckets, after)
 
-    `keeps_gradients`: they count from where they are made to the end; else only until they are added to others.
-    """
-    dtype, attention = DTYPES[config.engine.precision], config.engine.attention
-    is_relative = config.model.positions == "relative"
-    unfit = mismatch(dtype, head_width=config.model.head_width, has_position_bias=is_relative)
-    uses_kernels = attention in ("auto", "triton") and on_gpu and unfit is None
-    with FakeTensorMode(), _made_in(dtype):
-        model = TransformerXL(
-            config.model,
+
+def _micro_step_peak(
+    config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
+) -> Peak:
+    model, train, engine, stage = config.model, config.train, config.engine, config.engine.zero_stage
+    exchange: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
+    if stage >= 2:
+        exchange = "sharded" if stage == 2 else "gathered"
+    return micro_step_peak(
+        MicroStep(
+            model=model,
             vocab_size=vocab_size,
-            recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
-            attention="plain" if attention == "plain" else "fused",
+            cluster_shares=tuple(cluster_shares),
+            lanes=plan.microbatch_lanes,
+            segment_len=train.segment_len,
+            memory_len=train.memory_len,
+            dtype=DTYPES[engine.precision],
+            attention=engine.attention,
+            recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
+            is_flat=stage < 3 and config.optim.name != "lamb",
+            exchange=exchange,
+            num_owners=plan.world_size if stage == 2 else 1,
+            on_gpu=on_gpu,
         )
-        if uses_kernels:
-            for block in model.blocks:
-                block.attention.attend = _KernelLike.attend  # type: ignore[union-attr]
-        memory = empty_memory(
-            num_layers=config.model.num_layers,
-            num_lanes=plan.microbatch_lanes,
-            memory_len=config.train.memory_len,
-            width=config.model.width,
-            dtype=dtype,
-        )
-        multiple = ROWS_MULTIPLE["cuda" if on_gpu else "cpu"]
-        batch = _batch(model, config, lanes=plan.microbatch_lanes, cluster_shares=cluster_shares, multiple=multiple)
-        if not keeps_gradients:
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(_drop)
-        with _LiveBytes() as live:
-            loss, _ = SegmentLoss(model)(batch, memory, 1.0)
-            loss.backward()
-    return float(live.peak)
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-@contextmanager
-def _made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters in that type from the start: fake ones cannot be converted."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if _has_storage(value)}
-        for value in tree_iter(result):
-            if _has_storage(value) and value.untyped_storage()._cdata not in self._known | given:
-                self._add(value.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-class _KernelLike(torch.autograd.Function):
-    """Keeps what the Triton kernels keep for the backward pass."""
-
-    @staticmethod
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, distances: Any, visible: Any) -> Tensor:
-        """Called as `RelativeAttention.attend`."""
-        context: Tensor = _KernelLike.apply(query, key, value, distances.key_KNH)  # type: ignore[no-untyped-call]
-        return context
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-        context = torch.empty_like(query)
-        normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, distance, context, normalizers)
-        return context
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:4])
-
-
-def _batch(
-    model: TransformerXL, config: Config, *, lanes: int, cluster_shares: Sequence[float], multiple: int
-) -> Batch:
-    """Ids without values, and partitions of the size that these shares make."""
-    shape, num_tokens = (lanes, config.train.segment_len), lanes * config.train.segment_len
-
-    def partition(num_clusters: int) -> tuple[ClusterRows, ...] | None:
-        if num_clusters == 1:
-            return None
-        sizes = [multiple * max(1, -(-int(num_tokens * share) // multiple)) for share in cluster_shares]
-        return tuple(ClusterRows(*(torch.empty(size, dtype=torch.int64) for _ in range(2))) for size in sizes)
-
-    ids_BT = torch.empty(shape, dtype=torch.int64)
-    return Batch(
-        tokens_BT=ids_BT,
-        targets_BT=ids_BT,
-        scored_BT=torch.empty(shape, dtype=torch.float32),
-        document_BT=None,
-        token_partition=partition(len(model.embedding.edges) - 1),
-        target_partition=partition(len(model.softmax.edges) - 1),
     )
 
 
-def _has_storage(value: object) -> TypeGuard[Tensor]:
-    """A sparse tensor's parts were seen when they were made."""
-    return isinstance(value, Tensor) and value.layout == torch.strided
+def _moments(config: Config) -> int:
+    """Bytes per parameter."""
+    optim = config.optim
+    return 8 if optim.name != "sgd" else 4 if optim.momentum else 0
+
+
+def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:
+    with torch.device("meta"):
+        network = TransformerXL(config.model, vocab_size=vocab_size)
+    return [parameter.numel() for parameter in network.parameters()]

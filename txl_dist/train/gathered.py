@@ -37,7 +37,8 @@ def _pack(tensor: Tensor) -> Tensor | _View:
     parameter = tensor._base
     if not isinstance(parameter, nn.Parameter):  # a parameter itself is saved as such
         return tensor
-    return _View(parameter, tensor.size(), tensor.stride(), tensor.storage_offset() - parameter.storage_offset())
+    offset = int(tensor.storage_offset() - parameter.storage_offset())
+    return _View(parameter, tensor.size(), tensor.stride(), offset)
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:

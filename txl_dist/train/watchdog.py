@@ -185,12 +185,13 @@ class Watchdog:
         if not silent and (not is_stalled or (isinstance(self._link, Spoke) and 0 in seen)):
             return None
         culprits = silent or behind({rank: one.beat for rank, one in seen.items() if one.beat.is_idle})
-        first = seen[culprits[0]].beat
+        first, have = seen[culprits[0]].beat, "have" if len(culprits) > 1 else "has"
         if silent:
             since_s = silent_s[culprits[0]]
-            how = f"has not answered for {since_s:.0f} s: {self._position(first)}, its process or host stands still"
+            where = f"{self._position(first)}; a process or host stands still, or the link to it is cut"
+            how = f"{have} not answered for {since_s:.0f} s: {where}"
         else:
-            how = f"has made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
+            how = f"{have} made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
         stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""
         line = (
             f"{self._name(culprits)} {how}.{stacks} The same command goes on from the last checkpoint; if a step may "

@@ -11,6 +11,8 @@ from pathlib import Path
 from txl_dist.config import Config
 from txl_dist.errors import ConfigError
 
+SEEN_WITHIN_S = 30.0
+"""A network file system may show so late what rank 0 wrote on another machine."""
 DEFAULT_HOSTFILE = "/job/hostfile"
 """What the `deepspeed` launcher reads without --hostfile, if it is there."""
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
@@ -47,7 +49,8 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Con
             print("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", file=sys.stderr)
     if not is_other_machines and not any(flag.startswith("--master_port") for flag in flags):
         flags += ["--master_port", str(_free_port())]  # its own is always 29500, which another run may have
-    return run_launcher(flags, train_words, run_dir=Path(settings.run.dir))
+    seen_within_s = SEEN_WITHIN_S if is_other_machines else 0.0
+    return run_launcher(flags, train_words, run_dir=Path(settings.run.dir), seen_within_s=seen_within_s)
 
 
 def _free_port() -> int:

@@ -16,6 +16,7 @@ import pytest
 from txl_dist.config import Config
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.ops.launcher import exit_code
+from txl_dist.ops.launcher import launch as run_launcher
 from txl_dist.train.processes import process_id
 from txl_dist.verbs.launch import launch
 
@@ -122,6 +123,63 @@ def test_where_no_ranks_are_the_stop_file_is_made_and_taken_away(folder: Path) -
     assert not (folder / "run/STOP").exists()
 
 
+def stand_in(folder: Path, text: str, name: str = "deepspeed") -> None:
+    (folder / "bin" / name).write_text(f"#!{sys.executable}\n{text}")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def test_the_ssh_to_a_node_is_no_rank_and_gets_no_signal(folder: Path) -> None:
+    """The words of pdsh hold those of the node launcher."""
+    node = '"python", "-u", "-m", "deepspeed.launcher.launch"'
+    stand_in(folder, f'import subprocess, sys\nsys.exit(subprocess.call(["pdsh", "-S", "-w", "a,b", {node}]))')
+    stand_in(folder, 'import subprocess, sys\nsys.exit(subprocess.call(["ssh"]))', "pdsh")
+    stand_in(
+        folder,
+        'import os, sys, time\nopen("up", "w").close()\n'
+        'while not os.path.exists("run/STOP"): time.sleep(0.01)\ntime.sleep(0.3)\nopen("obeyed", "w")\nsys.exit(75)\n',
+        "ssh",
+    )
+    process = start(folder)
+    wait_for((folder / "up").exists)
+    process.terminate()
+    assert result(process) == REQUEUE
+    assert (folder / "obeyed").exists()
+
+
+def test_a_stop_before_there_is_a_run_loses_nothing(folder: Path) -> None:
+    """The launcher of several nodes ends with 1 then."""
+    (folder / "run").rmdir()
+    stand_in(
+        folder,
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda number, _: sys.exit(1))\n"
+        'open("up", "w").close()\ntime.sleep(30)\n',
+    )
+    process = start(folder)
+    wait_for((folder / "up").exists)
+    process.terminate()
+    assert result(process) == REQUEUE
+
+
+def test_what_another_node_wrote_may_show_late(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    late = '["sh", "-c", "sleep 1; echo 7 > run/DONE"]'
+    stand_in(folder, f"import subprocess\nsubprocess.Popen({late}, start_new_session=True)")
+    assert run_launcher([], ["c.toml"], run_dir=Path("run"), seen_within_s=20) == 0
+    stand_in(folder, "")
+    assert run_launcher([], ["c.toml"], run_dir=Path("run"), seen_within_s=0.1) == HANG
+
+
+def test_the_ssh_of_the_launcher_notices_a_node_that_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-o ServerAliveInterval=60")
+    stand_in(folder, 'import os\nopen("seen", "w").write(os.environ["PDSH_SSH_ARGS_APPEND"])')
+    run_launcher([], ["c.toml"], run_dir=Path("run"))
+    mine, ours, _ = (folder / "seen").read_text().split("-o ")[1:]
+    assert (mine, ours) == ("ServerAliveInterval=60 ", "ServerAliveInterval=5 "), "ssh takes the first value"
+
+
 def test_a_killed_node_launcher_is_no_success_and_its_ranks_may_save(folder: Path) -> None:
     process = start(folder)
     ranks = [process_id(pid) for pid in pids(folder)]
@@ -194,7 +252,7 @@ def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.Mo
     assert launch(words, read_settings=lambda _: Config()) == 75
     assert seen["flags"][:-1] == ["--num_accelerators", "2", "--master_port"]
     assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
-    assert seen["rest"] == {"run_dir": Path(Config().run.dir)}
+    assert seen["rest"] == {"run_dir": Path(Config().run.dir), "seen_within_s": 0.0}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     launch(["c.toml"], read_settings=lambda _: Config())
     assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]

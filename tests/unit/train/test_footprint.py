@@ -21,8 +21,9 @@ from txl_dist.model.flops import count_parameters, typical_shares
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import BUCKET_LEN
-from txl_dist.train.footprint import bytes_per_rank, micro_step_bytes
+from txl_dist.train.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint import bytes_per_rank
+from txl_dist.train.footprint_step import MicroStep, micro_step_peak
 
 VOCAB_SIZE = 6000
 LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024, "dropout": 0.1}
@@ -47,7 +48,7 @@ def measure(name: str) -> None:
     """In a process of its own: print (bytes that the resident set grew by in micro-steps, bytes predicted)."""
     torch.set_num_threads(1)
     config = tiny_config(**MODELS[name])
-    train, plan = config.train, plan_batch(config.train, world_size=1)
+    train = config.train
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)) ** 2 // VOCAB_SIZE
     model = TransformerXL(
         config.model, vocab_size=VOCAB_SIZE, recompute_every=int(config.engine.activation_checkpointing)
@@ -61,9 +62,23 @@ def measure(name: str) -> None:
     shares = cluster_shares(
         np.bincount(ids.flatten(), minlength=VOCAB_SIZE), cluster_edges(config.model.cutoffs, vocab_size=VOCAB_SIZE)
     )
-    predicted = micro_step_bytes(
-        config, plan=plan, vocab_size=VOCAB_SIZE, cluster_shares=shares, keeps_gradients=True, on_gpu=False
-    )
+    predicted = micro_step_peak(
+        MicroStep(
+            model=config.model,
+            vocab_size=VOCAB_SIZE,
+            cluster_shares=shares,
+            lanes=train.num_lanes,
+            segment_len=train.segment_len,
+            memory_len=train.memory_len,
+            dtype=torch.float32,
+            attention="fused",
+            recompute_every=int(config.engine.activation_checkpointing),
+            is_flat=False,
+            exchange="stays",
+            num_owners=1,
+            on_gpu=False,
+        )
+    ).alive
     before = kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
@@ -103,6 +118,25 @@ def test_each_stage_shards_what_it_shards() -> None:
     assert at[0]["buckets"] == 0.0
 
 
+def test_the_copy_of_a_checkpoint_is_foreseen_where_one_is_made() -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    with_copy = held(tiny_config(engine={"zero_stage": 2}), world_size=2)
+    assert 6 * parameters <= with_copy["checkpoint copy"] <= 6 * parameters + with_copy["memories"]
+    assert held(tiny_config(engine={"zero_stage": 0}))["checkpoint copy"] > 12 * parameters  # weights and two moments
+    assert "checkpoint copy" not in held(tiny_config(checkpoint={"asynchronous": False}))
+    assert "checkpoint copy" not in held(tiny_config(), on_gpu=True)
+
+
+def test_accumulated_gradients_and_an_exchange_by_buckets_are_foreseen() -> None:
+    def fullest(stage: int, microbatch_lanes: int) -> float:
+        train = {"num_lanes": 4, "microbatch_lanes": microbatch_lanes, "memory_len": 0}
+        return sum(held(tiny_config(train=train, engine={"zero_stage": stage}), on_gpu=True).values())
+
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    assert fullest(0, 2) > fullest(0, 4) - 4 * parameters  # half the activations, but gradients are there before
+    assert fullest(2, 4) > fullest(0, 4)  # masters, and two buckets of a fixed length
+
+
 def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
     parameters = count_parameters(tiny_config().model, vocab_size=300)
     full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
@@ -118,7 +152,8 @@ def test_what_saves_memory_is_foreseen_to() -> None:
 
     def activations(**engine: Any) -> float:
         config = tiny_config(**long, engine={"precision": "bf16", "zero_stage": 0, **engine})
-        return held(config, on_gpu=True)["activations"]
+        bytes_by = held(config, on_gpu=True)
+        return bytes_by["activations"] + bytes_by["scores"]
 
     assert activations(attention="auto") < 0.6 * activations(attention="fused") <= activations(attention="plain")
     assert activations(attention="fused", activation_checkpointing=True) < 0.9 * activations(attention="fused")

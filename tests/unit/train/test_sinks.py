@@ -188,11 +188,17 @@ def test_weights_and_biases_that_fails_never_ends_a_run(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = wandb_reporter(tmp_path)
-    now_s = 1000.0
-    monkeypatch.setattr("txl_dist.train.sinks.time", SimpleNamespace(monotonic=lambda: now_s, time=lambda: now_s))
+    clock = SimpleNamespace(now_s=1000.0)
+    clock.monotonic = clock.time = lambda: clock.now_s
+    monkeypatch.setattr("txl_dist.train.sinks.time", clock)
     with recorded_log() as lines:
         # It is not asked again at once: each time a step might wait for its answer.
-        for step, fails, now_s in ((10, True, 1000.0), (20, False, 1001.0), (30, False, 1301.0), (40, True, 1302.0)):
+        for step, fails, clock.now_s in (
+            (10, True, 1000.0),
+            (20, False, 1001.0),
+            (30, False, 1301.0),
+            (40, True, 1302.0),
+        ):
             wandb.fails = fails
             report.write("train", {**TRAIN_RECORD, "step": step})
         report.close()

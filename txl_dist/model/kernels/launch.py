@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -86,6 +88,8 @@ def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
         return f"it runs on a CUDA device and the model is on {query_BTNH.device}"
     if not _has_triton():
         return "triton is not installed"
+    if not _has_compiler():
+        return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
     if torch.cuda.get_device_capability(query_BTNH.device) < (8, 0):
         return f"{torch.cuda.get_device_name(query_BTNH.device)} is older than Ampere (compute capability 8.0)"
     return mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
@@ -94,6 +98,12 @@ def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    """Triton compiles what starts a kernel when the first one runs."""
+    return any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name)
 
 
 def triton_relative_attention(

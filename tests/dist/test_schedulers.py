@@ -1,0 +1,109 @@
+"""Real ranks under other starters: torchrun on two nodes; slurm.sbatch with stand-ins for srun and scontrol."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.corpora import random_texts, tiny_corpus
+from tests.helpers.launch import ENVIRONMENT, wait_for
+from tests.unit.test_launch_scripts import SCONTROL, SRUN, executable
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+SETTINGS = """
+[run]
+dir = "run"
+[data]
+path = "corpus"
+[model]
+num_layers = 2
+width = 32
+num_heads = 2
+head_width = 16
+ff_width = 48
+cutoffs = []
+[train]
+num_lanes = 4
+segment_len = 16
+memory_len = 16
+microbatch_lanes = 2
+max_steps = 300
+[eval]
+max_tokens = 512
+[metrics]
+log_every_steps = 1
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    tiny_corpus(tmp_path, texts=random_texts(count=300, longest=400))
+    (tmp_path / "tiny.toml").write_text(SETTINGS, encoding="utf-8")
+    return tmp_path
+
+
+def last_step(job: Path) -> int:
+    metrics = job / "run/metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines if '"train"' in line and line.endswith("}")), default=0)
+
+
+def test_two_nodes_under_torchrun_train_to_the_end(job: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    words = ["-m", "txl_dist", "train", "tiny.toml", "--train.max_steps", "20"]
+    nodes = [
+        subprocess.Popen(
+            [str(BIN / "torchrun"), *meeting, "--node_rank", str(node), *words],
+            cwd=job,
+            env=os.environ | ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    said = [node.communicate(timeout=180)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:]
+    assert (job / "run/DONE").read_text() == "20\n"
+
+
+def test_slurm_warns_queues_again_and_comes_to_the_end(job: Path) -> None:
+    (job / "launch").symlink_to(ROOT / "launch")
+    (job / "bin").mkdir()
+    executable(job / "bin/srun", SRUN)
+    executable(job / "bin/scontrol", SCONTROL)
+    given = {"SLURM_SUBMIT_DIR": str(job), "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "x", "SLOTS": "1"}
+    environment = os.environ | ENVIRONMENT | given
+    environment["PATH"] = f"{job / 'bin'}:{ENVIRONMENT['PATH']}"
+
+    def start() -> subprocess.Popen[str]:
+        log = (job / "slurm.log").open("a", encoding="utf-8")
+        command = ["bash", str(ROOT / "launch/slurm.sbatch"), "tiny.toml"]
+        return subprocess.Popen(command, cwd=job, env=environment, stdout=log, stderr=log, text=True)
+
+    process = start()
+    wait_for(lambda: last_step(job) >= 5, process=process)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=90) == 75, (job / "slurm.log").read_text()[-3000:]
+    assert (job / "scontrol.log").read_text() == "requeue 17\n"
+    stopped_at = last_step(job)
+    assert (job / f"run/checkpoints/step_{stopped_at:09d}").is_dir(), "no step is lost"
+    assert stopped_at < 300
+
+    process = start()
+    assert process.wait(timeout=180) == 0, (job / "slurm.log").read_text()[-3000:]
+    assert (job / "run/DONE").read_text() == "300\n"
+    assert (job / "scontrol.log").read_text() == "requeue 17\n", "a run that is done is not queued again"

@@ -1,0 +1,101 @@
+"""Every block of the documentation that is marked as runnable is run, as a reader pastes it.
+
+A page's blocks run in order in one folder that holds what a checkout holds. The quick start runs first; every other
+page goes on in a copy of the folder that it leaves, as its reader would: with data/first, runs/first, bundles/first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, Block, blocks_of, pattern_of
+from tests.helpers.launch import ENVIRONMENT
+
+pytestmark = [pytest.mark.docs, pytest.mark.dist, pytest.mark.slow]
+
+FIRST = ROOT / "docs" / "quickstart.md"
+OTHERS = [page for page in PAGES if page != FIRST and any(block.mark == "run" for block in blocks_of(page))]
+OF_A_CHECKOUT = ("README.md", "configs", "docs", "launch", "tests", "tools", "txl_dist")
+
+
+def run(block: Block, folder: Path) -> str:
+    """What a block prints, standard error included; it must end with exit code 0."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in ranks} | ENVIRONMENT
+    command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    process = subprocess.run(
+        [*command, block.text],
+        stdin=subprocess.DEVNULL,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    if process.returncode:
+        raise AssertionError(f"{block.place} ended with {process.returncode}:\n{process.stdout[-4000:]}")
+    return process.stdout
+
+
+def walk(page: Path, folder: Path) -> None:
+    """Do what a page says: save its files, run its blocks, compare what they print."""
+    printed = ""
+    for block in blocks_of(page):
+        if block.mark == "file":
+            (folder / block.detail).write_text(block.text, encoding="utf-8")
+        elif block.mark == "run":
+            printed = run(block, folder)
+        elif block.is_output and not pattern_of(block.text).search(printed):
+            raise AssertionError(f"{block.place} promises other output than:\n{printed[-6000:]}")
+
+
+@pytest.fixture(scope="session")
+def after_the_quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of someone who has done the quick start."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in OF_A_CHECKOUT:
+        (folder / name).symlink_to(ROOT / name)
+    write_readers_texts(folder)
+    walk(FIRST, folder)
+    return folder
+
+
+def write_readers_texts(folder: Path) -> None:
+    """What pages call the reader's own texts, `novels/` and `articles.jsonl`: the source of txl_dist."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "txl_dist").rglob("*.py"))]
+    (folder / "novels").mkdir()
+    for number, text in enumerate(texts[::2]):
+        (folder / "novels" / f"{number}.txt").write_text(text, encoding="utf-8")
+    lines = (json.dumps({"text": text}) + "\n" for text in texts[1::2])
+    (folder / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def test_the_quick_start_does_what_it_says(after_the_quick_start: Path) -> None:
+    assert (after_the_quick_start / "runs/first/DONE").is_file()
+    assert (after_the_quick_start / "bundles/first/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
+def test_every_marked_block_of_a_page_runs(page: Path, after_the_quick_start: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    shutil.copytree(after_the_quick_start, folder, symlinks=True)
+    walk(page, folder)
+
+
+def test_a_block_that_fails_or_prints_something_else_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- run -->\n```bash\necho step 3, loss 2.5\n```\n\n```text\nstep ..., loss 9\n```\n")
+    with pytest.raises(AssertionError, match="promises other output"):
+        walk(page, tmp_path)
+    page.write_text("<!-- run -->\n```bash\nfalse\necho never\n```\n")
+    with pytest.raises(AssertionError, match="ended with 1"):
+        walk(page, tmp_path)

@@ -1,0 +1,198 @@
+"""The documentation holds: it builds without a warning, names only what exists, quotes only what the program says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, SHELLS, anchors_of, blocks_of, code_of, pattern_of, prose_of
+from tools.reference_pages import help_text, stale_pages
+from txl_dist.cli import VERBS
+from txl_dist.config import setting_names
+
+PACKAGE = ROOT / "txl_dist"
+WHY_NOT = {
+    "installs": "would install packages",
+    "minutes": "takes minutes",
+    "cluster": "needs several machines, a scheduler or a container runtime",
+    "gpu": "needs a GPU",
+    "your files": "names files that only its reader has",
+    "root": "needs root",
+}
+"""Reasons for which a shell block need not be run."""
+OTHERS = {"pip", "torch", "torchrun", "DeepSpeed", "NCCL", "gloo", "kernel", "ssh", "SLURM", "no message"}
+"""Whose messages troubleshooting.md explains besides ours."""
+FOLDERS = ("configs", "docker", "docs", "launch", "tests", "tools", "txl_dist")
+FLAGS_OF_OTHERS = {
+    *("--num_accelerators", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--launcher"),
+    *("--master_port", "--master_addr", "--no_ssh", "--node_rank", "--ssh_port", "--module", "--no_ssh_check"),
+}
+"""Of the `deepspeed` launcher, which `txl launch` passes on."""
+
+ATTRIBUTES = {"model.empty_memory", "optim.apply_settings"}
+"""What looks like a setting and is code."""
+PLACEHOLDERS = {"--section.key"}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is in the extra `docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        fetched = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>", page.read_text())
+        assert fetched == [], f"{page.name} would fetch from the network"
+
+
+def test_the_reference_pages_are_what_the_code_gives() -> None:
+    assert stale_pages() == [], "run `python tools/reference_pages.py`"
+
+
+@each_page
+def test_relative_links_and_their_anchors_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.exists(), f"{page.name} links {target}"
+        assert not anchor or anchor in anchors_of(other), f"{page.name} links {target}; there are {anchors_of(other)}"
+
+
+@each_page
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    names = set(setting_names())
+    sections = "|".join({name.split(".")[0] for name in names})
+    file_endings = r"(?!(?:py|md|toml|jsonl?|txt|pt|pth|bin|safetensors|pkl|tar|yaml|sh|html|png)\b)"
+    pattern = re.compile(rf"(?<![\w./-])(?:--)?((?:{sections})\.{file_endings}[a-z_]+)(?![\w(.])")
+    wrong = {name for code in code_of(page) for name in pattern.findall(code)} - names - ATTRIBUTES
+    assert wrong == set(), f"{page.name} names settings that do not exist: {wrong}"
+
+
+@each_page
+def test_every_flag_of_a_verb_that_is_named_exists(page: Path) -> None:
+    wrong = [
+        f"txl {verb} {flag}"
+        for verb, words in commands_of(page)
+        for flag in (word.split("=")[0] for word in words if re.match(r"--[a-zA-Z]", word))
+        if flag.replace("_", "-") not in flags_of(verb) | PLACEHOLDERS
+    ]
+    assert wrong == [], f"{page.name} names flags that do not exist"
+
+
+@each_page
+def test_every_verb_that_is_named_exists(page: Path) -> None:
+    named = {verb for code in code_of(page) for verb in re.findall(r"(?:^|\s)txl ([a-z]+)", code)}
+    assert named <= VERBS.keys(), page.name
+
+
+@each_page
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    words = {word for code in code_of(page) for word in re.findall(r"[\w./*-]+", code)}
+    paths = {word for word in words if word.startswith(tuple(f"{folder}/" for folder in FOLDERS))}
+    modules = {word for word in words if re.fullmatch(r"[a-z_]+/[a-z_]+\.py", word)} - paths
+    missing = {path for path in paths if not any(ROOT.glob(path.rstrip("./")))}
+    missing |= {module for module in modules if not (PACKAGE / module).is_file() and not (ROOT / module).is_file()}
+    assert missing == set(), f"{page.name} names files that do not exist"
+
+
+@each_page
+def test_every_shell_block_is_run_or_says_why_not(page: Path) -> None:
+    for block in blocks_of(page):
+        if block.language in SHELLS:
+            assert block.mark in ("run", "not run"), f"{block.place}: a shell block needs a mark (tests/docs/pages.py)"
+        if not block.language:
+            commands = re.findall(
+                r"^(?:\$ )?(?:txl|bash|deepspeed|torchrun|python|pip|pytest|git|sbatch) .*", block.text, re.MULTILINE
+            )
+            assert commands == [], f"{block.place}: these are commands; write ```bash"
+        assert block.mark != "not run" or block.detail in WHY_NOT, f"{block.place}: {block.detail!r} is no known reason"
+        if block.mark == "run":
+            assert block.language in (*SHELLS, "python"), block.place
+
+
+def test_enough_of_the_documentation_is_run() -> None:
+    marked = [block for page in PAGES for block in blocks_of(page) if block.mark == "run"]
+    assert len(marked) >= 12
+    assert {"quickstart.md", "data.md", "training.md", "inference.md"} <= {block.page for block in marked}
+
+
+def quoted_messages() -> list[str]:
+    """Our messages among the headings of troubleshooting.md: those without a name in front."""
+    titles = re.findall(r"^### (.+)$", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(titles) >= 40
+    assert {title.split(":")[0] for title in titles if not title.startswith("`")} <= OTHERS
+    return [title.strip("`") for title in titles if title.startswith("`")]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_quoted_message_is_one_that_the_program_has(message: str) -> None:
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")), re.DOTALL)
+    assert any(pattern.search(text) for text in texts_of_the_package()), f"nothing says {message!r}"
+
+
+@cache
+def texts_of_the_package() -> list[str]:
+    """Every text in the source, with a blank mark where a value goes."""
+    texts: list[str] = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\u2026" for part in node.values]
+                texts.append("".join(str(part) for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def commands_of(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """(verb, words) of every `txl VERB ...` in the code of a page."""
+    for code in code_of(page):
+        for line in code.replace("\\\n", " ").splitlines():
+            match = re.match(r"(?:\$ )?(?:.*\| *)?txl ([a-z]+)(.*)", line.split(" #")[0].strip())
+            if match and match[1] in VERBS:
+                yield match[1], words_of(match[2])
+
+
+def words_of(line: str) -> list[str]:
+    """As a shell splits them, up to where another command begins."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # prose with an apostrophe
+        words = line.split()
+    ends = [index for index, word in enumerate(words) if word in ("|", "||", "&&", ";")]
+    return words[: ends[0]] if ends else words
+
+
+@cache
+def flags_of(verb: str) -> set[str]:
+    """With hyphens. Settings are flags of `launch` and `plan` as well, which pass them on."""
+    helps = [help_text(verb), help_text("train") if verb in ("launch", "plan") else ""]
+    found = set(re.findall(r"(?<![\w-])--[\w.-]+", "".join(helps)))
+    return {flag.replace("_", "-") for flag in found | (FLAGS_OF_OTHERS if verb == "launch" else set())}
+
+
+def test_the_rules_see_what_is_wrong(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One `two` three\n\n<!-- not run: gpu -->\n```bash\ntxl train x.toml --no_such 1 | cat --ok\n```\n"
+    )
+    assert anchors_of(page) == {"one-two-three"}
+    assert [(block.mark, block.detail) for block in blocks_of(page)] == [("not run", "gpu")]
+    assert list(commands_of(page)) == [("train", ["x.toml", "--no_such", "1"])]
+    assert "--no-such" not in flags_of("train")
+    assert "--optim.lr" in flags_of("train")
+    assert pattern_of("a ... c\n...\nd\n").search("x\na b c\ny\nz\nd\n")
+    assert not pattern_of("a ... c\nd\n").search("a b c\ny\nd\n")

@@ -1,0 +1,59 @@
+"""Pages as a person sees them: headless Chromium that reports every error and every request, and reaches no network."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Visit(NamedTuple):
+    """An open page and what happened on it so far."""
+
+    page: Any
+    """playwright.sync_api.Page"""
+    errors: list[str]
+    """Console messages of type error or warning, and exceptions."""
+    requests: list[str]
+    """Addresses, that of the page itself among them."""
+
+
+def find_chromium() -> str | None:
+    """Its path: $CHROMIUM, else the first of its usual names on PATH."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextmanager
+def started(executable: str) -> Iterator[Any]:
+    """A browser; use it for several visits."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def visit(browser: Any, path: Path, *, width: int, dark: bool = False, javascript: bool = True) -> Iterator[Visit]:
+    """Open a file in a window of a width in pixels."""
+    address = path.resolve().as_uri()
+    context = browser.new_context(
+        viewport={"width": width, "height": 900},
+        color_scheme="dark" if dark else "light",
+        java_script_enabled=javascript,
+    )
+    page = context.new_page()
+    seen = Visit(page, [], [])
+    page.on(
+        "console", lambda message: seen.errors.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: seen.errors.append(str(error)))
+    page.on("request", lambda request: seen.requests.append(request.url))
+    context.route("**/*", lambda route: route.continue_() if route.request.url == address else route.abort())
+    page.goto(address, wait_until="load")
+    yield seen
+    context.close()

@@ -1,0 +1,37 @@
+"""The verb that looks at machines before a run does: versions, devices, disks, limits, networks, traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from txl_dist.errors import ConfigError
+
+
+def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
+    """Check this machine, or under a launcher every node and the links between them; exit code 1 if a run would fail.
+
+    Under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. Takes some ten seconds; writes 64 MiB in the
+    folder of runs and removes them.
+
+    Args:
+        run_dir: Folder of the runs, or of a run; need not exist. Its disk is measured.
+        data: Folder or URL of a corpus to look at too.
+        timeout_s: Seconds to wait for other ranks, after which the missing ones are named.
+        json: Write findings, facts and figures to this file too.
+    """
+    if timeout_s < 1:
+        raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
+    from txl_dist.files import write_bytes
+    from txl_dist.ops.doctor import examine, show, to_json
+
+    report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
+    if report is None:
+        return  # another rank speaks, and exits for the job
+    show(report)
+    if json is not None:
+        try:
+            write_bytes(json, to_json(report))
+        except OSError as error:
+            raise ConfigError(f"cannot write {json}: {error.strerror or error}. Choose another file.") from error
+    if report.num_problems:
+        raise SystemExit(1)

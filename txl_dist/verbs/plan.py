@@ -1,0 +1,108 @@
+"""The verb that says what a run would need, cost and reach on GPUs that are not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from txl_dist.config import Config
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.suggest import did_you_mean
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Predict memory, speed, cost and scaling of a run. Settings (--section.key value) follow as for txl train."""
+
+    config: tyro.conf.Positional[Path]
+    """TOML file; see configs/."""
+    gpus: int
+    """Number of GPUs. Where the lanes do not divide among them, the largest number below is planned for."""
+    gpu: str
+    """Their kind: h200, h100, a100, a100-40gb, v100-16gb, l40s and others; a wrong name lists all."""
+    gpus_per_node: int = 8
+    """GPUs in a machine."""
+    interconnect: float = 50.0
+    """Network between nodes in GB/s (1e9 bytes): all cards of one node together, each way. 400 Gb/s are 50 GB/s."""
+    intra_node: float = 0.0
+    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests shows it; 0 takes what is usual."""
+    tokens: int = 0
+    """Tokens to train on in all; 0 means what train.max_steps makes."""
+    price: float = 0.0
+    """USD per GPU and hour; 0 leaves the cost out."""
+    vocab_size: int = 0
+    """Size of the vocabulary; 0 reads it from the corpus of data.path."""
+    png: Path | None = None
+    """Draw the scaling curves to this file."""
+    json: Path | None = None
+    """Write the facts to this file too."""
+
+
+def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
+    """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
+    if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
+        raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
+    arguments, words = tyro.cli(
+        Annotated[PlanArguments, tyro.conf.arg(name="")], prog="txl plan", args=argv, return_unknown_args=True
+    )
+    own = ["--" + field.name.replace("_", "-") for field in fields(PlanArguments)[1:]]
+    for word in words:
+        if word.startswith("--") and "." not in word:
+            raise ConfigError(f"unknown flag {word}.{did_you_mean(word, own)} See txl plan --help.")
+    config = read_settings([str(arguments.config), *words])
+
+    import json
+
+    from txl_dist.ops.hardware import Cluster, find_gpu
+    from txl_dist.ops.plan import Question, curves_of, make_plan
+    from txl_dist.ops.plan_text import plan_lines
+    from txl_dist.ops.scaling import picture
+
+    gpu = find_gpu(arguments.gpu)
+    if arguments.intra_node:
+        gpu = replace(gpu, bus_gb_s=arguments.intra_node)
+    cluster = Cluster(gpu, arguments.gpus_per_node, arguments.interconnect)
+    if min(arguments.interconnect, cluster.gpu.bus_gb_s) <= 0 or min(arguments.tokens, arguments.price) < 0:
+        raise ConfigError("bandwidths must be more than 0, and --tokens and --price not less. Mend that number.")
+    vocab_size, corpus_tokens = arguments.vocab_size, 0
+    if not vocab_size:
+        vocab_size, corpus_tokens = _corpus(config)
+    question = Question(
+        cluster=cluster,
+        gpus=arguments.gpus,
+        vocab_size=vocab_size,
+        corpus_tokens=corpus_tokens,
+        budget_tokens=arguments.tokens,
+        price_usd=arguments.price,
+    )
+    facts = make_plan(config, question=question)
+    print("\n".join(plan_lines(facts)))
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(facts, indent=1).encode() + b"\n")
+    if arguments.png is not None and facts["scaling"] is not None:
+        title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
+        _write(arguments.png, picture(curves_of(facts), title=title))
+
+
+def _corpus(config: Config) -> tuple[int, int]:
+    """(vocabulary size, tokens of the split that is trained on)."""
+    from txl_dist.train.job import open_corpora, train_splits
+
+    try:
+        corpora = open_corpora(config)
+    except TxlError as error:
+        raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
+    return corpora[0].vocab_size, sum(split.tokens for split in train_splits(config, corpora))
+
+
+def _write(path: Path, content: bytes) -> None:
+    from txl_dist.files import write_bytes
+
+    try:
+        write_bytes(path, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error
