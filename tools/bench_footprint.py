@@ -124,7 +124,6 @@ def _config(case: Case, options: argparse.Namespace, *, folder: Path) -> Config:
             "head_width": HEAD_WIDTH,
             "ff_width": 4 * width,
             "cutoffs": CUTOFFS[case.softmax],
-            "share_biases": case.stage < 3,  # shared ones at stage 3 need all gradients in one bucket
         },
         "train": {
             "num_lanes": options.lanes * case.micro_batches * case.ranks,

@@ -100,7 +100,10 @@ def micro_step_peak(step: MicroStep) -> Peak:
         lengths = [parameter.numel() for parameter in module.parameters()]
         own_len = sum(lengths) / step.num_owners if step.exchange == "sharded" else 0.0
         is_exchanged = step.exchange in ("sharded", "gathered")
-        buckets = _Buckets(live, size=step.dtype.itemsize, own_len=own_len) if is_exchanged else None
+        # gloo's reduce-scatter, which stage 3 calls, takes a copy of what it is given; its reduce does not.
+        num_copies = 2 if step.exchange == "gathered" and not step.on_gpu else 1
+        size = step.dtype.itemsize
+        buckets = _Buckets(live, size=size, num_copies=num_copies, own_len=own_len) if is_exchanged else None
         if step.exchange != "stays":
             for parameter in module.parameters():
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(buckets))
@@ -181,10 +184,10 @@ class _LiveBytes(TorchDispatchMode):
 class _Buckets:
     """Stages 2 and 3: gradients are exchanged a bucket at a time, behind a flat copy of it; a part stays here."""
 
-    def __init__(self, live: _LiveBytes, *, size: int, own_len: float) -> None:
-        """`size` of a value in bytes; `own_len` values stay here, those exchanged first at worst. At stage 3 they go
-        into a buffer that is there from the start, so none are counted."""
-        self._live, self._size, self._own_left = live, size, own_len
+    def __init__(self, live: _LiveBytes, *, size: int, num_copies: int, own_len: float) -> None:
+        """`size` of a value in bytes; `num_copies` of a bucket while it is exchanged; `own_len` values stay here, those
+        exchanged first at worst. At stage 3 they go into a buffer that is there from the start, so none are counted."""
+        self._live, self._size, self._num_copies, self._own_left = live, size, num_copies, own_len
         self._filled = 0
 
     def take(self, length: int) -> None:
@@ -195,8 +198,9 @@ class _Buckets:
 
     def flush(self) -> None:
         """Exchange what the bucket holds."""
-        self._live.add(self._filled * self._size)
-        self._live.add(-self._filled * self._size)
+        copies = self._num_copies * self._filled * self._size
+        self._live.add(copies)
+        self._live.add(-copies)
         kept = min(self._filled, self._own_left)
         self._live.add(kept * self._size)
         self._own_left -= kept
