@@ -45,7 +45,8 @@ install_project() { # EXTRAS
         "${pin#torch==}" 2>/dev/null; then
         # Without a GPU the build without CUDA is enough, and gigabytes smaller. Where it cannot be had: the usual one.
         { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1 || "$VENV/bin/python" -m pip install --quiet \
-            --retries 0 --timeout 15 "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || true
+            --retries 0 --timeout 15 "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
+            || echo "launch: the build of torch without CUDA cannot be had here; the usual one takes some gigabytes"
     fi
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$1" \
         || fail "pip could not install the project; its message stands above."

@@ -123,6 +123,9 @@ fi
 command -v pdsh >/dev/null || fail "no pdsh. Install it here (Debian: apt-get install pdsh), or start each node with --no_ssh."
 python=$(dirname "$(command -v deepspeed)")/python
 [ -x "$python" ] || python=$(command -v python3)
+# DeepSpeed's command line for pdsh says `cd FOLDER;` without quotes.
+[[ $PWD != *[[:space:]]* ]] || fail "the folder '$PWD' has a blank in its name, which DeepSpeed's pdsh runner cannot enter." \
+    "Move the project, or start with --no_ssh on each node."
 check_nodes "$master" "$python" "${PDSH_SSH_ARGS_APPEND:-}${ssh_port[1]:+ -p ${ssh_port[1]}}" "${hosts[@]}"
 DS_ENV_FILE=$(mktemp)
 export DS_ENV_FILE

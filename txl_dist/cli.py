@@ -89,16 +89,16 @@ def launch(argv: Sequence[str]) -> int:
 
 def plan(argv: Sequence[str]) -> int:
     """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
-    run_plan(argv, read_settings=lambda words: _train_arguments(words).settings)
+    run_plan(argv, read_settings=lambda words: _train_arguments(words, prog="txl plan").settings)
     return 0
 
 
-def _train_arguments(argv: Sequence[str]) -> TrainArguments:
+def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
     file = argv[0] if argv and not argv[0].startswith("-") else None
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
     _check_flags(argv)
-    arguments = tyro.cli(TrainArguments, prog="txl train", args=argv, default=default)
+    arguments = tyro.cli(TrainArguments, prog=prog, args=argv, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
     if file is None and _is_speaker():
@@ -179,6 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """Entry point of the `txl` script."""
+    # Threads that wait for one another sleep instead of spinning: where others use the cores too, spinning made steps
+    # ten times longer. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = main()
     except KeyboardInterrupt:

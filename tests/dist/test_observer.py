@@ -36,7 +36,7 @@ NUMBERS = dict[str, Any]
 
 def config_of(stage: int, **sections: dict[str, Any]) -> Config:
     values = {"model": {"cutoffs": [10, 25], "init_std": 0.2}, "metrics": {"sample_prompt": "no", "sample_len": 12}}
-    values |= {"engine": {"zero_stage": stage}, "eval": {"num_lanes": 4}, **sections}
+    values |= {"engine": {"zero_stage": stage}, "eval": {"num_lanes": 3}, **sections}
     return tiny_config(**values)
 
 
@@ -69,7 +69,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return tiny_corpus(tmp_path_factory.mktemp("observer"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # three lanes on two ranks: one is padding
 def test_every_stage_shows_the_same_and_changes_nothing(tmp_path: Path, corpus: Corpus) -> None:
     alone = run_ranks(observing_worker, 0, corpus.location, world_size=1, folder=tmp_path)[0]
     assert alone["is_untouched"]
@@ -149,8 +149,8 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
         return attend(query, key, value, distances=distances, visible=visible)
 
     monkeypatch.setattr(layer, "attend", spy)
-    stream = EvalStream(corpus.split("valid"), num_lanes=4, segment_len=8)
-    memory = engine.empty_memory(num_lanes=4, memory_len=12)
+    stream = EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8)
+    memory = engine.empty_memory(num_lanes=3, memory_len=12)
     squares = []
     for segment in itertools.islice(stream, 2 + NUM_SEGMENTS):  # two segments fill 12 tokens
         squares.append(memory.hidden_LBMD[1].square().mean().item())
@@ -160,14 +160,23 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     assert 5 < record["memory_attention_pct_1"] < 95
 
 
+def test_a_split_that_fills_no_memory_is_not_looked_at(tmp_path: Path, no_other_ranks: None) -> None:
+    short = tiny_corpus(tmp_path, texts=["abcdefgh" * 30, "abc"], valid_fraction=0.5, shard_len=4000)
+    config = config_of(0, eval={"num_lanes": 1}, train={"segment_len": 400, "memory_len": 12})
+    engine: Any = PlainEngine(config, vocab_size=short.vocab_size)
+    maker = batch_maker(engine.model, mask_documents=False)
+    assert short.split("valid").tokens < 400
+    assert look(engine, short.split("valid"), maker=maker, config=config, ranks=RANK, step=1) is None
+
+
 def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_other_ranks: None) -> None:
     config = config_of(0)
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
     record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
     nlls = []
-    for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=4, segment_len=8), 2, 2 + NUM_SEGMENTS):
-        nothing = empty_memory(num_layers=2, num_lanes=4, memory_len=0, width=32, dtype=torch.float32)
+    for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8), 2, 2 + NUM_SEGMENTS):
+        nothing = empty_memory(num_layers=2, num_lanes=3, memory_len=0, width=32, dtype=torch.float32)
         nlls.append(engine.losses(maker.batch(segment), nothing)[0])
     alone_T = torch.stack(nlls).mean((0, 1))
     assert record["loss_by_position_without_memory"] == pytest.approx(alone_T.tolist(), abs=1e-5)
@@ -199,6 +208,39 @@ def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: 
     means = [float(one.mean()) if len(one) else math.nan for one in clusters]
     assert result.loss_by_cluster == pytest.approx(means, abs=1e-6, nan_ok=True)
     assert len([loss for loss in means if not math.isnan(loss)]) >= 2
+
+
+@pytest.mark.parametrize(("prompt", "begins"), [("", True), ("no", False)])
+def test_a_model_trained_with_document_masks_sees_no_end_of_text_before_a_prompt(
+    prompt: str, begins: bool, corpus: Corpus
+) -> None:
+    config = config_of(0, data={"document_border": "mask"}, metrics={"sample_prompt": prompt, "sample_len": 5})
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    predict, seen = engine.predict, []
+    engine.predict = lambda batch, memory: (seen.append(batch.tokens_BT[0].tolist()), predict(batch, memory))[1]
+    tokenizer = corpus.load_tokenizer()
+    sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=5)
+    assert seen[0] == ([tokenizer.end_of_text] if begins else list(tokenizer.encode_prompt(prompt)))
+
+
+def test_a_model_that_has_diverged_writes_nothing_and_raises_nothing(corpus: Corpus) -> None:
+    config = config_of(0)
+    engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
+    predict, calls = engine.predict, []
+
+    def diverging(batch, memory):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        log_p, memory = predict(batch, memory)
+        return (log_p * math.nan if len(calls) > 4 else log_p), memory
+
+    engine.predict = diverging
+    tokenizer = corpus.load_tokenizer()
+    text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=5)
+    whole = sample_text(
+        PlainEngine(config, vocab_size=corpus.vocab_size), tokenizer, config, device=RANK.device, seed=5
+    )  # type: ignore[arg-type]
+    assert len(text) <= 4 < len(whole)
+    assert len(calls) == 12, "all ranks make as many passes, whatever they find"
 
 
 @pytest.mark.parametrize("prompt", ["", "no", "no more than a segment holds"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import start_training, wait_for
+from tests.helpers.launch import start_training, txl, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -45,13 +45,15 @@ def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     assert [record["step"] for record in train] == list(range(1, 21))
     assert all(len(record["rank_ms"]) == 2 for record in train)
     assert [record["slowest_rank"] for record in train[5:8]] == [1, 1, 1]
+    assert {record["slowest_host"] for record in train} == {os.uname().nodename}
     assert train[5]["rank_ms"][1] > 1900 > train[5]["rank_ms"][0]
     assert any("save_s" in record for record in train)
 
     events = [record for record in records if record["kind"] == "event"]
     assert [event["event"] for event in events].count("straggler") >= 1
     named = next(event for event in events if event["event"] == "straggler" and event["rank"] == 1)
-    assert (named["step"], named["host"]) == (8, os.uname().nodename)
+    assert named["step"] <= 8, "three reports after it became slow, or before, if the machine was busy"
+    assert named["host"] == os.uname().nodename
     start = events[0]
     assert (start["event"], start["ranks"], start["hosts"]) == ("start", 2, 1)
     assert start["parameters"] > 10_000
@@ -63,3 +65,17 @@ def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     assert said.count("TensorBoard cannot be written") == 1
     assert "  | the cat" in said
     assert (run / "tensorboard").is_file()
+
+
+def test_a_prompt_that_the_tokenizer_does_not_know_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("only plain letters here\n" * 200, encoding="utf-8")
+    words = ["--out", "letters", "--tokenizer", "char", "--only-seen", "--valid-fraction", "0"]
+    prepared = txl("prepare", "plain.txt", *words, cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    (tmp_path / "run.toml").write_text('[data]\npath = "letters"\neval_split = ""\n', encoding="utf-8")
+    sampling = ["--metrics.sample_every_steps", "3", "--metrics.sample_prompt", "na\u00efve \u2603"]
+    result = txl("train", "run.toml", "--run.dir", "run", *sampling, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "metrics.sample_prompt=" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()

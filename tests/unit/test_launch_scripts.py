@@ -203,16 +203,21 @@ def requeued(folder: Path) -> bool:
         ("75 wait", 999, 75, True),
         ("wait 76", 0, None, True),
         ("kill wait", 0, None, True),
+        ("0 late76", 0, 76, True),
+        ("0 late76", 50, 76, False),
     ],
 )
 def test_slurm_starts_a_job_again_that_can_go_on(
     folder: Path, codes: str, restarts: int, expected: int | None, again: bool
 ) -> None:
-    """`wait`: that node still runs when the other one has ended, and is killed by srun."""
+    """`wait`: that node still runs when the other one has ended, and is killed by srun.
+    `late`: srun has nobody left to kill then, and gives this very code."""
     executable(
         folder / "bin/txl",
         f"#!/usr/bin/env bash\ncodes=({codes}) code=${{codes[$SLURM_NODEID]}}\n"
-        "case $code in wait) sleep 30 ;; kill) kill -9 $$ ;; *) exit $code ;; esac\n",
+        "case $code in wait) sleep 30 ;; kill) kill -9 $$ ;;\n"
+        "late*) until [ -s slurm-17.code.0 ]; do sleep 0.1; done; sleep 1; exit ${code#late} ;;\n"
+        "*) exit $code ;; esac\n",
     )
     process = slurm(folder, SLURM_RESTART_COUNT=str(restarts))
     _, errors = process.communicate(timeout=60)

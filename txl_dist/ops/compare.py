@@ -20,7 +20,7 @@ from txl_dist.data.inspect import aligned
 from txl_dist.errors import ConfigError
 from txl_dist.ops.figures import COLOURS, Chart, Line, compact
 from txl_dist.ops.pictures import Picture, picture, shortened, time_axis
-from txl_dist.ops.records import Table
+from txl_dist.ops.records import Table, clean
 from txl_dist.ops.report import check_writable, cut, render, write_page
 from txl_dist.ops.summary import Run, best, defaults, duration, read_run, recent
 
@@ -60,7 +60,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
             without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
         ),
     )
-    return [*aligned([row[: -len(_FURTHER)] for row in rows]), unit.sentence, f"page: {out}"]
+    return [*aligned([row[: -len(_FURTHER)] for row in rows]), unit.sentence, clean(f"page: {out}")]
 
 
 def _check_runs(run_dirs: Sequence[Path]) -> None:
@@ -79,7 +79,7 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     """The folders' names; with as much of the path as tells them apart, where they are equal."""
     places = [path.resolve() for path in run_dirs]
     for depth in range(1, max(len(place.parts) for place in places) + 1):
-        names = [os.path.join(*place.parts[-depth:]) for place in places]
+        names = [clean(os.path.join(*place.parts[-depth:])) for place in places]
         if len(set(names)) == len(names):
             break
     return names

@@ -230,10 +230,9 @@ def _limits(lines: Sequence[Line]) -> tuple[float, float]:
 
 def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
     left, right = axes.get_xlim()
-    places = {(round(_MAX_MARKS * (mark.x - left) / (right - left)), mark.is_border): mark.x for mark in marks}
+    shown = [mark for mark in marks if left <= mark.x <= right]  # which NaN is not
+    places = {(round(_MAX_MARKS * (mark.x - left) / (right - left)), mark.is_border): mark.x for mark in shown}
     for (_, is_border), x in sorted(places.items()):
-        if not left <= x <= right:
-            continue
         if is_border:
             axes.axvline(x, color=_INK, linewidth=0.8, linestyle=(0, (3, 3)), alpha=0.55)
         else:

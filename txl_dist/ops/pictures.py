@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import Markup
 
 from txl_dist.ops.figures import COLOURS, Chart, Line, Mark, compact, draw, layer_colours
-from txl_dist.ops.records import Event, FloatArray, History
+from txl_dist.ops.records import Event, FloatArray, History, is_number
 from txl_dist.ops.summary import Run, corpus_name
 
 _BORDERS = {"start": "resumed", "rewound": "rewound"}
@@ -201,7 +201,7 @@ def _memory(run: Run) -> list[Picture]:
             for index, (name, y) in enumerate(pairs)
         ]
         caption = f"At step {profile.step:,}: the first tokens of a segment have only the memory behind them."
-        if len(profile.without_memory) == len(profile.with_memory):
+        if len(profile.without_memory) == len(profile.with_memory) and all(np.isfinite(y).any() for _, y in pairs):
             gain = float(np.nanmean(profile.without_memory) - np.nanmean(profile.with_memory))
             caption += f" On average the memory lowers the loss by {gain:.4f} nats per token."
     per_layer = [
@@ -319,7 +319,7 @@ def straggler_sentence(history: History) -> str:
 def _stalls(run: Run) -> Picture:
     saves = [event for event in run.history.events if event.name == "saved"]
     seconds = [event.fields.get("seconds") for event in saves]
-    y = np.array([float(value) if isinstance(value, int | float) else np.nan for value in seconds])
+    y = np.array([float(value) if is_number(value) else np.nan for value in seconds])
     x = np.array([float(event.step) for event in saves])
     total = float(np.nansum(y)) if len(y) else 0.0
     return picture(

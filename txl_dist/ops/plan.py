@@ -70,9 +70,8 @@ class Option(NamedTuple):
 def make_plan(config: Config, *, question: Question) -> dict[str, Any]:
     """Facts for JSON, `plan_text` and pictures. Raises ConfigError for settings or numbers that cannot be."""
     check_config(config)
+    _check_question(question)
     check_vocabulary(config.model, vocab_size=question.vocab_size)
-    if min(question.gpus, question.cluster.gpus_per_node) < 1:
-        raise ConfigError("a plan needs at least one GPU. Give --gpus and --gpus-per-node 1 or more.")
     used, notes = usable_gpus(config.train.num_lanes, gpus=question.gpus)
     if config.engine.offload_optimizer or config.engine.offload_parameters:
         notes.append("offloading to host memory is in the bytes, but not in the time, which will be longer.")
@@ -104,6 +103,22 @@ def make_plan(config: Config, *, question: Question) -> dict[str, Any]:
         "checkpoint": None if chosen is None else planner.checkpoint(chosen),
         "scaling": None if chosen is None else planner.scaling(chosen),
     }
+
+
+def _check_question(question: Question) -> None:
+    """Generous bounds: what lies outside is a slip, and may overflow."""
+    cluster = question.cluster
+    for flag, value, least, most in (
+        ("--gpus", question.gpus, 1, 10**6),
+        ("--gpus-per-node", cluster.gpus_per_node, 1, 10**6),
+        ("--interconnect", cluster.network_gb_s, 1e-3, 10**6),
+        ("--intra-node", cluster.gpu.bus_gb_s, 1e-3, 10**6),
+        ("--tokens", question.budget_tokens, 0, 10**18),
+        ("--price", question.price_usd, 0, 10**6),
+        ("--vocab-size", question.vocab_size, 2, 10**9),
+    ):
+        if not least <= value <= most:  # which NaN is not
+            raise ConfigError(f"{flag} {value} cannot be: give {least:,} to {most:,}.")
 
 
 def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
@@ -377,11 +392,3 @@ def _flags(old: Config, new: Config) -> Iterator[str]:
         value = getattr(getattr(new, section), key)
         if value != getattr(getattr(old, section), key):
             yield f"--{section}.{key} {value}"
-
-
-def curves_of(facts: dict[str, Any]) -> dict[str, list[scaling.Point]]:
-    """For `scaling.picture`."""
-    return {
-        f"{name} scaling": [scaling.Point(**point) for point in facts["scaling"][name]["points"]]
-        for name in ("strong", "weak")
-    }

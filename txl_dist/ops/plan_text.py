@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
-from txl_dist.ops.scaling import MOST_GPUS, REASONS
+from txl_dist.ops.scaling import MOST_GPUS, REASONS, Point
 
 Facts = dict[str, Any]
 
@@ -50,7 +51,8 @@ def _memory(facts: Facts) -> Iterator[str]:
     memory = facts["memory_gib"]
     yield (
         f"memory: {memory['gpu']:.1f} GiB, less {memory['context']:.1f} for CUDA and its libraries and "
-        f"{memory['fragmentation']:.1f} for fragments: {memory['usable']:.1f} GiB. GiB per GPU needed, and tokens/s:"
+        f"{memory['fragmentation']:.1f} for fragments: {memory['usable']:.1f} GiB. GiB per GPU needed, and tokens/s "
+        "(without CUDA graphs, which the choice below may have):"
     )
     rows = facts["options"]
     sizes = sorted({row["microbatch_lanes"] for row in rows})
@@ -144,7 +146,8 @@ def _scaling(facts: Facts) -> Iterator[str]:
         last, broken = curve["points"][-1], curve["breaks_at"]
         if broken:
             why = REASONS.get(broken["limited_by"], "nothing in particular")
-            end = f"under 50% from {broken['gpus']:,} GPUs on ({100 * broken['efficiency']:.0f}%): {why}"
+            pct = math.floor(1000 * broken["efficiency"]) / 10  # rounded it might be the 50 that it is not
+            end = f"under 50% from {broken['gpus']:,} GPUs on ({pct:.1f}%): {why}"
         else:
             most = "" if last["gpus"] == MOST_GPUS else ", the most among which the lanes divide"
             why = REASONS.get(last["limited_by"], "nothing")
@@ -157,3 +160,10 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.1f} s"
+
+
+def curves_of(facts: Facts) -> dict[str, list[Point]]:
+    """The curves of the facts, for `scaling.picture`."""
+    return {
+        f"{name} scaling": [Point(**point) for point in facts["scaling"][name]["points"]] for name in ("strong", "weak")
+    }

@@ -3,8 +3,9 @@
 A run crashes, goes on and is rewound, so its file tells some steps twice and some that were given up. Here the later
 record of a step holds, and what lies behind the step at which a start or a rewind took the run up again is left out.
 Hours are hours of work: the clock from record to record, without the pauses before a start; where old records have no
-time, what their steps took. A line that a crash tore is counted and passed over; null is NaN; unknown kinds and fields
-do no harm. A million records take half a minute and less than a gigabyte: numbers are kept as arrays, not objects.
+time, what their steps took. A line that a crash tore is counted and passed over; null is NaN, as is what no training
+comes to (`is_number`); unknown kinds and fields do no harm, and names hold nothing that cannot be drawn. A million
+records take half a minute and less than a gigabyte: numbers are kept as arrays, not objects.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ FloatArray = NDArray[np.float64]
 RECORDS = "metrics.jsonl"
 MAX_RANKS_APART = 8
 """Of more ranks only the fastest, the median and the slowest are kept per record."""
+MOST = 1e15
+"""Larger numbers are no measurements, and overflow what is computed with them."""
 _MAX_PROFILES = 64
+_MAX_NAME = 200
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
@@ -192,12 +196,13 @@ class _Reader:
         try:
             record = json.loads(line)
             kind, step = record["kind"], record["step"]
-            if not (isinstance(kind, str) and type(step) is int and 0 <= step < 1 << 53):
+            if not (isinstance(kind, str) and type(step) is int and 0 <= step <= MOST):
                 raise ValueError(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             self.num_damaged += bool(line.strip())
             return
         self.num_records += 1
+        record["kind"] = kind = clean(kind[:_MAX_NAME])
         self._advance_clock(record, step)
         if kind == "event":
             self._take_event(record, step)
@@ -234,21 +239,21 @@ class _Reader:
     def _advance_clock(self, record: dict[str, Any], step: int) -> None:
         time_s, is_start = record.get("time_s"), record.get("event") == "start"
         spent_s = 0.0
-        if _is_number(time_s) and math.isfinite(self._time_s):
+        if is_number(time_s) and math.isfinite(self._time_s):
             spent_s = max(time_s - self._time_s, 0.0)
-        elif record["kind"] == "train" and _is_number(record.get("step_ms")):
+        elif record["kind"] == "train" and is_number(record.get("step_ms")):
             spent_s = max(step - self._last_step, 0) * record["step_ms"] / 1000
         self._hours += 0.0 if is_start else spent_s / 3600
-        self._time_s = float(time_s) if _is_number(time_s) else self._time_s
+        self._time_s = float(time_s) if is_number(time_s) else self._time_s
         if record["kind"] == "train" or is_start or record.get("event") == "rewound":
             self._last_step = step
 
     def _take_event(self, record: dict[str, Any], step: int) -> None:
-        name = str(record.get("event", "?"))
+        name = clean(str(record.get("event", "?"))[:_MAX_NAME])
         known = ("kind", "event", "step", "time_s")
         fields = {key: value for key, value in record.items() if key not in known}
         time_s = record.get("time_s")
-        self._events.append(Event(name, step, self._hours, float(time_s) if _is_number(time_s) else math.nan, fields))
+        self._events.append(Event(name, step, self._hours, float(time_s) if is_number(time_s) else math.nan, fields))
         if name in ("start", "rewound"):
             self._reached.append(({kind: rows.num for kind, rows in self._rows.items()}, step))
             self._samples = {key: sample for key, sample in self._samples.items() if sample.step <= step}
@@ -258,18 +263,18 @@ class _Reader:
 
     def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in record.items():
-            if _is_number(value) and name not in _NOT_KEPT:
+            if is_number(value) and name not in _NOT_KEPT and len(name) <= _MAX_NAME:
                 yield name, value
             elif name == "rank_ms":
                 times = value if isinstance(value, list) else []
-                if known := sorted(filter(_is_number, times)):
+                if known := sorted(filter(is_number, times)):
                     yield "fastest_rank_ms", known[0]
                     yield "median_rank_ms", known[len(known) // 2]
                     yield "slowest_rank_ms", known[-1]
                 if len(times) <= MAX_RANKS_APART:
-                    yield from ((f"rank_ms_{rank}", time) for rank, time in enumerate(times) if _is_number(time))
+                    yield from ((f"rank_ms_{rank}", time) for rank, time in enumerate(times) if is_number(time))
             elif name == "slowest_host" and type(record.get("slowest_rank")) is int:
-                self._hosts[record["slowest_rank"]] = str(value)
+                self._hosts[record["slowest_rank"]] = clean(str(value)[:_MAX_NAME])
 
     def _take_profile(self, record: dict[str, Any], step: int) -> None:
         found = [_floats(record.get(f"loss_by_position{word}")) for word in ("", "_without_memory")]
@@ -277,12 +282,18 @@ class _Reader:
             self._profiles[record["kind"]].append(Profile(step, *found))
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is one that can be measured and computed with: finite, and at most `MOST` from 0."""
+    return type(value) in (float, int) and abs(value) <= MOST  # type: ignore[arg-type]
+
+
+def clean(name: str) -> str:
+    """A name for one line of a page, picture or terminal: control characters and halves of characters replaced."""
+    return name if name.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in name)
 
 
 def _floats(values: object) -> FloatArray:
     """JSON numbers, null being NaN; nothing for anything else."""
-    if not isinstance(values, list) or not all(value is None or _is_number(value) for value in values):
+    if not isinstance(values, list) or not all(value is None or type(value) in (float, int) for value in values):
         return np.empty(0)
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+    return np.array([value if is_number(value) else math.nan for value in values], dtype=np.float64)

@@ -18,7 +18,7 @@ from txl_dist.data.inspect import aligned
 from txl_dist.errors import ConfigError
 from txl_dist.files import replace_file
 from txl_dist.ops.pictures import events_picture, marks_explained, pictures_of
-from txl_dist.ops.records import Event, Sample
+from txl_dist.ops.records import Event, Sample, clean
 from txl_dist.ops.summary import Fact, Run, defaults, duration, facts_of, lead, read_run
 
 _MAX_EVENTS = 300
@@ -50,15 +50,19 @@ def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
     run = read_run(run_dir)
     facts = facts_of(run)
     write_page(path, render("report.html.j2", **_content(run, facts, folder=path.parent)))
-    return [*aligned([["", ""], *([fact.name, f"{fact.value}  {fact.note}"] for fact in facts)])[1:], f"page: {path}"]
+    rows = [[fact.name, clean(f"{fact.value}  {fact.note}")] for fact in facts]
+    return [*aligned([["", ""], *rows])[1:], clean(f"page: {path}")]
 
 
 def check_writable(path: Path) -> None:
     """Before the work, not after it. Raises ConfigError."""
-    folder = path.parent
-    if path.is_dir():
+    target = _target(path)
+    folder = target.parent
+    if os.path.isdir(path):
         reason = "it is a folder"
-    elif not folder.is_dir():
+    elif not os.path.isfile(path) and (os.path.exists(path) or target.is_symlink()):
+        reason = "it is no regular file"  # a device, a pipe, or a link to itself: the page would take its place
+    elif not os.path.isdir(folder):
         reason = f"there is no folder {folder}"
     elif not os.access(folder, os.W_OK | os.X_OK):
         reason = f"no permission to write to {folder}"
@@ -69,14 +73,20 @@ def check_writable(path: Path) -> None:
 
 def write_page(path: Path, html: str) -> None:
     """Whole or not at all. Raises ConfigError."""
+    target = _target(path)
     try:
-        replace_file(path, html.encode("utf-8", errors="replace"))
+        replace_file(target, html.encode("utf-8", errors="replace"))
     except OSError as error:
         with suppress(OSError):  # a disk that is full need not keep the part that went onto it
-            path.with_name(path.name + ".tmp").unlink(missing_ok=True)
+            target.with_name(target.name + ".tmp").unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
         ) from error
+
+
+def _target(path: Path) -> Path:
+    """Where links lead: what is there is replaced, and they stay."""
+    return Path(os.path.realpath(path))
 
 
 def render(template: str, **content: Any) -> str:

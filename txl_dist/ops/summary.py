@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from txl_dist.config import Config
 from txl_dist.ops.figures import compact
-from txl_dist.ops.records import FloatArray, History, Table, read_history
+from txl_dist.ops.records import MOST, FloatArray, History, Table, read_history
 from txl_dist.train.processes import ProcessId
 
 _LOCK_IS_OLD_AFTER_S = 60.0
@@ -62,7 +62,7 @@ class Run:
     def max_steps(self) -> int | None:
         """Steps that the run is to have."""
         value: object = self.settings.get("train.max_steps")
-        return value if isinstance(value, int) and value > 0 else None
+        return value if _is_count(value) else None
 
     @property
     def tokenizer(self) -> str | None:
@@ -76,7 +76,7 @@ class Run:
         known = np.isfinite(train["tokens_seen"])
         if not known.any():  # records from before tokens were counted
             sizes = [self.settings.get(key) for key in ("train.num_lanes", "train.segment_len")]
-            return steps * (math.prod(sizes) if all(type(size) is int for size in sizes) else math.nan)  # type: ignore[arg-type]
+            return steps * math.prod(float(size) if _is_count(size) else math.nan for size in sizes)
         at, tokens = (np.concatenate(([0.0], train[name][known])) for name in ("step", "tokens_seen"))
         return np.interp(steps, at, tokens)
 
@@ -89,11 +89,15 @@ class Run:
     @property
     def parameters(self) -> int | None:
         """Number of weights, if the start or a checkpoint tells it."""
-        if isinstance(recorded := self.start.get("parameters"), int):
-            return recorded
-        with suppress(KeyError, TypeError, AttributeError):
-            return int(sum(math.prod(shape) for shape in self.checkpoint["parameters"].values()))
-        return None
+        found: object = self.start.get("parameters")
+        if found is None:
+            with suppress(KeyError, TypeError, AttributeError):
+                found = sum(math.prod(shape) for shape in self.checkpoint["parameters"].values())
+        return found if _is_count(found) else None
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= MOST
 
 
 def read_run(path: Path) -> Run:
@@ -107,7 +111,8 @@ def read_run(path: Path) -> Run:
 def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        str(sections)  # a hexadecimal number may have more digits than Python prints
+    except (OSError, ValueError, RecursionError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
     flat = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
     return {f"{section}.{key}": value for section, values in flat.items() for key, value in values.items()}, ""
@@ -115,7 +120,7 @@ def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
 
 def _newest_state(path: Path) -> dict[str, Any]:
     for folder in sorted((path / "checkpoints").glob("step_?????????"), reverse=True):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             if isinstance(state, dict):
                 return state
@@ -141,12 +146,11 @@ def _is_locked(path: Path) -> bool | None:
     """Whether the job that holds the run lives; None if none holds it."""
     try:
         age_s = time.time() - path.stat().st_mtime
-        process = ProcessId(*json.loads(path.read_bytes())["process"])
+        lives = ProcessId(*json.loads(path.read_bytes())["process"]).lives()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
-    lives = process.lives()
     return age_s < _LOCK_IS_OLD_AFTER_S if lives is None else lives
 
 

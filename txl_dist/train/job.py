@@ -10,7 +10,7 @@ from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, p
 from txl_dist.data.corpus import Corpus, Split, open_corpus
 from txl_dist.data.position import StreamState, first_state
 from txl_dist.data.storage import StorageSettings
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
@@ -37,6 +37,8 @@ def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple
                 f"{state.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a target) "
                 f"need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
             )
+    if config.metrics.sample_every_steps:
+        _check_prompt(config.metrics.sample_prompt, corpora[0])
     for split in eval_splits(config, corpora):
         if split.tokens < 2:
             raise ConfigError(
@@ -44,6 +46,16 @@ def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
     return plan, corpora
+
+
+def _check_prompt(prompt: str, corpus: Corpus) -> None:
+    try:
+        corpus.load_tokenizer().encode_prompt(prompt)
+    except TxlError as error:
+        raise ConfigError(
+            f"metrics.sample_prompt={prompt!r} is nothing that the tokenizer of {corpus.location} can write: {error} "
+            "Choose another prompt."
+        ) from error
 
 
 def open_corpora(config: Config) -> tuple[Corpus, ...]:

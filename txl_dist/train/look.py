@@ -10,6 +10,7 @@ from whatever computes attention, probabilities that it never holds included.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from txl_dist.data.corpus import Split
 from txl_dist.data.evaluation import EvalStream
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.attention import Attention
+from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine import Engine
@@ -42,8 +44,9 @@ def look(
     ranks: Ranks,
     step: int,
     before_segment: Callable[[], None] = lambda: None,
-) -> Record:
-    """The record of a look, for a run with memory. All ranks call it together.
+) -> Record | None:
+    """The record of a look, for a run with memory; None if the split is too short to fill any. All ranks call it
+    together. Padding counts nowhere, so the record does not depend on the number of ranks.
 
     What `before_segment` raises, on all ranks together, ends it.
     """
@@ -62,63 +65,76 @@ def look(
     with_memory, without = (
         LossSums(segment_len=train.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
     )
-    watch, memory, squares = _AttentionWatch(), empty, list[Tensor]()
+    memory, squares, attended = empty, list[Tensor](), _AttentionWatch()
     for index, segment in zip(range(num_before + NUM_SEGMENTS), stream, strict=False):
         before_segment()
         batch = to_device(maker.batch(segment), ranks.device)
         if index < num_before:
             _, memory = engine.losses(batch, memory)
             continue
-        squares.append(memory.hidden_LBMD.float().square().mean((1, 2, 3)))
-        with watch.over(engine.model):
+        squares.append(_squares(memory, scored_BT=batch.scored_BT))
+        with attended.over(engine.model, scored_BT=batch.scored_BT):
             nll_BT, after = engine.losses(batch, memory)
         with_memory.add(nll_BT, batch)
         without.add(engine.losses(batch, empty)[0], batch)
         memory = after
     loss, tokens, by_position, _ = with_memory.means()
     loss_without, _, by_position_without, _ = without.means()
-    means_2L = all_reduce_sum(torch.stack([torch.stack(squares).mean(0), watch.means()])) / ranks.world_size
-    norms, shares = means_2L[0].sqrt().tolist(), means_2L[1].tolist()
+    (num_held, *squares_L), (num_seen, *shares_L) = (
+        all_reduce_sum(sums).tolist() for sums in (torch.stack(squares).sum(0), attended.sums())
+    )
+    if not num_held:
+        return None
     return {
         "step": step,
         "seconds": time.perf_counter() - start_s,
         "tokens": tokens,
         "memory_gain": loss_without - loss,
-        **{f"memory_norm_{layer}": norm for layer, norm in enumerate(norms)},
-        **{f"memory_attention_pct_{layer}": 100 * share for layer, share in enumerate(shares)},
+        **{f"memory_norm_{layer}": math.sqrt(square / num_held) for layer, square in enumerate(squares_L)},
+        **{f"memory_attention_pct_{layer}": 100 * share / num_seen for layer, share in enumerate(shares_L)},
         "loss_by_position": by_position,
         "loss_by_position_without_memory": by_position_without,
     }
 
 
+def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
+    """Places that hold something, of lanes that still read; then the sum of their mean squares by layer: [1 + L]."""
+    is_held_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
+    squares_LBM = memory.hidden_LBMD.double().square().mean(-1)
+    return torch.cat([is_held_BM.sum()[None].double(), (squares_LBM * is_held_BM).sum((1, 2))])
+
+
 class _AttentionWatch:
-    """Means of the attention that goes to the memory, by layer."""
+    """Sums the attention that goes to the memory, by layer, over the queries that are scored."""
 
     def __init__(self) -> None:
-        self._shares: dict[int, list[Tensor]] = {}
+        self._shares: dict[int, Tensor] = {}
+        self._num_scored: Tensor | float = 0.0
 
-    def means(self) -> Tensor:
-        """Share by layer, shape [L]."""
-        return torch.stack([torch.stack(shares).mean() for _, shares in sorted(self._shares.items())])
+    def sums(self) -> Tensor:
+        """Queries, then the sum of their shares by layer, shape [1 + L]."""
+        shares_L = torch.stack([share for _, share in sorted(self._shares.items())])
+        return torch.cat([torch.as_tensor(self._num_scored).to(shares_L)[None], shares_L])
 
     @contextmanager
-    def over(self, model: TransformerXL) -> Iterator[None]:
+    def over(self, model: TransformerXL, *, scored_BT: Tensor) -> Iterator[None]:
         """Watch the attention layers of a model while they run without gradients."""
         layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+        self._num_scored = self._num_scored + scored_BT.double().sum()
         try:
             for index, layer in enumerate(layers):
-                layer.attend = self._watched(index, layer.attend)  # type: ignore[method-assign]
+                layer.attend = self._watched(index, layer.attend, scored_BT)  # type: ignore[method-assign]
             yield
         finally:
             for layer in layers:
                 del layer.attend
 
-    def _watched(self, index: int, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _watched(self, index: int, attend: Callable[..., Tensor], scored_BT: Tensor) -> Callable[..., Tensor]:
         def watched(query_BTNH: Tensor, key_BKNH: Tensor, value_BKNH: Tensor, **others: Any) -> Tensor:
             is_memory = torch.zeros_like(value_BKNH)
             is_memory[:, : key_BKNH.shape[1] - query_BTNH.shape[1]] = 1.0
-            share = attend(query_BTNH, key_BKNH, is_memory, **others)
-            self._shares.setdefault(index, []).append(share.float().mean())
+            share_BT = attend(query_BTNH, key_BKNH, is_memory, **others).double().mean((2, 3))
+            self._shares[index] = self._shares.get(index, 0.0) + (share_BT * scored_BT).sum()
             return attend(query_BTNH, key_BKNH, value_BKNH, **others)
 
         return watched

@@ -317,7 +317,7 @@ class Run:
         values = interval.report(
             step=state.step, tokens_per_step=self.job.plan.tokens_per_step, num_skipped=self.damage.num_skipped
         )
-        self.stragglers(values["rank_ms"], step=state.step)
+        values |= self.stragglers(values["rank_ms"], step=state.step)
         shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
         return {
             "step": state.step,

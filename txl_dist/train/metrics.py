@@ -80,8 +80,6 @@ class Interval:
             )
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
-        rank_ms = [part[-1] for part in parts]
-        last, pct = slowest(rank_ms) if len(rank_ms) > 1 else (0, 0.0)
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
@@ -92,8 +90,7 @@ class Interval:
             "data_wait_pct": 100 * max(wait_s for wait_s, *_ in parts) / span_s,
             "peak_gib": max(peak for *_, peak, _ in parts) / 2**30,
             "skipped_documents": sum(number for _, number, *_ in parts),
-            "rank_ms": rank_ms,
-            **({"slowest_rank": last, "slowest_pct": round(pct, 1)} if len(rank_ms) > 1 else {}),
+            "rank_ms": [part[-1] for part in parts],
         }
 
 
@@ -196,12 +193,15 @@ class StragglerWatch:
         self._reports: list[list[float]] = []
         self._named: int | None = None
 
-    def __call__(self, rank_ms: list[float], *, step: int) -> None:
-        """Take the own part of each rank's step in a report."""
+    def __call__(self, rank_ms: list[float], *, step: int) -> Record:
+        """Take the own part of each rank's step in a report. Returns the slowest: its rank, host and `slowest_pct`, by
+        how much longer it takes than the median of the others; nothing for a rank alone."""
+        if len(rank_ms) == 1:
+            return {}
         self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
+        last, pct = slowest(rank_ms)
         rank = straggler(self._reports)
         if rank is not None and rank != self._named:
-            pct = slowest(rank_ms)[1]
             warn_for_all(
                 "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
                 "median of the others, in %d reports in a row",
@@ -210,6 +210,7 @@ class StragglerWatch:
             event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
             self._reporter.write("event", event)
         self._named = rank
+        return {"slowest_rank": last, "slowest_host": self._hosts[last], "slowest_pct": round(pct, 1)}
 
 
 def start_facts(engine: Engine, ranks: Ranks) -> Record:

@@ -20,6 +20,7 @@ from txl_dist.train.evaluate import evaluate
 from txl_dist.train.look import look
 from txl_dist.train.metrics import Reporter
 from txl_dist.train.sampling import sample_text
+from txl_dist.train.sinks import Record
 
 
 class StopAskedError(Exception):
@@ -75,8 +76,8 @@ class Observer:
             )
             for split in self._splits
         ]
-        if self._config.train.memory_len:
-            self._reporter.write("look", self._look(step))
+        if self._config.train.memory_len and (record := self._look(step)) is not None:
+            self._reporter.write("look", record)
         pairs = list(zip(self._splits, results, strict=True))
         for split, result in reversed(pairs):  # that of the first corpus says that all are done
             self._reporter.write(labelled("eval", split, self._splits), result.record(step))
@@ -85,7 +86,7 @@ class Observer:
             self.evaluated[step] = results[0].loss
         return self.evaluated.get(step, math.inf) < best
 
-    def _look(self, step: int) -> dict[str, object]:
+    def _look(self, step: int) -> Record | None:
         return look(
             self._engine,
             self._splits[0],

@@ -16,18 +16,21 @@ from txl_dist.model.transformer_xl import Batch
 from txl_dist.text.tokenizer import Tokenizer
 from txl_dist.train.engine import Engine
 
+_NOT_A_NUMBER = -1
+"""In place of a token that could not be drawn."""
+
 
 def sample_text(engine: Engine, tokenizer: Tokenizer, config: Config, *, device: torch.device, seed: int) -> str:
     """What the model writes behind `metrics.sample_prompt`: `metrics.sample_len` tokens, or up to the end of the
-    document. All ranks call it together."""
+    document, or to where its probabilities are no numbers. All ranks call it together."""
     prompt, end_of_text = config.metrics.sample_prompt, tokenizer.end_of_text
     # With document masks the model never saw what precedes a document.
     is_known = not prompt or config.data.document_border == "carry"
     start = [end_of_text] if end_of_text is not None and is_known else []
     ids = start + [int(token) for token in tokenizer.encode_prompt(prompt)] or [0]
     written = _continue(engine, ids, config, device=device, seed=seed)
-    if end_of_text in written:
-        written = written[: written.index(end_of_text)]
+    ends = [written.index(token) for token in (end_of_text, _NOT_A_NUMBER) if token in written]
+    written = written[: min(ends, default=len(written))]
     return tokenizer.joint(prompt) + "".join(tokenizer.decode_stream(written, after=ids))
 
 
@@ -43,7 +46,11 @@ def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: tor
     while len(written) < config.metrics.sample_len:
         for piece in pieces if remembers else [past[-train.segment_len :]]:
             log_p_BV, memory = engine.predict(_prompt(piece, device), memory)
-        past.append(sample(log_p_BV[0].float().cpu(), temperature=1.0, top_k=0, top_p=1.0, generator=generator))
+        log_p_V = log_p_BV[0].float().cpu()
+        if log_p_V.isnan().any():  # a model that has diverged: that is for `guard` to say
+            written.append(_NOT_A_NUMBER)
+            continue
+        past.append(sample(log_p_V, temperature=1.0, top_k=0, top_p=1.0, generator=generator))
         written.append(past[-1])
         pieces = [past[-1:]]
     return written

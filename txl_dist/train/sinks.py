@@ -111,7 +111,7 @@ def _summary(kind: str, record: Record) -> Any:
     from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]
 
     if kind == "sample":
-        quoted = "".join(f"    {line}\n" for line in (record["prompt"] + record["text"]).splitlines())  # as it is
+        quoted = "".join(f"    {line}\n" for line in _lines(record))  # indented: as it is
         text = TensorProto(dtype="DT_STRING", string_val=[quoted.encode(errors="replace")])
         return Summary(value=[Summary.Value(tag="sample/text", metadata=create_summary_metadata("", ""), tensor=text)])
     numbers = {name: value for name, value in record.items() if name != "step" and isinstance(value, int | float)}
@@ -211,9 +211,7 @@ def format_record(kind: str, record: Record, *, max_steps: int) -> str:
         return " ".join(f"{key}={value}" for key, value in record.items())
     parts = [f"step {record['step']:>{len(str(max_steps))}}/{max_steps}", f"{kind}"]
     if kind == "sample":
-        return "\n".join(
-            ["  ".join(parts), *(f"  | {line}" for line in (record["prompt"] + record["text"]).splitlines())]
-        )
+        return "\n".join(["  ".join(parts), *(f"  | {line}" for line in _lines(record))])
     if kind == "look":
         shares = [value for name, value in record.items() if name.startswith("memory_attention_pct")]
         parts.append(f"memory gains {record['memory_gain']:.4f} nats per token")
@@ -230,6 +228,13 @@ def format_record(kind: str, record: Record, *, max_steps: int) -> str:
     else:
         parts.append(f"{record['tokens']:,} tokens in {record['seconds']:.1f} s")
     return "  ".join(parts)
+
+
+def _lines(sample: Record) -> list[str]:
+    """Of a text that may hold anything: what would steer a terminal is written out."""
+    text = (sample["prompt"] + sample["text"]).rstrip("\n")
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown).split("\n")
 
 
 def _progress(record: Record) -> Iterator[str]:

@@ -58,16 +58,14 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     import json
 
     from txl_dist.ops.hardware import Cluster, find_gpu
-    from txl_dist.ops.plan import Question, curves_of, make_plan
-    from txl_dist.ops.plan_text import plan_lines
+    from txl_dist.ops.plan import Question, make_plan
+    from txl_dist.ops.plan_text import curves_of, plan_lines
     from txl_dist.ops.scaling import picture
 
     gpu = find_gpu(arguments.gpu)
     if arguments.intra_node:
         gpu = replace(gpu, bus_gb_s=arguments.intra_node)
     cluster = Cluster(gpu, arguments.gpus_per_node, arguments.interconnect)
-    if min(arguments.interconnect, cluster.gpu.bus_gb_s) <= 0 or min(arguments.tokens, arguments.price) < 0:
-        raise ConfigError("bandwidths must be more than 0, and --tokens and --price not less. Mend that number.")
     vocab_size, corpus_tokens = arguments.vocab_size, 0
     if not vocab_size:
         vocab_size, corpus_tokens = _corpus(config)
@@ -82,8 +80,10 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     facts = make_plan(config, question=question)
     print("\n".join(plan_lines(facts)))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(facts, indent=1).encode() + b"\n")
-    if arguments.png is not None and facts["scaling"] is not None:
+        _write(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
+    if arguments.png is not None and facts["scaling"] is None:
+        print(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
+    elif arguments.png is not None:
         title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
         _write(arguments.png, picture(curves_of(facts), title=title))
 

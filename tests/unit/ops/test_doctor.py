@@ -232,6 +232,7 @@ NODE_OF = {0: "a", 1: "a", 2: "b", 3: "b"}
         ([Peer(1, 0.1, 1000, 0.0), Peer(2, 0.1, 1000, 0.0), Peer(3, 9.0, 50, 0.0)], "warning", "ok"),
         ([Peer(2, 0.1, 900, -2.0)], "ok", "warning"),
         ([Peer(2, 0.1, 900, 300.0)], "ok", "problem"),
+        ([Peer(2, 0.1, 900, -40.0)], "ok", "problem"),
     ],
 )
 def test_a_slow_link_and_a_clock_that_is_off_are_named(peers: list[Peer], links: str, clocks: str) -> None:

@@ -66,6 +66,16 @@ def test_what_is_chosen_fits_is_counted_and_is_within_2_percent_of_the_fastest(f
     assert chosen["step_ms"] == pytest.approx(sum(chosen["step_by_part_ms"].values()))
 
 
+def test_little_memory_is_not_bought_with_much_speed() -> None:
+    wide = {"num_layers": 2, "width": 1024, "num_heads": 16, "head_width": 64, "ff_width": 4096}
+    train = {"num_lanes": 64, "segment_len": 256, "memory_len": 256}
+    facts = make_plan(changed(CONFIG, model=wide, train=train), question=question(gpus=2))
+    chosen, fastest = facts["chosen"], max(facts["options"], key=lambda row: row["tokens_per_s"])
+    assert 0.98 * fastest["tokens_per_s"] <= chosen["tokens_per_s"] < fastest["tokens_per_s"]
+    assert chosen["needed_gib"] < 0.9 * fastest["needed_gib"]
+    assert min(row["needed_gib"] for row in facts["options"]) < 0.7 * chosen["needed_gib"]
+
+
 def test_days_cost_and_energy_follow_from_the_speed(facts: dict[str, Any]) -> None:
     chosen = facts["chosen"]
     assert chosen["budget_tokens"] == 1000 * 32 * 32
@@ -194,8 +204,21 @@ def test_the_verb_prints_and_writes_json_and_a_picture(
     ("words", "message"),
     [
         (["--gpus", "4", "--gpu", "h10"], "Did you mean h100"),
-        (["--gpus", "0", "--gpu", "h100"], "at least one GPU"),
-        (["--gpus", "4", "--gpu", "h100", "--interconnect", "0"], "bandwidths must be more than 0"),
+        (["--gpus", "0", "--gpu", "h100"], "--gpus 0 cannot be"),
+        (
+            ["--gpus", "4", "--gpu", "h100", "--interconnect", "0"],
+            "--interconnect 0.0 cannot be: give 0.001 to",
+        ),
+        (["--gpus", "4", "--gpu", "h100", "--interconnect", "nan"], "--interconnect nan cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--interconnect", "inf"], "--interconnect inf cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--intra-node", "nan"], "--intra-node nan cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--intra-node", "-1"], "--intra-node -1.0 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--price", "inf"], "--price inf cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--price", "nan"], "--price nan cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--tokens", "-1"], "--tokens -1 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--tokens", "1" + 400 * "0"], "--tokens 1000"),
+        (["--gpus", "4", "--gpu", "h100", "--vocab-size", "1"], "--vocab-size 1 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--vocab-size", "-5", "--model.cutoffs", "9"], "--vocab-size -5 cannot be"),
         (["--gpus", "4", "--gpu", "h100", "--pricce", "2"], "unknown flag --pricce. Did you mean --price?"),
         (["--gpus", "4", "--gpu", "h100", "--train.num-lane", "2"], "train.num_lanes"),
     ],
@@ -207,6 +230,47 @@ def test_impossible_questions_are_refused_with_a_remedy(
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("words", [["stray"], ["--train.num_lanes", "64", "stray"], ["--tokens", "inf"]])
+def test_a_word_too_many_leads_to_the_help_of_this_verb(
+    config_file: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", config_file, *words, "--gpus", "4", "--gpu", "h100", "--vocab-size", "1000"])
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err
+    assert "txl plan --help" in printed
+    assert "txl train" not in printed
+
+
+def test_a_picture_that_is_not_drawn_is_owned_up_to(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(GPUS["h100"]), "usable_bytes", property(lambda _: 1000.0))
+    words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--png", str(tmp_path / "p.png")]
+    assert main(["plan", config_file, *words]) == 0
+    assert f"no picture was drawn to {tmp_path / 'p.png'}: where nothing fits" in capsys.readouterr().out
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_the_facts_are_json_that_every_reader_takes(
+    config_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_plan(CONFIG, question=question()) | {"gpus": float("nan")}
+    monkeypatch.setattr(plan, "make_plan", lambda *_, **__: made)
+    words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--json", str(tmp_path / "p.json")]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        main(["plan", config_file, *words])
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_an_efficiency_under_the_half_is_not_printed_as_the_half(facts: dict[str, Any]) -> None:
+    point = {"gpus": 2, "lanes_per_gpu": 1, "tokens_per_s": 1.0, "efficiency": 0.4999, "limited_by": "exchange"}
+    curves = {name: {"points": [point], "breaks_at": point} for name in ("strong", "weak")}
+    lines = [line for line in plan_lines(facts | {"scaling": curves}) if "under 50%" in line]
+    assert len(lines) == 2
+    assert all("from 2 GPUs on (49.9%): the exchange" in line for line in lines)
 
 
 def test_the_config_file_comes_first(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:

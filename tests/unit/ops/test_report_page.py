@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.made_runs import HOSTILE, make_run
+from txl_dist.cli import main
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.ops.compare import write_comparison
 from txl_dist.ops.pictures import straggler_sentence
 from txl_dist.ops.records import History, Table, read_history
 from txl_dist.ops.report import render, write_report
@@ -247,6 +250,37 @@ def test_text_that_no_page_can_hold_is_replaced(tmp_path: Path) -> None:
     assert "lone" in content.decode("utf-8")
 
 
+NEVER_MEASURED = [
+    [{"kind": "train", "loss": 1.0, "tokens_seen": 1e308}],
+    [
+        {"kind": "train", "loss": 1.0, "tokens_seen": math.nan},
+        {"kind": "eval_a\udcff", "loss": 1.0},
+        {"kind": "event", "event": "half \ud800 and \x00\x1b[31m\n"},
+        {"kind": "event", "event": "saved", "seconds": 10**400},
+    ],
+    [
+        {"kind": "train", "loss": 1e300, "step_ms": 1e308, "tokens_per_s": -1e308},
+        {"kind": "event", "event": "start", "parameters": 10**400, "ranks": "\x1b[31m\ud800"},
+        {"kind": "look", "memory_norm_" + "9" * 5000: 1.0},
+        {"kind": "look", "loss_by_position": [None], "loss_by_position_without_memory": [1e308]},
+    ],
+]
+
+
+@pytest.mark.parametrize("odd", NEVER_MEASURED)
+@pytest.mark.filterwarnings("error")
+def test_values_that_no_training_comes_to_make_a_page_all_the_same(
+    tmp_path: Path, odd: list[dict[str, object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = [{"kind": "train", "step": step, "loss": 2.0, "time_s": 60.0 * step} for step in (1, 2)]
+    marks = [{"kind": "event", "event": name, "step": 2} for name in ("start", "skipped", "start")]
+    lines = [*usual, *marks, *(one | {"step": step} for step in (9, 10) for one in odd)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main(["report", str(tmp_path)]) == 0
+    assert all(line.isprintable() and line.encode() for line in capsys.readouterr().out.splitlines())
+    Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
 def test_templates_know_no_missing_values() -> None:
     with pytest.raises(Exception, match="undefined"):
         render("report.html.j2", title="t")
@@ -259,6 +293,32 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_pat
         write_report(tmp_path)
     with pytest.raises(ConfigError, match=r"no folder .*nowhere\. Name another"):
         write_report(tmp_path, out=tmp_path / "nowhere" / "x.html")
+
+
+def test_a_link_is_followed_and_stays(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "old.html").symlink_to("real/page.html")
+    for _ in range(2):  # a page that is not there yet, and one that is
+        write_report(run, out=tmp_path / "old.html")
+    assert (tmp_path / "old.html").is_symlink()
+    assert not (tmp_path / "real" / "page.html").is_symlink()
+    assert (tmp_path / "real" / "page.html").read_bytes().startswith(b"<!DOCTYPE html>")
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link to itself", "link to a device"])
+def test_what_is_no_file_is_left_alone(run: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    if "pipe" in kind:
+        os.mkfifo(tmp_path / "pipe" if "link" in kind else out)
+    if "link" in kind:
+        out.symlink_to({"pipe": "pipe", "itself": "out", "device": os.devnull}[kind.split()[-1]])
+    before = out.lstat()
+    with pytest.raises(ConfigError, match=r"cannot write the page .*out: it is no regular file\. Name another file"):
+        write_report(run, out=out)
+    with pytest.raises(ConfigError, match="no regular file"):
+        write_comparison([run, tmp_path], out=out)
+    assert os.path.samestat(before, out.lstat())
 
 
 def test_a_disk_that_is_full_leaves_the_old_page_and_no_part_of_the_new(run: Path, tmp_path: Path) -> None:

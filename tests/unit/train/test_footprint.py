@@ -147,6 +147,17 @@ def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> No
     assert off["optimizer"] == 0.0
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> None:
+    wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
+    train = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
+    config = tiny_config(model=wide, train=train, engine={"precision": "bf16", "zero_stage": stage})
+    bytes_by = held(config, on_gpu=True)
+    parameters = count_parameters(config.model, vocab_size=300)
+    temporary = bytes_by["activations"] + bytes_by["scores"]
+    assert temporary == pytest.approx((4 + 2) * parameters)  # the gradients in fp32, and a flat copy
+
+
 def test_what_saves_memory_is_foreseen_to() -> None:
     long = {"train": {"segment_len": 64, "memory_len": 256}}
 

@@ -23,7 +23,7 @@ from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_per_token
 from txl_dist.train import metrics
-from txl_dist.train.metrics import Interval, MfuMeter, Reporter, eta_s
+from txl_dist.train.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s
 from txl_dist.train.sinks import JsonLines, format_record
 
 FULL_DISK = Path("/dev/full")
@@ -97,10 +97,27 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
             "data_wait_pct": 100 * 0.5 / 1.5,
             "peak_gib": 3.0,  # of the fullest rank
             "skipped_documents": 4 + 1 + 2,  # of all ranks
-            "slowest_rank": 0,
-            "slowest_pct": 42.9,
         }
     )
+
+
+def test_the_straggler_is_named_with_its_host_and_again_after_it_had_recovered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(metrics, "gather_objects", lambda mine: ["node1", "node1", "node2", "node3"])
+    report = reporter(tmp_path)
+    watch = StragglerWatch(report)
+    slow, even = [10.0, 10.0, 20.0, 10.0], [10.0, 10.0, 10.0, 10.0]
+    with recorded_log() as lines:
+        found = [watch(rank_ms, step=step) for step, rank_ms in enumerate([slow] * 5 + [even] + [slow] * 3, start=1)]
+    report.close()
+    assert found[0] == {"slowest_rank": 2, "slowest_host": "node2", "slowest_pct": 100.0}
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["rank"], event["host"]) for event in events] == [(3, 2, "node2"), (9, 2, "node2")]
+    warnings = [message for level, message in lines if level == "WARNING"]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("rank 2 on node2 keeps the others waiting")
+    assert watch([10.0], step=10) == {}, "a rank alone keeps nobody waiting"
 
 
 def test_skipped_steps_are_no_part_of_the_means(monkeypatch: pytest.MonkeyPatch) -> None:

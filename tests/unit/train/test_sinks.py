@@ -51,6 +51,12 @@ def test_a_look_and_a_sample_have_lines_for_people() -> None:
     assert "wait 1.3%  saved in 0.25 s  eta" in saved
 
 
+def test_a_sample_cannot_steer_a_terminal() -> None:
+    text = "a\x1b]0;title\x07\x1b[2J\tb\x0bc\u2028d\u202ee\r\nf\n"
+    line = format_record("sample", {"step": 1, "prompt": "\x9b", "text": text}, max_steps=9)
+    assert line == ("step 1/9  sample\n  | \\x9ba\\x1b]0;title\\x07\\x1b[2J\tb\\x0bc\\u2028d\\u202ee\\r\n  | f")
+
+
 def test_tensorboard_gets_lists_as_curves_and_samples_as_text(tmp_path: Path) -> None:
     report = reporter(tmp_path, tensorboard=True)
     report.write("train", TRAIN_RECORD | {"rank_ms": [10.0, 12.5]})
