@@ -96,7 +96,10 @@ def test_labels_are_text_whatever_they_hold(label: str) -> None:
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [-1.0, 5.0], [1e-30, 1e30], [2.0, 2.0000001]])
 def test_odd_ranges_can_be_drawn(values: list[float]) -> None:
     for log_y in (False, True):
-        ET.fromstring(draw(chart(np.array(values))._replace(log_y=log_y), marks=[Mark(0.0, True)], alt=""))
+        svg = draw(chart(np.array(values))._replace(log_y=log_y), marks=[Mark(0.0, True)], alt="")
+        paths = [element.get("d", "") for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}path")]
+        assert any(paths)
+        assert not any("nan" in path or "inf" in path for path in paths)
 
 
 def test_lines_stand_out_from_light_and_from_dark_ground() -> None:
