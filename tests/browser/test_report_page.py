@@ -115,13 +115,13 @@ def test_a_chart_is_drawn_where_its_axis_is_not(browser: Any, pages: dict[str, P
 
 
 def test_wide_tables_scroll_inside_their_own_frame(browser: Any, pages: dict[str, Path]) -> None:
-    with visit(browser, pages["compare"], width=320) as seen:
-        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 320
+    with visit(browser, pages["compare"], width=200) as seen:
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 200
         frames = seen.page.query_selector_all(".scroll")
         assert len(frames) == 2
         assert frames[0].evaluate("frame => frame.scrollWidth > frame.clientWidth")
         for frame in frames:
-            assert frame.bounding_box()["width"] <= 320
+            assert frame.bounding_box()["width"] <= 200
             assert frame.get_attribute("tabindex") == "0"
 
 
