@@ -179,9 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> None:
     """Entry point of the `txl` script."""
-    # Threads that wait for one another sleep instead of spinning: where others use the cores too, spinning made steps
-    # ten times longer. Read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that wait for one another spin some microseconds, then sleep: where others use the cores too, the usual
+    # millisecond made steps ten times longer (docs/log.md). Read when torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = main()
     except KeyboardInterrupt:
