@@ -3,6 +3,7 @@ from a bundle, to a Hugging Face folder."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.data.stream import plain_segment
 from txl_dist.errors import CheckpointError
-from txl_dist.infer.bundle import is_bundle, load, network_of, write_bundle
+from txl_dist.infer.bundle import Bundle, is_bundle, load, network_of, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.log import logger
 from txl_dist.manifest import check_folder
@@ -132,6 +133,25 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
         memory_len=found.memory_len,
     )
     return found.folder
+
+
+def load_trained(source: Path) -> Bundle:
+    """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold.
+
+    Nothing is written. Raises CheckpointError if nothing whole is found.
+    """
+    if is_bundle(source):
+        return load(source)
+    found = _read(source)
+    network = network_of(
+        found.model,
+        vocab_size=found.tokenizer.vocab_size,
+        weights=found.weights,
+        dtype="fp32",
+        where=str(found.folder),
+    )
+    same: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(Bundle)}
+    return Bundle(**(same | {"model": network, "dtype": "fp32"}))
 
 
 def _read(source: Path) -> Exportable:

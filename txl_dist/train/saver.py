@@ -31,6 +31,7 @@ from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
 from txl_dist.train.checkpoint import FORMAT_VERSION, CorpusFacts, checkpoint_folder
 from txl_dist.train.engine import Engine
+from txl_dist.train.places import absolute_paths
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import file_bytes, fragment_tensors, write_tensors
 
@@ -195,6 +196,7 @@ class Saver:
             "precision": self._config.engine.precision,
             "loss_scale": engine.loss_scale(),
             "parameters": engine.shapes,
+            "corpora": absolute_paths(self._config),
             "vocab_size": self._corpus.vocab_size,
             "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
             "config_fingerprint": config_fingerprint(self._config),
