@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from txl_dist.files import open_to_append
+
 logger = logging.getLogger("txl_dist")
 
 
@@ -52,7 +54,7 @@ class GrowingFile:
         self._descriptor = -1
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = open_to_append(self.path)
         size, end = os.fstat(self._descriptor).st_size, len(self._separator)
         if end and size and os.pread(self._descriptor, end, max(size - end, 0)) != self._separator:
             self._write(self._separator)

@@ -28,7 +28,7 @@ from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities,
 from txl_dist.data.streams import chunks_of
 from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import replace_file
+from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.text.importing import import_tokenizer
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.text.training import train_tokenizer
@@ -105,7 +105,7 @@ def make_tokenizer(job: Job) -> Tokenizer:
     """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
     settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
-    if path.exists() and done.exists() and done.read_text() == inputs:
+    if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
         return load_tokenizer(path)
     if settings.tokenizer_path is None:
         tokenizer = _learn(job)
@@ -165,7 +165,7 @@ def _spooled(job: Job, number: int, file: SourceFile) -> SourceFile:
     if not file.is_stream or file.spooled:
         return file
     path = job.scratch / f"spooled-{number}"
-    with path.open("wb") as stream:
+    with open_new(path) as stream:
         stream.writelines(chunks_of(file, job.settings.allow_protocols))
     return file._replace(spooled=str(path), size=path.stat().st_size)
 

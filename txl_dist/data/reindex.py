@@ -22,7 +22,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,8 @@ def _temporaries(folder: Path) -> Iterator[None]:
         raise DataError(f"cannot index {folder}: {error}. Free some space, or make the folder writable.") from error
     finally:
         for path in folder.glob(f"*{_TEMPORARY}"):
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
 
 
 def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:

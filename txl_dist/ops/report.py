@@ -77,8 +77,6 @@ def write_page(path: Path, html: str) -> None:
     try:
         replace_file(target, html.encode("utf-8", errors="replace"))
     except OSError as error:
-        with suppress(OSError):  # a disk that is full need not keep the part that went onto it
-            target.with_name(target.name + ".tmp").unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
         ) from error

@@ -14,6 +14,7 @@ from txl_dist.data.baselines import order0_and_bigram
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.dist import joined_ranks, this_rank
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import write_output
 from txl_dist.infer.bundle import DTYPES, is_bundle, load, network_of
 from txl_dist.log import start_logging
 from txl_dist.model.memory import Memory, attended
@@ -71,7 +72,7 @@ def evaluate_trained(
     if baselines:
         results |= _score_baselines(corpus, config)
     if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_output(json_path, json.dumps(results, indent=1).encode() + b"\n")
     return [f"scored: {where}", *_table(results)]
 
 

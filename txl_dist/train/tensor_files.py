@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError
-from txl_dist.files import flush_to_disk
+from txl_dist.files import flush_to_disk, open_new
 from txl_dist.train.partitions import Fragment
 
 _CHUNK_BYTES = 16 << 20
@@ -36,7 +36,7 @@ def write_tensors(
     `on_progress` is told of each chunk how long it was. Raises OSError.
     """
     digest, num_bytes = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
+    with open_new(path, buffering=0) as file:
         for chunk in _chunks(tensors, metadata or {}):
             digest.update(chunk)
             written = 0
