@@ -16,19 +16,25 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import inspect
 import json
+import math
 import os
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
 
 MAX_TEXT_BYTES = 1 << 30
 """Of a JSON or TOML file. The largest ones, tokenizers and indices, have some hundred MiB."""
 MAX_DEPTH = 64
 """Of objects in objects. Ours have 6, a Hugging Face tokenizer about 10."""
+_MAX_NAME = 255
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -82,22 +88,22 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Descriptor of a file that grows, read and written; made if there is none. Raises OSError if it is no file.
+    """Descriptor of a file that grows, read and written; made if there is none. Raises OSError for a folder or a FIFO.
 
-    A link is followed: logs may lie on another disk.
+    A link is followed: logs may lie on another disk, or in /dev/null.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-    return _regular(descriptor, path)
+    return _regular(descriptor, path, or_device=True)
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """A regular file to read. Raises OSError at once for a folder, a FIFO or a device, at which reading could wait."""
     return os.fdopen(_regular(os.open(path, _READ), path), "rb")
 
 
-def _regular(descriptor: int, path: Path) -> int:
+def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
     mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    if stat.S_ISREG(mode) or (or_device and stat.S_ISCHR(mode)):
         return descriptor
     os.close(descriptor)
     if stat.S_ISDIR(mode):
@@ -108,10 +114,9 @@ def _regular(descriptor: int, path: Path) -> int:
 def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """A small file, whole. Raises OSError if it is no regular file, or larger than that."""
     with open_regular(path) as stream:
-        content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-    return content
+        if os.fstat(stream.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return stream.read()
 
 
 def read_text(path: Path) -> str:
@@ -142,6 +147,34 @@ def parse_object(content: bytes | str) -> dict[str, Any]:
     return values
 
 
+def typed(kind: Callable[..., T], values: object) -> T:
+    """A named tuple or dataclass of the members of a JSON object, or of a JSON list in the order of its fields.
+
+    Its text, numbers and truth values are looked at, and integers lie in 0 .. 2**63 - 1; what else it holds is the
+    caller's business. Raises ValueError.
+    """
+    names = list(inspect.signature(kind).parameters)
+    if isinstance(values, list) and len(values) <= len(names):
+        values = dict(zip(names, values, strict=False))
+    if not isinstance(values, dict):
+        raise ValueError(f"{_shown(values)} is no {kind.__name__}")
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        hint = hints.get(name)
+        is_wrong = hint in (int, str, bool) and type(value) is not hint
+        is_wrong |= hint is float and (type(value) not in (int, float) or not math.isfinite(value))
+        if is_wrong or (hint is int and not 0 <= value < 1 << 63):
+            raise ValueError(f"{name} is {_shown(value)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60}"
+
+
 def parse_toml(content: bytes | str) -> dict[str, Any]:
     """What TOML in UTF-8 says. Raises ValueError for anything else, and where it is nested too deeply."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
@@ -167,18 +200,23 @@ def _too_deep() -> ValueError:
     return ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
+def is_file_name(name: object) -> bool:
+    """Whether this can only name a file in the folder at hand."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    return len(name.encode(errors="replace")) <= _MAX_NAME
+
+
 def inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     """The path of a file that a manifest lists: below its folder, whatever the manifest and links say.
 
     `nested` allows names with /. Raises ValueError for a name that is none or leaves the folder.
     """
-    if not isinstance(name, str):
-        raise ValueError(f"{name!r} is no file name")
-    parts = name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") for part in parts) or (len(parts) > 1 and not nested):
-        raise ValueError(f"{name!r} is no name of a file in this folder")
+    parts = name.split("/") if nested and isinstance(name, str) else [name]
+    if not all(map(is_file_name, parts)):
+        raise ValueError(f"{_shown(name)} is no name of a file in this folder")
     path = folder
-    for part in parts:
+    for part in map(str, parts):
         path = path / part
         # os.path.islink is one look at the disk; to resolve every path would be many.
         if os.path.islink(path) and not path.resolve().is_relative_to(folder.resolve()):

@@ -8,7 +8,6 @@ and sha256 and ends with a hash of itself, so that a truncation or a flipped bit
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import CheckpointError
-from txl_dist.files import canonical_hash, flush_folder, free_name, sha256_of_file, write_hashed_json
+from txl_dist.files import canonical_hash, flush_folder, free_name, inside, read_json, sha256_of_file, write_hashed_json
 
 MANIFEST = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -31,8 +30,9 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file below a folder but the manifest, as sorted relative paths."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """Everything below a folder but its folders and the manifest, as sorted relative paths."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = (path.relative_to(folder).as_posix() for path in files)
     return sorted(name for name in found if name != MANIFEST)
 
 

@@ -10,11 +10,11 @@ adding documents never moves others.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from txl_dist.errors import DataError
+from txl_dist.files import parse_json
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
@@ -172,11 +172,9 @@ def _not_utf8(where: str, what: str) -> DataError:
 
 def _parse_record(line: str, *, field: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON ({error}), an object on each line. Mend or remove it.") from error
-    except RecursionError:
-        raise DataError(f"{where}: JSON nested too deeply. Mend or remove the line.") from None
     text: Any = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__

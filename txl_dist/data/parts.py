@@ -39,7 +39,7 @@ from txl_dist.data.inputs import Cursor, Part
 from txl_dist.data.lanes import hash64
 from txl_dist.data.shards import Tokens, token_dtype
 from txl_dist.errors import DataError
-from txl_dist.files import replace_file, write_bytes
+from txl_dist.files import read_json, replace_file, typed, write_bytes
 from txl_dist.text.tokenizer import Ids, Tokenizer, load_tokenizer
 
 PART_RECORD = np.dtype(
@@ -127,10 +127,11 @@ def encode_part(task: PartTask) -> PartInfo:
 def read_part_info(folder: Path, number: int) -> PartInfo | None:
     """What a finished part says; None if it is not there."""
     try:
-        values = json.loads((folder / f"{name_of_part(number)}.json").read_bytes())
-    except (FileNotFoundError, ValueError):
+        values = read_json(folder / f"{name_of_part(number)}.json")
+        begin, end = (typed(Cursor, values[key]) for key in ("begin", "end"))
+        return typed(PartInfo, {**values, "begin": begin, "end": end})
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return PartInfo(**{**values, "begin": Cursor(*values["begin"]), "end": Cursor(*values["end"])})
 
 
 def name_of_part(number: int, split: str = "") -> str:

@@ -175,15 +175,20 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
 
 @contextmanager
 def _temporaries(folder: Path) -> Iterator[None]:
-    """Records wait under another name until all tars were read; what is left of them after an error is removed."""
+    """Records wait under another name until all tars were read; what is left of them, now or before, is removed."""
+    _remove_temporaries(folder)
     try:
         yield
     except OSError as error:
         raise DataError(f"cannot index {folder}: {error}. Free some space, or make the folder writable.") from error
     finally:
-        for path in folder.glob(f"*{_TEMPORARY}"):
-            with suppress(OSError):
-                path.unlink()
+        _remove_temporaries(folder)
+
+
+def _remove_temporaries(folder: Path) -> None:
+    for path in folder.glob(f"*{_TEMPORARY}"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:

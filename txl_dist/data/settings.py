@@ -15,6 +15,7 @@ from typing import Any, Literal
 from txl_dist import __version__
 from txl_dist.data.documents import Cut, EncodingErrors, Reading
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import read_bytes
 
 _HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
@@ -171,7 +172,7 @@ class PrepareSettings:
         kept = {name: str(value) for name, value in values.items() if name not in left_out}
         if self.tokenizer_path is not None:
             try:
-                content = Path(self.tokenizer_path).read_bytes()
+                content = read_bytes(Path(self.tokenizer_path))
             except OSError as error:
                 reason = error.strerror or error
                 raise DataError(

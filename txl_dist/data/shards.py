@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.files import replace_file, replacing
+from txl_dist.files import replace_file, replacing, typed
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
@@ -80,8 +80,8 @@ class SplitInfo:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> SplitInfo:
-        """Back from index.json."""
-        return SplitInfo(**{**values, "shards": [ShardInfo(**shard) for shard in values["shards"]]})
+        """Back from index.json. Raises ValueError, KeyError or TypeError for other values."""
+        return typed(SplitInfo, {**values, "shards": [typed(ShardInfo, shard) for shard in values["shards"]]})
 
 
 def counts_name(split: str) -> str:

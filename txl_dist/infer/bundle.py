@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.files import write_bytes
+from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
@@ -188,7 +188,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
         )
     check_folder(folder, remedy="Copy it again or export it again.")
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = parse_object(read_bytes(folder / "config.json"))
         if content["format_version"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{folder} has format version {content['format_version']}; this program knows {FORMAT_VERSION}. "

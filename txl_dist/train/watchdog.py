@@ -32,7 +32,7 @@ from txl_dist.errors import HANG, TxlError
 from txl_dist.files import open_to_append
 from txl_dist.log import logger
 from txl_dist.train.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
-from txl_dist.train.processes import ProcessId, process_id
+from txl_dist.train.processes import ProcessId, process_id, process_of
 
 SILENT_AFTER_S = 3.0
 """Seconds without a word after which a rank counts as frozen, once another one is stuck."""
@@ -292,4 +292,4 @@ def _abort(processes: list[ProcessId]) -> None:
 
 def _verdict(values: list[Any]) -> Verdict:
     kind, ranks, line, frozen = values
-    return Verdict(kind, ranks, line, [ProcessId(*process) for process in frozen])
+    return Verdict(kind, ranks, line, [process_of(process) for process in frozen])
