@@ -14,7 +14,6 @@ proves whole is the one to start from, ordered by step, never by clock.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -34,6 +33,9 @@ from txl_dist.faults import fault_point
 from txl_dist.files import parse_object, read_bytes
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.run_files import checkpoint_folder as checkpoint_folder  # others import these from here
+from txl_dist.run_files import list_checkpoints as list_checkpoints
+from txl_dist.run_files import step_of as step_of
 from txl_dist.train.engine import Engine
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
@@ -43,7 +45,6 @@ from txl_dist.train.tensor_files import FragmentFiles
 
 FORMAT_VERSION = 2
 """1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
-_NAME = re.compile(r"step_(\d{9})")
 
 
 class CorpusFacts(NamedTuple):
@@ -58,22 +59,6 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
     """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
     tokenizer = corpus.load_tokenizer()
     return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
-
-
-def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return run_dir / "checkpoints" / f"step_{step:09d}"
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints by step, oldest first; not verified."""
-    folder = run_dir / "checkpoints"
-    return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
