@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -22,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from txl_dist.errors import ConfigError
+from txl_dist.files import parse_toml, read_bytes
 from txl_dist.sections import (
     CheckpointSection,
     DataSection,
@@ -184,7 +184,7 @@ def load_config(path: str | Path) -> Config:
     Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bytes(Path(path)).decode()
     except OSError as error:
         raise ConfigError(
             f"cannot read the config file {path}: {error.strerror or error}. Name a TOML file, as those in configs/."
@@ -192,8 +192,8 @@ def load_config(path: str | Path) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = parse_toml(text)
+    except ValueError as error:
         hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
         raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
     return config_from_dict(values, source=str(path))

@@ -1,7 +1,8 @@
 """One log format for all ranks: rank 0 speaks, the others only warn, with their rank in front.
 
 Lines go to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run: a terminal or a pipe that
-is gone gets nothing, a file on a full disk lacks the lines of that time and goes on behind them.
+is gone gets nothing, a file on a full disk lacks the lines of that time and goes on behind them. Only a terminal gets
+colours (none with NO_COLOR set), and of lines that can be shortened as much as it is wide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from txl_dist.files import open_to_append
+
 logger = logging.getLogger("txl_dist")
+FIT = "fit"
+"""Extra of a record: a function that says the same in a given number of columns. Files get the whole line."""
+_COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+_WIDTH_OF_A_TERMINAL = 80
+"""Where a terminal does not tell."""
 
 
 class GrowingFile:
@@ -52,7 +60,7 @@ class GrowingFile:
         self._descriptor = -1
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = open_to_append(self.path)
         size, end = os.fstat(self._descriptor).st_size, len(self._separator)
         if end and size and os.pread(self._descriptor, end, max(size - end, 0)) != self._separator:
             self._write(self._separator)
@@ -75,10 +83,39 @@ class _StandardError(logging.StreamHandler[Any]):
     def stream(self, value: Any) -> None:
         """Ignored: the stream is always the current one."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        if not _is_terminal(self.stream):
+            return super().format(record)
+        if fit := getattr(record, FIT, None):
+            fields = record.__dict__ | {"msg": "", "args": None}
+            before = len(super().format(logging.makeLogRecord(fields)))
+            record = logging.makeLogRecord(fields | {"msg": fit(_width(self.stream) - before)})
+        line, colour = super().format(record), _COLOURS.get(record.levelno)
+        return f"\x1b[{colour}m{line}\x1b[0m" if colour and not os.environ.get("NO_COLOR") else line
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A stream that is gone (OSError) or closed (ValueError) can be told nothing; the rest are our mistakes."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _width(stream: Any) -> int:
+    """Columns of a terminal; COLUMNS comes first, as for other programs."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _WIDTH_OF_A_TERMINAL
+    except (OSError, ValueError):
+        return _WIDTH_OF_A_TERMINAL
 
 
 class _LogFile(logging.Handler):

@@ -15,7 +15,6 @@ while it is mapped ends the process. Where the files lie is the business of stor
 from __future__ import annotations
 
 import io
-import json
 import math
 import zlib
 from collections import OrderedDict
@@ -41,7 +40,7 @@ from txl_dist.data.shards import (
 )
 from txl_dist.data.storage import REMEDY, Storage, StorageSettings, open_storage
 from txl_dist.errors import DataError, UnreachableError
-from txl_dist.files import canonical_hash
+from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
 
 NPY_HEADER_LEN, TAR_BLOCK_LEN = 128, 512
@@ -309,7 +308,7 @@ def open_corpus(location: str | Path, settings: StorageSettings | None = None) -
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     """The values of an index.json. Raises DataError if it is foreign, damaged or edited."""
     try:
-        index = json.loads(content)
+        index = parse_json(content)
     except ValueError as error:
         raise DataError(f"{name} is damaged: {error}. {REMEDY}") from error
     if not isinstance(index, dict) or "self_sha256" not in index:
@@ -323,13 +322,16 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
     try:
         shards = [shard.name for values in index["splits"].values() for shard in SplitInfo.from_dict(values).shards]
-        is_known = index["dtype"] in ("uint16", "uint32") and isinstance(index["vocab_size"], int)
-        is_known = is_known and {"end_of_text", "tokenizer_sha256", "statistics"} <= index.keys()
-    except (AttributeError, KeyError, TypeError) as error:
+        vocab_size, end_of_text, counted = index["vocab_size"], index["end_of_text"], index["statistics"]
+        is_known = index["dtype"] in ("uint16", "uint32") and type(vocab_size) is int and 0 < vocab_size <= 1 << 32
+        is_known = is_known and (end_of_text is None or (type(end_of_text) is int and 0 <= end_of_text < vocab_size))
+        is_known = is_known and isinstance(index["tokenizer_sha256"], str) and isinstance(counted, dict)
+        is_known = is_known and all(type(count) is int for count in counted.values())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
     if not is_known:
         raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
-    strange = [shard for shard in shards if shard != Path(shard).name or shard.startswith(".")]
+    strange = [file for file in (*index["splits"], *shards) if not is_file_name(file) or file.startswith(".")]
     if strange:
-        raise DataError(f"{name} names shards outside its folder ({strange[0]!r}). Do not use this corpus.")
+        raise DataError(f"{name} names files outside its folder ({strange[0]!r:.80}). Do not use this corpus.")
     return index

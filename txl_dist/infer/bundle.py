@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
@@ -159,9 +160,9 @@ def write_bundle(
         temporary.mkdir(parents=True)
         save_file({k: p.detach().contiguous() for k, p in network.named_parameters()}, temporary / "model.safetensors")
         save_file(probe, temporary / "probe.safetensors")
-        (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         tokenizer.save(temporary / "tokenizer.json")
-        (temporary / "train.toml").write_text(_training_settings(content), encoding="utf-8")
+        write_bytes(temporary / "train.toml", _training_settings(content).encode())
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         error = probe_error(load(temporary).model, probe, memory_len=memory_len)
         replace_folder(temporary, folder)
@@ -187,7 +188,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
         )
     check_folder(folder, remedy="Copy it again or export it again.")
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = parse_object(read_bytes(folder / "config.json"))
         if content["format_version"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{folder} has format version {content['format_version']}; this program knows {FORMAT_VERSION}. "

@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from txl_dist.errors import DataError
+from txl_dist.files import parse_object
 from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, Tokenizer
 from txl_dist.text.subwords import PIECE_LEN, LibraryTokenizer
 
@@ -144,7 +145,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     def __init__(self, content: str, *, foreign_ids: Sequence[int], end_of_text: int) -> None:
         super().__init__(content, foreign_ids=foreign_ids, end_of_text=end_of_text)
-        self._can_be_cut = _can_be_cut(json.loads(content), self._library)
+        self._can_be_cut = _can_be_cut(parse_object(content), self._library)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """All pieces of all texts in few calls of the library."""
@@ -166,7 +167,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
         return library, {i: symbol for symbol, i in library.get_vocab(with_added_tokens=True).items()}
 
     def _special(self) -> set[int]:
-        model = json.loads(self.content)["model"]
+        model = parse_object(self.content)["model"]
         unknown = model.get("unk_id")
         if isinstance(name := model.get("unk_token"), str):
             unknown = self._library.token_to_id(name)

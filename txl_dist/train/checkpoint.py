@@ -14,7 +14,6 @@ proves whole is the one to start from, ordered by step, never by clock.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from txl_dist.data.position import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
+from txl_dist.files import parse_object, read_bytes
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.run_files import checkpoint_folder as checkpoint_folder  # others import these from here
@@ -170,7 +170,7 @@ def problems_together(folder: Path, ranks: Ranks) -> list[str]:
 def read_state(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint. Raises CheckpointError."""
     try:
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = parse_object(read_bytes(folder / "state.json"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'state.json'} cannot be read: {error}. Use another checkpoint.") from error
     if state.get("format_version") != FORMAT_VERSION:

@@ -17,6 +17,7 @@ from txl_dist.data.corpus import Corpus, Split, open_corpus
 from txl_dist.data.progress import Progress
 from txl_dist.dist import joined_ranks, this_rank
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import write_output
 from txl_dist.infer.bundle import DTYPES, is_bundle, load, network_of
 from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory, attended
@@ -62,7 +63,7 @@ def evaluate_trained(
     if baselines:
         results |= _score_baselines(corpus, config)
     if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_output(json_path, json.dumps(results, indent=1).encode() + b"\n")
     return [f"scored: {where}", *_table(results)]
 
 

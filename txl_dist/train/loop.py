@@ -24,6 +24,7 @@ from txl_dist.data.prefetch import prefetch
 from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
+from txl_dist.files import replace_file
 from txl_dist.log import logger, warn_for_all
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.batch import batch_maker
@@ -379,7 +380,7 @@ class Run:
             try:
                 self.job.stops.clear()
                 if not stopped:
-                    (self.run_dir / "DONE").write_text(f"{state.step}\n", encoding="utf-8")
+                    replace_file(self.run_dir / "DONE", f"{state.step}\n".encode())
             except OSError as error:
                 warn_for_all("the state is saved, but %s cannot be written: %s", self.run_dir, error.strerror)
             if not stopped:

@@ -65,13 +65,13 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
     """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step."""
     import json
 
-    from txl_dist.files import write_bytes
+    from txl_dist.files import write_output
 
     facts, lines = _answer(question)
     print("\n".join(lines))
     if question.json is not None:
         try:
-            write_bytes(question.json, json.dumps(facts, indent=1).encode() + b"\n")
+            write_output(question.json, json.dumps(facts, indent=1).encode() + b"\n")
         except OSError as error:
             raise DataError(f"cannot write {question.json}: {error.strerror or error}. Choose another file.") from error
 

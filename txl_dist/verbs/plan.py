@@ -106,9 +106,9 @@ def _corpus(config: Config) -> tuple[int, int]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    from txl_dist.files import write_bytes
+    from txl_dist.files import write_output
 
     try:
-        write_bytes(path, content)
+        write_output(path, content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error
