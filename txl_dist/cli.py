@@ -21,7 +21,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, choices_of, load_config, setting_names
-from txl_dist.errors import REQUEUE, ConfigError, TxlError
+from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.doctor import doctor
@@ -196,6 +196,10 @@ def run() -> None:
         os._exit(141)
     except SystemExit as stop:
         code = int(stop.code or 0)
+    except ModuleNotFoundError as error:
+        if _is_speaker():
+            print(f"txl: error: {no_package(error)}", file=sys.stderr)
+        code = 2
     except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
         traceback.print_exc()
         code = 1
