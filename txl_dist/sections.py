@@ -59,7 +59,7 @@ class DataSection(Section):
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate on, of each corpus that has it; empty switches evaluation off."""
+    """Split to evaluate on, of each corpus that has it; no evaluation if it is empty, or `valid` and there is none."""
     document_border: Literal["carry", "mask"] = "carry"
     """carry: memory runs over document borders (the paper). mask: a query sees its own document only."""
     prefetch_depth: Annotated[PositiveInt, FREE] = 4

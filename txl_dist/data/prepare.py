@@ -41,7 +41,16 @@ from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import SPLITS, TRAIN
 from txl_dist.data.inputs import Cursor
 from txl_dist.data.inspect import aligned
-from txl_dist.data.job import Job, choose_held_out, files_of_named, list_files, make_tokenizer
+from txl_dist.data.job import (
+    Job,
+    check_in_the_way,
+    check_learning,
+    choose_held_out,
+    files_of_named,
+    list_files,
+    make_tokenizer,
+    remarks_on_size,
+)
 from txl_dist.data.parts import Encoding, PartInfo, PartTask, encode_part, read_part_info
 from txl_dist.data.progress import Progress
 from txl_dist.data.scratch import CORPUS, check_target, claim_scratch, move_into_place
@@ -132,6 +141,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
         raise ConfigError(f"the output {output} is a URL. Prepare into a folder, and copy that.")
     target = Path(output).resolve()  # of a link what it stands for is replaced
     check_target(target)
+    check_learning(job_settings)
     is_named = job_settings.name is not None
     files, remarks = ([], []) if is_named else list_files(job_settings)
     given = [*job_settings.inputs, *job_settings.valid_inputs, *job_settings.test_inputs]
@@ -140,10 +150,12 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch:
         job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
         choose_held_out(job)
+        check_in_the_way(job, target)
         tokenizer = make_tokenizer(job)
         with start_workers(job.num_workers()) as workers:
             parts = _encode(job, tokenizer, workers, stamp=stamp)
             _assemble(job, tokenizer, workers, parts)
+            job.remarks += remarks_on_size(job_settings, tokenizer)
         is_unchanged = move_into_place(scratch / CORPUS, target, overwrite=job_settings.overwrite)
     return PrepareSummary(
         corpus=open_corpus(output),

@@ -57,6 +57,13 @@ def evaluate_trained(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
         )
+    if config.data.eval_split not in corpus.split_names:
+        known = ", ".join(corpus.split_names)
+        raise DataError(
+            f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {known}. "
+            "Name one with --split; or, with --data, a corpus that has it, prepared with --tokenizer-file and the "
+            f"tokenizer.json of {target}."
+        )
     results = _score_model(model, corpus, configs, overrides)
     if this_rank() > 0:
         return []  # rank 0 speaks
