@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional
 
+from txl_dist.console import say, write_text
 from txl_dist.errors import ConfigError
 
 
@@ -61,7 +62,7 @@ def evaluate(
     )
     lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, json_path=json)
     if lines:
-        print("\n".join(lines))
+        say("\n".join(lines))
 
 
 def export(
@@ -82,10 +83,10 @@ def export(
     from txl_dist.train.export import export_bundle, export_to_huggingface
 
     if format == "huggingface":
-        print(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
+        say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
         return
     folder, error = export_bundle(source, out, dtype=dtype)
-    print(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
+    say(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
 
 
 def import_(
@@ -124,12 +125,12 @@ def import_(
         memory_len=memory_len,
         dtype=dtype,
     )
-    print(
+    say(
         f"{out}: {made.num_parameters:,} parameters, vocabulary {made.vocab_size:,}, segment {made.segment_len}, "
         f"memory {made.memory_len}"
     )
     if not made.has_vocabulary:
-        print("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+        say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
 
 
 def generate(
@@ -166,8 +167,5 @@ def generate(
     pieces = load(bundle).generate(
         prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    sys.stdout.write(prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    for piece in itertools.chain([prompt], pieces, ["\n"]):
+        write_text(piece)

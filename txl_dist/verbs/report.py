@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from txl_dist.console import say
+
 
 def report(run: Positional[Path], /, out: Path | None = None) -> None:
     """Show a run, finished or in progress: a few lines here, and one HTML page with pictures, readable offline.
@@ -16,7 +18,7 @@ def report(run: Positional[Path], /, out: Path | None = None) -> None:
     """
     from txl_dist.ops.report import write_report
 
-    print("\n".join(write_report(run, out=out)))
+    say("\n".join(write_report(run, out=out)))
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
@@ -28,4 +30,4 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
     """
     from txl_dist.ops.compare import write_comparison
 
-    print("\n".join(write_comparison(runs, out=out)))
+    say("\n".join(write_comparison(runs, out=out)))
