@@ -152,7 +152,14 @@ class Split:
     def counts(self) -> npt.NDArray[np.int64]:
         """How often each id occurs. Raises DataError if the file is missing or damaged."""
         content = self.corpus.storage.read(counts_name(self.name), sha256=self.counts_sha256)
-        counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+        try:
+            counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+            is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
+        except (ValueError, EOFError, AttributeError, MemoryError, OverflowError):
+            is_whole = False
+        if not is_whole:
+            name = self.corpus.storage.name_of(counts_name(self.name))
+            raise DataError(f"{name} does not hold the counts of {self.corpus.vocab_size} ids. {REMEDY}")
         return counts
 
     def each_document(self) -> Iterator[Tokens]:

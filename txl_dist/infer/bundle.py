@@ -244,8 +244,20 @@ def network_of(
     model: ModelSection, *, vocab_size: int, weights: dict[str, Tensor], dtype: str, where: str
 ) -> TransformerXL:
     """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
+        raise CheckpointError(
+            f"{where}: {len(weights)} tensors are no model of {model.num_layers} layers and {vocab_size} ids. "
+            "They were made with another configuration."
+        )
+    with torch.device("meta"):
+        _check_shapes(TransformerXL(model, vocab_size=vocab_size), weights, where=where)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
         network = TransformerXL(model, vocab_size=vocab_size).to(DTYPES[dtype])
+    copy_weights(network, weights)
+    return network.eval()
+
+
+def _check_shapes(network: TransformerXL, weights: dict[str, Tensor], *, where: str) -> None:
     parameters = dict(network.named_parameters())
     missing = sorted(parameters.keys() - weights.keys())
     surplus = sorted(weights.keys() - network.state_dict().keys())
@@ -259,8 +271,6 @@ def network_of(
             f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
             "They were made with another configuration."
         )
-    copy_weights(network, weights)
-    return network.eval()
 
 
 @torch.no_grad()

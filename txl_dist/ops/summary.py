@@ -110,7 +110,6 @@ def read_run(path: Path) -> Run:
 def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
     try:
         sections = parse_toml(read_bytes(path))
-        str(sections)  # a hexadecimal number may have more digits than Python prints
     except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
     flat = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
