@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -124,18 +124,44 @@ class Split:
         self.text_characters = info.text_characters
         self.longest = info.longest
         self.counts_sha256 = info.counts_sha256
+        self._info = info
         self.shards = tuple(info.shards)
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
         self.corpus = corpus
 
-    def bits_per_unit(self, loss: float) -> dict[str, float]:
-        """A mean loss in nats per token as bits per byte and bits per character of the text.
+    @cached_property
+    def num_unknown(self) -> int:
+        """Tokens that stand for something unknown."""
+        if self._info.unknown_tokens is not None:
+            return self._info.unknown_tokens
+        unknown = self.corpus.tokenizer.unknown_id
+        return 0 if unknown is None or self.corpus.tokenizer.is_lossless else int(self.counts()[unknown])
 
-        Exact when the loss is that of the whole split: the tokens, end-of-text among them, spell all of its text.
-        Its first token, which nothing predicts, counts like an average one. For another loss, of a part of the
-        split or of the text trained on, it is an estimate: that text may have more or fewer bytes per token.
-        """
-        return bits_per_unit(loss, [self], shares=[1.0])
+    @cached_property
+    def lost(self) -> str:
+        """What of the text its tokens do not give back, for people; empty if they give back all of it."""
+        tokenizer, num_changed = self.corpus.tokenizer, self._info.changed_documents
+        if (
+            num_changed == 0
+            or tokenizer.is_lossless
+            or (num_changed is None and tokenizer.keeps_text_of(self.counts()))
+        ):
+            return ""
+        if num_changed is None:
+            return f"it is not on record whether the tokenizer ({tokenizer.kind}) lost some of the text"
+        return (
+            f"{num_changed:,} of {self.documents:,} documents do not come back from the tokenizer ({tokenizer.kind}) "
+            "byte for byte"
+        )
+
+    @cached_property
+    def is_separated(self) -> bool:
+        """Whether an end-of-text stands before every document but the first."""
+        if self.corpus.end_of_text is None:
+            return self.documents < 2
+        # What was prepared from text is; of tars that an older program indexed it is not known.
+        statistics = self.corpus.statistics
+        return "documents_read" in statistics or statistics.get("unended_documents") == 0
 
     def check_files(self) -> None:
         """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
@@ -173,13 +199,58 @@ class Split:
         return tokens
 
 
-def bits_per_unit(loss: float, splits: Sequence[Split], *, shares: Sequence[float]) -> dict[str, float]:
-    """`Split.bits_per_unit` of a mixture, in which each split has this share of the tokens."""
-    bits, parts = loss / math.log(2), list(zip(splits, shares, strict=True))
-    return {
-        "bits_per_byte": bits / sum(share * split.text_bytes / split.tokens for split, share in parts),
-        "bits_per_character": bits / sum(share * split.text_characters / split.tokens for split, share in parts),
-    }
+class TextUnits(NamedTuple):
+    """In which units a mean loss in nats per token may be told: it is a cost of the text only if the tokens spell all
+    of the text, and every token is scored."""
+
+    bytes_per_token: float
+    characters_per_token: float
+    problem: str
+    """Why a loss is no cost of the text in bits, for people; empty where it is."""
+    token: str
+    """What a token is, for people: token or word."""
+    unknown_pct: float
+    """Share of the tokens that stand for something unknown."""
+
+    def bits(self, loss: float) -> dict[str, float]:
+        """`bits_per_byte` and `bits_per_character` of the text; nothing where a loss is no cost of it.
+
+        Exact when the loss is that of the whole split: the tokens, end-of-text among them, spell all of its text.
+        Its first token, which nothing predicts, counts like an average one. For another loss, of a part of the
+        split or of the text trained on, it is an estimate: that text may have more or fewer bytes per token.
+        """
+        if self.problem:
+            return {}
+        bits = loss / math.log(2)
+        return {"bits_per_byte": bits / self.bytes_per_token, "bits_per_character": bits / self.characters_per_token}
+
+
+def text_units(splits: Sequence[Split], *, shares: Sequence[float] = (1.0,), mask_documents: bool) -> TextUnits:
+    """For losses over splits of which each has this share of the tokens; one split has all.
+
+    Raises DataError if a tokenizer, or counts that are needed, cannot be read.
+    """
+    parts = list(zip(splits, shares, strict=True))
+    problems = [problem for split, _ in parts if (problem := _problem_of(split, mask_documents=mask_documents))]
+    return TextUnits(
+        bytes_per_token=sum(share * split.text_bytes / split.tokens for split, share in parts),
+        characters_per_token=sum(share * split.text_characters / split.tokens for split, share in parts),
+        problem=problems[0] if problems else "",
+        token=splits[0].corpus.tokenizer.unit,
+        unknown_pct=sum(100 * share * split.num_unknown / split.tokens for split, share in parts),
+    )
+
+
+def _problem_of(split: Split, *, mask_documents: bool) -> str:
+    where = f"{split.corpus.name} ({split.name})"
+    if not split.text_bytes or not split.text_characters:
+        return f"{where} holds no text"
+    if mask_documents and not split.is_separated:
+        return (
+            f"documents of {where} have no end-of-text before them: with data.document_border='mask' their first "
+            "tokens are not scored"
+        )
+    return f"{where}: {split.lost}" if split.lost else ""
 
 
 class LostShard:
@@ -281,6 +352,11 @@ class Corpus:
                 'with `--data.eval_split ""`.'
             )
         return Split(self, name, self._splits[name])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """As `load_tokenizer` reads it, read once."""
+        return self.load_tokenizer()
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the corpus. Raises DataError if it is missing, damaged or another one."""

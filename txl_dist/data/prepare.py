@@ -62,6 +62,8 @@ from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
 from txl_dist.text.tokenizer import Tokenizer
 
+_PARTS_VERSION = 2
+"""Of what the records of parts hold: parts of another version are made again."""
 _COUNTS = {"held_out_duplicates": "train documents that also stand in a held-out split"}
 
 
@@ -158,7 +160,7 @@ def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> 
         reading=settings.reading(),
         seed=settings.seed,
         has_bands=settings.duplicates != "ignore",
-        stamp=hashlib.sha256(f"{stamp} {tokenizer.fingerprint}".encode()).hexdigest(),
+        stamp=hashlib.sha256(f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint}".encode()).hexdigest(),
     )
 
     def hash_up_to(end: Cursor) -> str:
@@ -205,6 +207,7 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
             plan=plan,
+            is_lossless=tokenizer.is_lossless,
         )
         for split in job.splits
     }
@@ -212,6 +215,8 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
     _write_shards(job, workers, planned, folder)
     for split, (info, _) in planned.items():
         info.counts_sha256 = hashlib.sha256((folder / counts_name(split)).read_bytes()).hexdigest()
+        if not tokenizer.is_lossless and tokenizer.unknown_id is not None:
+            info.unknown_tokens = int(np.load(folder / counts_name(split))[tokenizer.unknown_id])
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
     counts = sum((Counter(part.counts) for part in parts), Counter())
     index: dict[str, Any] = {

@@ -220,9 +220,12 @@ def format_record(kind: str, record: Record, *, max_steps: int) -> str:
     parts += [
         f"loss {record['loss']:.4f}",
         f"ppl {record['ppl']:.2f}",
-        f"bpb {record['bits_per_byte']:.4f}",
-        f"bpc {record['bits_per_character']:.4f}",
     ]
+    # Only where a loss is a cost of the text.
+    short = {"bits_per_byte": "bpb", "bits_per_character": "bpc"}
+    parts += [f"{word} {record[name]:.4f}" for name, word in short.items() if name in record]
+    if "unknown_pct" in record:
+        parts.append(f"unknown {record['unknown_pct']:.2f}%")
     if kind == "train":
         parts += _progress(record)
     else:

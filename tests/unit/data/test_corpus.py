@@ -336,7 +336,7 @@ def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path:
 def test_a_loss_in_bits_per_byte_and_per_character(tmp_path: Path) -> None:
     split = tiny_corpus(tmp_path, texts=["\u00e9" * 30, "a" * 40], valid_fraction=0.0).split("train")
     assert (split.tokens, split.text_bytes, split.text_characters) == (102, 100, 70)
-    bits = split.bits_per_unit(3 * math.log(2))
+    bits = text_units([split], mask_documents=False).bits(3 * math.log(2))
     assert bits == pytest.approx({"bits_per_byte": 3.06, "bits_per_character": 306 / 70})
 
 
