@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.corpus import Corpus, open_corpus, text_units
 from txl_dist.data.documents import Reading, content_digest, split_of
 from txl_dist.data.lanes import hash64
 from txl_dist.data.prepare import prepare_corpus
