@@ -86,7 +86,7 @@ class PrepareSummary:
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += self._table()
-        lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in self._unknown().items()]
+        lines += self._losses()
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
         if self.parts_kept:
@@ -95,15 +95,12 @@ class PrepareSummary:
             )
         return lines
 
-    def _unknown(self) -> dict[str, float]:
-        """Share of the tokens that stand for what the tokenizer does not know, per split that has some."""
-        tokenizer = self.corpus.load_tokenizer()
-        unknown = getattr(tokenizer, "unknown", None)
-        if unknown not in tokenizer.symbols:
-            return {}
-        splits = map(self.corpus.split, self.corpus.split_names)
-        shares = {split.name: split.counts()[tokenizer.symbols.index(unknown)] / split.tokens for split in splits}
-        return {name: float(share) for name, share in shares.items() if share}
+    def _losses(self) -> list[str]:
+        """What the tokenizer does not know, and what it loses, by split."""
+        splits = [*map(self.corpus.split, self.corpus.split_names)]
+        shares = {split.name: split.num_unknown / split.tokens for split in splits}
+        lines = [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
+        return lines + [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = [

@@ -108,8 +108,8 @@ def unit_of(runs: Sequence[Run]) -> Unit:
     if not without:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
         return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs))
-    reasons = {run.name: next(iter(run.no_bits.values()), "they are not on record") for run in without}
-    listed = "; ".join(f"{clean(name)}: {reason}" for name, reason in reasons.items())
+    reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
+    listed = "; ".join(f"{clean(name)}: {reason}" for name, reason in reasons)
     sentence = (
         f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the runs "
         "are not ranked. `txl report RUN` shows each in its own units."

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from txl_dist.config import Config, check_config, config_from_dict
 from txl_dist.data.baselines import order0_and_bigram
-from txl_dist.data.corpus import Corpus, TextUnits, open_corpus, text_units
+from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.units import TextUnits, text_units
 from txl_dist.dist import joined_ranks, this_rank
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.infer.bundle import DTYPES, is_bundle, load, network_of
