@@ -71,6 +71,8 @@ from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
 from txl_dist.text.tokenizer import Tokenizer
 
+_PARTS_VERSION = 2
+"""Of what the records of parts hold: parts of another version are made again."""
 _COUNTS = {
     "held_out_duplicates": "train documents that also stand in a held-out split",
     "documents_cut": "documents cut, their ends held out",
@@ -98,7 +100,7 @@ class PrepareSummary:
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += [*self._table(), *(f"  {remark}" for remark in self.remarks)]
-        lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in self._unknown().items()]
+        lines += self._losses()
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
         if self.parts_kept:
@@ -107,15 +109,12 @@ class PrepareSummary:
             )
         return lines
 
-    def _unknown(self) -> dict[str, float]:
-        """Share of the tokens that stand for what the tokenizer does not know, per split that has some."""
-        tokenizer = self.corpus.load_tokenizer()
-        unknown = getattr(tokenizer, "unknown", None)
-        if unknown not in tokenizer.symbols:
-            return {}
-        splits = map(self.corpus.split, self.corpus.split_names)
-        shares = {split.name: split.counts()[tokenizer.symbols.index(unknown)] / split.tokens for split in splits}
-        return {name: float(share) for name, share in shares.items() if share}
+    def _losses(self) -> list[str]:
+        """What the tokenizer does not know, and what it loses, by split."""
+        splits = [*map(self.corpus.split, self.corpus.split_names)]
+        shares = {split.name: split.num_unknown / split.tokens for split in splits}
+        lines = [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
+        return lines + [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = [
@@ -177,7 +176,7 @@ def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> 
         reading=job.reading,
         seed=settings.seed,
         has_bands=settings.duplicates != "ignore",
-        stamp=hashlib.sha256(f"{stamp} {tokenizer.fingerprint} {job.reading}".encode()).hexdigest(),
+        stamp=hashlib.sha256(f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}".encode()).hexdigest(),
     )
 
     def hash_up_to(end: Cursor) -> str:
@@ -224,6 +223,7 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
             plan=plan,
+            is_lossless=tokenizer.is_lossless,
         )
         for split in job.splits
     }
@@ -231,6 +231,8 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
     _write_shards(job, workers, planned, folder)
     for split, (info, _) in planned.items():
         info.counts_sha256 = hashlib.sha256((folder / counts_name(split)).read_bytes()).hexdigest()
+        if not tokenizer.is_lossless and tokenizer.unknown_id is not None:
+            info.unknown_tokens = int(np.load(folder / counts_name(split))[tokenizer.unknown_id])
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
     counts = sum((Counter(part.counts) for part in parts), Counter())
     index: dict[str, Any] = {

@@ -184,7 +184,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
-    Raises CheckpointError if the tokenizer is another one, ConfigError if a frozen setting is.
+    Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
+    ConfigError if a frozen setting is another one.
     """
     state = read_state(folder)
     if state["tokenizer_fingerprint"] != corpus.tokenizer_fingerprint:
@@ -193,10 +194,25 @@ def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world
             f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
             f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
         )
-    remarks = refuse_frozen_changes(load_config(folder / "config.toml"), config, made=str(folder))
+    saved = load_config(folder / "config.toml")
+    remarks = refuse_frozen_changes(saved, config, made=str(folder))
+    if not scores_first_tokens(saved, state):
+        raise CheckpointError(
+            f"{folder} was trained with document masks by a program that did not score the first token of a document: "
+            "losses before and after would be over other tokens. Continue with the program that wrote it, or begin a "
+            f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
+        )
     if state["world_size"] != world_size:
         remarks.append(f"{world_size} ranks go on where {state['world_size']} saved; sums are rounded in another order")
     return remarks
+
+
+def scores_first_tokens(config: Config, state: dict[str, Any]) -> bool:
+    """Whether what wrote a checkpoint trained on the first tokens of documents that follow an end-of-text.
+
+    `config` and `state` are the checkpoint's. With document masks older programs did not.
+    """
+    return config.data.document_border != "mask" or bool(state.get("scores_first_tokens"))
 
 
 def continued_stream(folder: Path, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:

@@ -22,7 +22,7 @@ from txl_dist.manifest import check_folder
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.checkpoint import consolidated_weights, newest_checkpoint, read_state
+from txl_dist.train.checkpoint import consolidated_weights, newest_checkpoint, read_state, scores_first_tokens
 from txl_dist.train.engine import Engine
 
 
@@ -34,6 +34,8 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
     step: int
+    begins_documents: bool
+    """See `Bundle`."""
 
 
 def make_probe(engine: Engine, maker: BatchMaker, *, memory_len: int) -> dict[str, Tensor]:
@@ -68,6 +70,7 @@ def read_trained(run: Path) -> Trained:
         tokenizer=load_tokenizer(folder / "tokenizer.json"),
         weights=consolidated_weights(folder),
         step=read_state(folder)["step"],
+        begins_documents=scores_first_tokens(load_config(folder / "config.toml"), read_state(folder)),
     )
 
 
@@ -83,6 +86,7 @@ class Exportable(NamedTuple):
     segment_len: int
     memory_len: int
     document_border: str
+    begins_documents: bool
     source: dict[str, Any]
 
 
@@ -105,6 +109,7 @@ def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path
         segment_len=found.segment_len,
         memory_len=found.memory_len,
         document_border=found.document_border,
+        begins_documents=found.begins_documents,
         source=found.source,
     )
     return found.folder, error
@@ -168,6 +173,7 @@ def _read(source: Path) -> Exportable:
             segment_len=bundle.segment_len,
             memory_len=bundle.memory_len,
             document_border=bundle.document_border,
+            begins_documents=bundle.begins_documents,
             source=bundle.source,
         )
     trained = read_trained(source)
@@ -182,5 +188,6 @@ def _read(source: Path) -> Exportable:
         segment_len=train.segment_len,
         memory_len=train.memory_len,
         document_border=trained.config.data.document_border,
+        begins_documents=trained.begins_documents,
         source={"run": source.name, "step": trained.step, "precision": precision},
     )

@@ -200,6 +200,7 @@ class Saver:
             "vocab_size": self._corpus.vocab_size,
             "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
             "config_fingerprint": config_fingerprint(self._config),
+            "scores_first_tokens": True,
         }
         return {
             "config.toml": config_to_toml(self._config).encode(),
