@@ -35,6 +35,7 @@ from txl_dist.train.checkpoint import (
     step_of,
 )
 from txl_dist.train.engine import Engine
+from txl_dist.train.export import check_probe
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
@@ -142,6 +143,7 @@ class Run:
             ranks=ranks,
             reporter=self.reporter,
             newest=job.start.checkpoint,
+            stops=job.stops,
             evaluated=lambda: self.observer.evaluated,
             beat=self._beat,
         )
@@ -159,7 +161,8 @@ class Run:
             while not stopped and state.step < self.max_steps:
                 state, stopped = self._train_from(state)
             if state.step > 0:
-                self.saving.finish_last(state, patience_s=_PATIENCE_S["stopped" if stopped else "done"])
+                patience_s = _PATIENCE_S["stopped" if stopped else "done"]
+                self.saving.finish_last(state, patience_s=patience_s, stopped=stopped)
             self.reporter.write("event", {"event": "stopped" if stopped else "done", "step": state.step})
         finally:
             self.reporter.close()
@@ -181,7 +184,7 @@ class Run:
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=tuple(memories))
 
     def _load(self, checkpoint: Path, stream: StreamState) -> TrainState:
-        return load_checkpoint(
+        state = load_checkpoint(
             checkpoint,
             self.engine,
             stream=stream,
@@ -190,6 +193,9 @@ class Run:
             memory_len=self.config.train.memory_len,
             ranks=self.ranks,
         )
+        shown = check_probe(self.engine, self.maker, checkpoint, precision=self.config.engine.precision)
+        logger.info("%s: %s", checkpoint.name, shown)
+        return state
 
     def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
         """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""

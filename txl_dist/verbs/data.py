@@ -116,15 +116,24 @@ def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> 
     elif (folder / "txl_tokenizer.json").is_file():
         raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
     elif any((folder / name).exists() for name in (MANIFEST, "state.json", "engine", "model.safetensors")):
-        yield from problems_of(folder)  # a checkpoint or a bundle, perhaps without its manifest
+        # A bundle or a checkpoint, perhaps without its manifest.
+        yield from problems_of(folder) if (folder / "model.safetensors").exists() else _checkpoint_problems(folder)
     elif (folder / "config.toml").is_file():  # a run
         checkpoints = sorted((folder / "checkpoints").glob("step_?????????"))
         if not checkpoints:
             yield f"{path} is a run without checkpoints"
         for checkpoint in checkpoints:
-            yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
+            problems = _checkpoint_problems(checkpoint)
+            if checkpoint.is_dir():  # a run may remove it meanwhile
+                yield from (f"{checkpoint}: {problem}" for problem in problems)
     else:
         yield from _problems_of_corpus(path, settings, num_workers=num_workers)
+
+
+def _checkpoint_problems(folder: Path) -> list[str]:
+    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+
+    return checkpoint_problems(folder)
 
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
