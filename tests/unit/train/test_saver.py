@@ -372,7 +372,7 @@ def test_who_asks_to_stop_while_the_last_save_is_retried_is_told_how_and_heard_a
     it, requests = parts(alone, tmp_path), Requests(num_before)
 
     def ask_once(phase: str) -> None:
-        requests.count = num_before + (phase == "wait for the disk")
+        requests.count += phase == "wait for the disk"
 
     one, records = saving(it, monkeypatch, requests=requests, beat=ask_once)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 1e9)
