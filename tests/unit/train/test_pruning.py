@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.checkpoints import golden_at
+from txl_dist.cli import main
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
-from txl_dist.manifest import commit_folder
 from txl_dist.train import export
-from txl_dist.train.checkpoint import checkpoint_folder, list_checkpoints, prune_checkpoints, step_of
-from txl_dist.train.export import export_bundle, read_trained
+from txl_dist.train.checkpoint import list_checkpoints, prune_checkpoints, step_of
+from txl_dist.train.export import read_trained
 
 
 def save_and_prune(run: Path, step: int) -> None:
@@ -69,28 +68,18 @@ def test_where_a_checkpoint_vanishes_while_it_is_read_the_next_newest_is_taken_w
     assert steps_of(tmp_path) == [3]
 
 
-def test_every_export_of_a_run_that_saves_and_prunes_all_the_time_succeeds(tmp_path: Path) -> None:
-    run, enough = tmp_path / "run", threading.Event()
-    golden_at(run, 1)
+def test_an_export_of_a_run_that_prunes_meanwhile_is_of_the_checkpoint_that_it_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, consolidated = golden_at(tmp_path / "run", 1), export.consolidated_weights
 
-    def train() -> None:
-        for step in range(2, 10_000):
-            if enough.is_set():
-                return
-            made = golden_at(tmp_path / "made", step)
-            commit_folder(made, checkpoint_folder(run, step))
-            for folder in prune_checkpoints(run, keep={step}, newest=checkpoint_folder(run, step)):
-                shutil.rmtree(folder)
+    def prune_first(folder: Path) -> Any:
+        save_and_prune(tmp_path / "run", 2)
+        return consolidated(folder)
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        steps = [step_of(export_bundle(run, tmp_path / "bundle")[0]) for _ in range(6)]
-    finally:
-        enough.set()
-        thread.join()
-    assert steps == sorted(steps)
-    assert steps[0] < steps[-1], "the run went on meanwhile"
+    monkeypatch.setattr(export, "consolidated_weights", prune_first)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "bundle")]) == 0
+    assert f"written from {first}; largest difference" in capsys.readouterr().out
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_the_damage(tmp_path: Path) -> None:

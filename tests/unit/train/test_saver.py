@@ -8,9 +8,11 @@ import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.helpers.checkpoints import sign
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config
@@ -36,6 +39,7 @@ from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT, Fragment
 from txl_dist.train.saver import HostCopy, Saver
 from txl_dist.train.saving import Saving
+from txl_dist.train.soundness import checkpoint_problems
 from txl_dist.train.state import TrainState
 from txl_dist.train.stopping import StopRequests
 
@@ -46,10 +50,10 @@ FACTS = CorpusFacts(tokenizer_json="{}", tokenizer_fingerprint="f" * 64, vocab_s
 class FakeEngine:
     """Weights of one parameter, a slice per rank."""
 
-    def __init__(self, *, size: int = 1000, rank: int = 0) -> None:
+    def __init__(self, *, size: int = 1000, rank: int = 0, world_size: int = 1) -> None:
         self.weight = torch.arange(float(size)) + rank * size
         self._start = rank * size
-        self.shapes = {"w": [2 * size]}
+        self.shapes = {"w": [world_size * size]}
 
     def fragments(self) -> list[Fragment]:
         return [Fragment("w", self._start, {WEIGHT: self.weight, "exp_avg": self.weight}, 1.0)]
@@ -86,7 +90,7 @@ def parts(ranks: Ranks, run_dir: Path, *, size: int = 1000, **checkpoint: Any) -
     config = tiny_config(run={"dir": str(run_dir)}, engine={"zero_stage": 1}, checkpoint=checkpoint)
     lanes = lanes_of_rank(4, rank=ranks.rank, world_size=ranks.world_size)
     saver = Saver(run_dir, config=config, corpus=FACTS, lanes=lanes, ranks=ranks, nonce="nonce")
-    return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank), saver)
+    return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank, world_size=ranks.world_size), saver)
 
 
 @pytest.fixture
@@ -245,6 +249,35 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_commi
     assert os.strerror(errno.EFBIG) in error
     assert left == ["checkpoints"]
     assert (again, problems, num_lane_files) == ("", [], 2)
+
+
+@pytest.mark.parametrize(
+    ("swapped", "found"),
+    [
+        (["engine/00000.safetensors"], ["engine/00000.safetensors"]),
+        (["lanes/00000-00003.safetensors"], ["lanes/00000-00003.safetensors"]),
+        (["probe.safetensors"], ["probe.safetensors"]),
+        (["state.json"], ["engine/00000.safetensors", "lanes/00000-00003.safetensors", "probe.safetensors"]),
+        (["engine/00000.safetensors", "probe.safetensors"], ["engine/00000.safetensors", "probe.safetensors"]),
+    ],
+)
+def test_files_of_two_saves_are_never_taken_for_one_checkpoint_though_the_manifest_fits(
+    alone: Ranks, tmp_path: Path, swapped: list[str], found: list[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    it, other = parts(alone, tmp_path), parts(alone, tmp_path / "other")
+    other.engine.weight += 1
+    state = it.state(2)
+    assert it.save(2) == ""
+    other.saver.begin(replace(state, tokens_seen=state.tokens_seen + 1), other.engine, probe=PROBE)
+    assert other.saver.finish().error == ""
+    assert checkpoint_problems(it.folder(2)) == checkpoint_problems(other.folder(2)) == []
+    for name in swapped:
+        shutil.copy(other.folder(2) / name, it.folder(2) / name)
+    sign(it.folder(2))
+    assert problems_of(it.folder(2)) == []
+    reasons = [f"{name} was not saved together with this state.json" for name in found]
+    assert checkpoint_problems(it.folder(2)) == reasons
 
 
 class Records:
