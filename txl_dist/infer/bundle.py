@@ -218,7 +218,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
             probe=load_file(folder / "probe.safetensors", device=device),
             probe_dtype=content["probe_dtype"],
         )
-        tolerance = _tolerance(
+        tolerance = probe_tolerance(
             {content["dtype"], content["probe_dtype"]}, largest_loss=float(bundle.probe["losses"].max())
         )
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
@@ -240,7 +240,8 @@ def _training_settings(content: dict[str, Any]) -> str:
     return tomli_w.dumps({"data": border, "model": content["model"], "train": lengths})
 
 
-def _tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+    """Largest difference in nats on the probe between computations in these types; see `PROBE_TOLERANCE`."""
     scale = max(5.0, largest_loss)
     return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
 

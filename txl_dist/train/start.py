@@ -21,7 +21,6 @@ from txl_dist.train.checkpoint import (
     choose_together,
     continued_stream,
     corpus_facts,
-    read_state,
 )
 from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine import ZeroEngine
@@ -39,6 +38,7 @@ from txl_dist.train.loop import Job, Run, Start
 from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
 from txl_dist.train.run_lock import RunLock, prove_shared
+from txl_dist.train.soundness import read_state
 from txl_dist.train.stopping import StopRequests
 from txl_dist.train.watchdog import Watchdog
 

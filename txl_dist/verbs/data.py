@@ -122,9 +122,17 @@ def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> 
         if not checkpoints:
             yield f"{path} is a run without checkpoints"
         for checkpoint in checkpoints:
-            yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
+            problems = _checkpoint_problems(checkpoint)
+            if checkpoint.is_dir():  # a run may remove it meanwhile
+                yield from (f"{checkpoint}: {problem}" for problem in problems)
     else:
-        yield from problems_of(Path(path))
+        yield from (_checkpoint_problems if kind is Kind.CHECKPOINT else problems_of)(Path(path))
+
+
+def _checkpoint_problems(folder: Path) -> list[str]:
+    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+
+    return checkpoint_problems(folder)
 
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
