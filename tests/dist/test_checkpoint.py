@@ -32,7 +32,6 @@ from txl_dist.train.checkpoint import (
     load_memory,
     newest_checkpoint,
     prune_checkpoints,
-    read_state,
     resized,
     retained,
 )
@@ -40,7 +39,7 @@ from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.export import check_probe, export_bundle, make_probe
 from txl_dist.train.health import Health
 from txl_dist.train.saver import Saved, Saver
-from txl_dist.train.soundness import checkpoint_problems
+from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import FragmentFiles
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +33,7 @@ from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.train.engine import Engine
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
@@ -41,8 +41,6 @@ from txl_dist.train.run_dir import refuse_frozen_changes
 from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import FragmentFiles
-
-_NAME = re.compile(r"step_(\d{9})")
 
 
 class CorpusFacts(NamedTuple):
@@ -57,22 +55,6 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
     """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
     tokenizer = corpus.load_tokenizer()
     return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
-
-
-def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return run_dir / "checkpoints" / f"step_{step:09d}"
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints by step, oldest first; not verified."""
-    folder = run_dir / "checkpoints"
-    return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
@@ -219,7 +201,8 @@ def problems_together(folder: Path, ranks: Ranks) -> list[str]:
 def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
-    Raises CheckpointError if the tokenizer is another one, ConfigError if a frozen setting is.
+    Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
+    ConfigError if a frozen setting is another one.
     """
     state = read_state(folder)
     if state["tokenizer_fingerprint"] != corpus.tokenizer_fingerprint:
@@ -228,10 +211,25 @@ def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world
             f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
             f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
         )
-    remarks = refuse_frozen_changes(load_config(folder / "config.toml"), config, made=str(folder))
+    saved = load_config(folder / "config.toml")
+    remarks = refuse_frozen_changes(saved, config, made=str(folder))
+    if not scores_first_tokens(saved, state):
+        raise CheckpointError(
+            f"{folder} was trained with document masks by a program that did not score the first token of a document: "
+            "losses before and after would be over other tokens. Continue with the program that wrote it, or begin a "
+            f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
+        )
     if state["world_size"] != world_size:
         remarks.append(f"{world_size} ranks go on where {state['world_size']} saved; sums are rounded in another order")
     return remarks
+
+
+def scores_first_tokens(config: Config, state: dict[str, Any]) -> bool:
+    """Whether what wrote a checkpoint trained on the first tokens of documents that follow an end-of-text.
+
+    `config` and `state` are the checkpoint's. With document masks older programs did not.
+    """
+    return config.data.document_border != "mask" or bool(state.get("scores_first_tokens"))
 
 
 def continued_stream(folder: Path, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:

@@ -4,6 +4,7 @@ from a bundle, to a Hugging Face folder. The probe is made, and looked at again 
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,14 @@ from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.data.stream import plain_segment
 from txl_dist.dist import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.infer.bundle import is_bundle, load, network_of, probe_tolerance, write_bundle
+from txl_dist.infer.bundle import Bundle, is_bundle, load, network_of, probe_tolerance, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.log import logger
+from txl_dist.run_files import list_checkpoints
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.checkpoint import consolidated_weights, kept, list_checkpoints
+from txl_dist.train.checkpoint import consolidated_weights, kept, scores_first_tokens
 from txl_dist.train.engine import Engine
 from txl_dist.train.soundness import checkpoint_problems, read_state
 
@@ -37,6 +39,8 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]
     step: int
     probe: dict[str, Tensor]
+    begins_documents: bool
+    """See `Bundle`."""
 
 
 def make_probe(
@@ -140,6 +144,7 @@ def _read_checkpoint(folder: Path) -> Trained:
         weights=consolidated_weights(folder),
         step=read_state(folder)["step"],
         probe=_read_probe(folder, vocab_size=tokenizer.vocab_size),
+        begins_documents=scores_first_tokens(load_config(folder / "config.toml"), read_state(folder)),
     )
 
 
@@ -155,6 +160,7 @@ class Exportable(NamedTuple):
     segment_len: int
     memory_len: int
     document_border: str
+    begins_documents: bool
     source: dict[str, Any]
 
 
@@ -177,6 +183,7 @@ def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path
         segment_len=found.segment_len,
         memory_len=found.memory_len,
         document_border=found.document_border,
+        begins_documents=found.begins_documents,
         source=found.source,
     )
     return found.folder, error
@@ -207,6 +214,25 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
     return found.folder
 
 
+def load_trained(source: Path) -> Bundle:
+    """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold.
+
+    Nothing is written. Raises CheckpointError if nothing whole is found.
+    """
+    if is_bundle(source):
+        return load(source)
+    found = _read(source)
+    network = network_of(
+        found.model,
+        vocab_size=found.tokenizer.vocab_size,
+        weights=found.weights,
+        dtype="fp32",
+        where=str(found.folder),
+    )
+    same: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(Bundle)}
+    return Bundle(**(same | {"model": network, "dtype": "fp32"}))
+
+
 def _read(source: Path) -> Exportable:
     if is_bundle(source):
         bundle = load(source)
@@ -221,6 +247,7 @@ def _read(source: Path) -> Exportable:
             segment_len=bundle.segment_len,
             memory_len=bundle.memory_len,
             document_border=bundle.document_border,
+            begins_documents=bundle.begins_documents,
             source=bundle.source,
         )
     trained = read_trained(source)
@@ -235,5 +262,6 @@ def _read(source: Path) -> Exportable:
         segment_len=train.segment_len,
         memory_len=train.memory_len,
         document_border=trained.config.data.document_border,
+        begins_documents=trained.begins_documents,
         source={"run": source.name, "step": trained.step, "precision": precision},
     )

@@ -19,8 +19,8 @@ from txl_dist.data.position import StreamState
 from txl_dist.dist import gather_objects
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import warn_for_all
+from txl_dist.run_files import step_of
 from txl_dist.train import health as rules
-from txl_dist.train.checkpoint import step_of
 from txl_dist.train.health import Health
 from txl_dist.train.inspection import documents_at
 from txl_dist.train.metrics import Reporter

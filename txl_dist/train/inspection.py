@@ -22,9 +22,11 @@ from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.train.checkpoint import continued_stream, list_checkpoints, step_of
+from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.train.checkpoint import continued_stream
 from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, open_corpora, train_splits
+from txl_dist.train.places import with_corpora_found
 from txl_dist.train.run_dir import evaluated_losses
 from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.tensor_files import FragmentFiles
@@ -49,6 +51,8 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     before = [folder for folder in checkpoints if step_of(folder) < step]
     behind = [folder for folder in checkpoints if step_of(folder) >= step]
     config = load_config((behind[0] if behind else run_dir) / "config.toml")
+    if checkpoints:
+        config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
     corpora = open_corpora(config)
     splits = train_splits(config, corpora)
     state, start = first_stream(config, corpora), 0
@@ -84,21 +88,6 @@ def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> l
             f"token {stretch.offset}"
         )
     return found
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether it is, or was, a checkpoint, rather than a run."""
-    return (folder / "state.json").is_file() or (folder / "engine").is_dir()
-
-
-def what_is_missing(folder: Path) -> str:
-    """For people: that there is neither corpus, run nor checkpoint, and where one of a run is missing, which it has."""
-    lacks = "it lacks index.json, config.toml and state.json" if folder.is_dir() else "there is no such folder"
-    remedy = "Name what `txl prepare` or `txl train` wrote"
-    if folder.parent.name == "checkpoints":
-        names = [path.name for path in list_checkpoints(folder.parent.parent)]
-        remedy = f"{folder.parent} has {', '.join(names) or 'no checkpoint'}"
-    return f"{folder} is no corpus, run or checkpoint: {lacks}. {remedy}."
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:
@@ -211,7 +200,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     """Per corpus; how often it has been read is known only where it lies on this machine."""
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
-        config = load_config(folder / "config.toml")
+        config = with_corpora_found(load_config(folder / "config.toml"), folder)
         if all(Path(path).is_dir() for path in (config.data.path, *config.data.more_paths)):
             splits = train_splits(config, open_corpora(config))
             tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}

@@ -5,13 +5,12 @@ runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  sta
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.files import free_name, replace_file
+from txl_dist.files import free_name, open_regular, parse_object, replace_file
 
 _CHECKPOINTS = "step_" + 9 * "[0-9]"
 
@@ -73,18 +72,17 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
 
 
 def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
-    """Loss of each evaluation of the run's first corpus in metrics.jsonl, by step, up to a step."""
+    """Loss of each evaluation of the run's first corpus by step, up to a step; none if metrics.jsonl cannot be read."""
     losses: dict[int, float] = {}
     try:
-        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+        with open_regular(run_dir / "metrics.jsonl") as stream:
+            lines = [line for line in stream if b'"eval"' in line]
+    except OSError:
         return {}
     for line in lines:
-        if '"eval"' not in line:
-            continue
         try:
-            record = json.loads(line)
-            if record["kind"] == "eval" and record["step"] <= up_to and record["loss"] is not None:
+            record = parse_object(line)
+            if record["kind"] == "eval" and record["step"] <= up_to and type(record["loss"]) in (int, float):
                 losses[record["step"]] = record["loss"]
         except (ValueError, KeyError, TypeError):
             continue  # a line that a crash tore

@@ -29,8 +29,10 @@ from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
-from txl_dist.train.checkpoint import CorpusFacts, checkpoint_folder
+from txl_dist.run_files import checkpoint_folder
+from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.engine import Engine
+from txl_dist.train.places import absolute_paths
 from txl_dist.train.soundness import FORMAT_VERSION, STATE_KEY
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import file_bytes, fragment_tensors, write_tensors
@@ -200,9 +202,11 @@ class Saver:
             "precision": self._config.engine.precision,
             "loss_scale": engine.loss_scale(),
             "parameters": engine.shapes,
+            "corpora": absolute_paths(self._config),
             "vocab_size": self._corpus.vocab_size,
             "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
             "config_fingerprint": config_fingerprint(self._config),
+            "scores_first_tokens": True,
         }
         return {
             "config.toml": config_to_toml(self._config).encode(),

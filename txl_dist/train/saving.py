@@ -18,14 +18,9 @@ from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
 from txl_dist.log import warn_for_all
+from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
 from txl_dist.train.batch import BatchMaker
-from txl_dist.train.checkpoint import (
-    checkpoint_folder,
-    list_checkpoints,
-    prune_checkpoints,
-    retained,
-    step_of,
-)
+from txl_dist.train.checkpoint import prune_checkpoints, retained
 from txl_dist.train.engine import Engine
 from txl_dist.train.export import make_probe
 from txl_dist.train.metrics import Reporter, check_finite

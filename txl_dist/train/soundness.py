@@ -8,7 +8,6 @@ Only headers are read here: what the values are worth, the probe tells (`export.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from txl_dist.data.position import StreamState
 from txl_dist.errors import CheckpointError
-from txl_dist.files import sha256_of_file
+from txl_dist.files import parse_object, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
@@ -74,16 +73,18 @@ class _State(_Section):
     vocab_size: _Size
     tokenizer_fingerprint: str
     config_fingerprint: str
+    scores_first_tokens: bool = False
+    corpora: tuple[str, ...] = ()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint. Raises CheckpointError if it cannot be read, has another form or version."""
     path = folder / "state.json"
     try:
-        data = path.read_bytes()
-        state = json.loads(data)
+        data = read_bytes(path)
+        state = parse_object(data)
         version = state.get("format_version")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
     if version != FORMAT_VERSION:
         raise _OtherVersionError(

@@ -8,7 +8,6 @@ shell that ends is none.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 from txl_dist.errors import ConfigError
-from txl_dist.files import is_gone
+from txl_dist.files import is_gone, parse_json
 from txl_dist.log import logger
-from txl_dist.train.processes import ProcessId, command_of, parent_of, process_id
+from txl_dist.train.processes import ProcessId, command_of, parent_of, process_id, process_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LOOK_EVERY_S = 1.0
@@ -66,7 +65,9 @@ class StopRequests:
 
     def clear(self) -> None:
         """Take the stop file away once it was obeyed, so that the next start is not stopped by it."""
-        if self._stop_file is not None:
+        if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
+            self._stop_file.rmdir()  # somebody's mkdir
+        elif self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -112,8 +113,8 @@ class StopRequests:
 
 def parse_duration(text: str) -> float:
     """Seconds of "90", "90s", "15m", "2h30m", "1d" or "1:30:00". Raises ConfigError for anything else, and for 0."""
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text) or re.fullmatch(
-        r"()(\d+):([0-5]\d):([0-5]\d)", text
+    match = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text) or re.fullmatch(
+        r"()(\d{1,9}):([0-5]\d):([0-5]\d)", text
     )
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
@@ -125,7 +126,7 @@ def parse_duration(text: str) -> float:
 def _launchers() -> list[ProcessId]:
     """The launchers that this process descends from."""
     named = os.environ.get(LAUNCHED_BY)
-    found, pid = [ProcessId(*json.loads(named))] if named else [], os.getppid()
+    found, pid = [process_of(parse_json(named))] if named else [], os.getppid()
     while pid > 1:
         if _is_launcher(command_of(pid)):
             found.append(process_id(pid))

@@ -13,8 +13,9 @@ from tests.helpers.checkpoints import golden_at
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
+from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.train import export
-from txl_dist.train.checkpoint import list_checkpoints, prune_checkpoints, step_of
+from txl_dist.train.checkpoint import prune_checkpoints
 from txl_dist.train.export import read_trained
 
 

@@ -33,13 +33,14 @@ from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
+from txl_dist.run_files import checkpoint_folder, list_checkpoints
 from txl_dist.train import saving as saving_module
-from txl_dist.train.checkpoint import CorpusFacts, checkpoint_folder, list_checkpoints, read_state
+from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT, Fragment
 from txl_dist.train.saver import HostCopy, Saver
 from txl_dist.train.saving import Saving
-from txl_dist.train.soundness import checkpoint_problems
+from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.stopping import StopRequests
 
