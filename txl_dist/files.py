@@ -257,6 +257,17 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_gone(folder: Path) -> bool:
+    """Whether a folder that was there is no more. What a failing file system answers is no answer."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def free_name(path: Path, word: str) -> Path:
     """The first of NAME.word-1, NAME.word-2 ... that does not exist."""
     number = 1

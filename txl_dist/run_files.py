@@ -47,8 +47,8 @@ _USES = {
 }
 _MAKERS = {
     Kind.CORPUS: "`txl prepare` writes a corpus",
-    Kind.RUN: "`txl train` writes a run",
-    Kind.CHECKPOINT: "`txl train` writes checkpoints to RUN/checkpoints",
+    Kind.RUN: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
+    Kind.CHECKPOINT: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
     Kind.BUNDLE: "`txl export` writes a bundle",
     Kind.HUGGINGFACE: "save_pretrained writes a Hugging Face folder",
 }
@@ -74,7 +74,7 @@ def kind_of(path: str | Path) -> Kind:
 
     if has("state.json") or os.path.isdir(os.path.join(path, "engine")):
         return Kind.CHECKPOINT
-    if has("index.json"):
+    if has("index.json", "train-000000.tar.idx"):
         return Kind.CORPUS
     if has("txl_tokenizer.json") or (
         has("config.json") and has("model.safetensors", "pytorch_model.bin") and not has("MANIFEST.json", "train.toml")

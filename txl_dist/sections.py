@@ -68,9 +68,10 @@ class DataSection(Section):
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate on, of each corpus that has it; empty switches evaluation off."""
+    """Split to evaluate on, of each corpus that has it; no evaluation if it is empty, or `valid` and there is none."""
     document_border: Literal["carry", "mask"] = "carry"
-    """carry: memory runs over document borders (the paper). mask: a query sees its own document only."""
+    """carry: memory runs over document borders (the paper). mask: a query sees its own document only, and the
+    end-of-text before it, which predicts its first token: both score the same tokens where documents are separated."""
     prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
     """Steps that the reader thread may run ahead."""
     on_damage: Annotated[Literal["fail", "skip"], WARNED] = "fail"

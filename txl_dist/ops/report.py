@@ -111,7 +111,7 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
         "num_events": len(run.history.events),
         "samples": [one._replace(text=cut(one.text), prompt=cut(one.prompt)) for one in _spread(samples)],
         "num_samples": len(samples),
-        "setting_rows": _setting_rows(run),
+        "setting_rows": setting_rows(run.settings),
         "config_text": _config_text(run.path),
         "files": _links(run.path, folder=folder),
     }
@@ -143,10 +143,11 @@ def _spread(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[round(last * index / max(most - 1, 1))] for index in reversed(range(most))]
 
 
-def _setting_rows(run: Run) -> list[list[str]]:
+def setting_rows(settings: dict[str, Any]) -> list[list[str]]:
+    """A table of those that differ from the defaults."""
     usual = defaults()
     rows = [["setting", "this run", "default"]]
-    for name, value in run.settings.items():
+    for name, value in settings.items():
         if name not in usual:
             rows.append([name, cut(str(value), most=300), "unknown to this version"])
         elif value != usual[name]:

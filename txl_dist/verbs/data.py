@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from txl_dist.console import say
 from txl_dist.data.settings import PrepareSettings
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
 
 if TYPE_CHECKING:
     from txl_dist.data.storage import StorageSettings
@@ -44,6 +45,8 @@ class PrepareArguments(PrepareSettings):
 
 def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
     """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
+    if kind_of(arguments.out) is not Kind.NOTHING:
+        require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
     if arguments.reindex:
         return _reindex(arguments)
     from txl_dist.data.prepare import prepare_corpus
@@ -107,25 +110,29 @@ def verify(
 
 
 def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
-    from txl_dist.manifest import MANIFEST, problems_of
+    from txl_dist.manifest import problems_of
 
-    folder = Path(path)
-    if "://" in path or path.startswith("pipe:"):
+    no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
+    instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
+    kind = require(path, Kind.CORPUS, *TRAINED, remedies=instead)
+    if kind is Kind.CORPUS:
         yield from _problems_of_corpus(path, settings, num_workers=num_workers)
-    elif not folder.is_dir():
-        raise DataError(f"{path} is no folder. Name a corpus, a run, a checkpoint or a bundle.")
-    elif (folder / "txl_tokenizer.json").is_file():
-        raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
-    elif any((folder / name).exists() for name in (MANIFEST, "state.json", "engine", "model.safetensors")):
-        yield from problems_of(folder)  # a checkpoint or a bundle, perhaps without its manifest
-    elif (folder / "config.toml").is_file():  # a run
-        checkpoints = sorted((folder / "checkpoints").glob("step_?????????"))
+    elif kind is Kind.RUN:
+        checkpoints = list_checkpoints(Path(path))
         if not checkpoints:
             yield f"{path} is a run without checkpoints"
         for checkpoint in checkpoints:
-            yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
+            problems = _checkpoint_problems(checkpoint)
+            if checkpoint.is_dir():  # a run may remove it meanwhile
+                yield from (f"{checkpoint}: {problem}" for problem in problems)
     else:
-        yield from _problems_of_corpus(path, settings, num_workers=num_workers)
+        yield from (_checkpoint_problems if kind is Kind.CHECKPOINT else problems_of)(Path(path))
+
+
+def _checkpoint_problems(folder: Path) -> list[str]:
+    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+
+    return checkpoint_problems(folder)
 
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:

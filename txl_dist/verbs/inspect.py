@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.run_files import Kind, require
 
 if TYPE_CHECKING:
     from txl_dist.data.corpus import Corpus
@@ -78,42 +79,32 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
 
 def _answer(question: Question) -> Answer:
     from txl_dist.data.corpus import open_corpus
-    from txl_dist.data.shards import INDEX_NAME
     from txl_dist.data.storage import StorageSettings
 
     if question.document >= 0 and not question.shard:
         raise ConfigError(f"--document {question.document} is one of a shard. Name the shard with `--shard`.")
     if question.lane >= 0 and question.step < 1:
         raise ConfigError(f"there is no step {question.step}: 1 is the first. Name the step as the log does.")
-    folder = Path(question.path)
-    if any((folder / name).exists() for name in ("config.toml", "state.json", "engine")):
-        return _run_or_checkpoint(question, folder)
-    settings = StorageSettings(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols)
-    try:
-        corpus = open_corpus(question.path, settings)
-    except DataError as error:
-        is_url = any(mark in question.path for mark in ("://", "::", "pipe:"))
-        if is_url or (folder / INDEX_NAME).exists():
-            raise
-        from txl_dist.train.inspection import what_is_missing
-
-        raise ConfigError(what_is_missing(folder)) from error
+    kind = require(question.path, Kind.CORPUS, Kind.RUN, Kind.CHECKPOINT)
+    if kind is not Kind.CORPUS:
+        return _run_or_checkpoint(question, Path(question.path), kind)
+    corpus = open_corpus(question.path, StorageSettings(question.cache_dir, allow_protocols=question.allow_protocols))
     if question.lane >= 0:
         return _lane_of_corpus(question, corpus)
     return _shard(question, corpus) if question.shard else _corpus(question, corpus)
 
 
-def _run_or_checkpoint(question: Question, folder: Path) -> Answer:
+def _run_or_checkpoint(question: Question, folder: Path, kind: Kind) -> Answer:
     from txl_dist.data.inspect import lane_facts, lane_lines
     from txl_dist.train import inspection as view
 
     for_corpora = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
     if any(getattr(question, name) for name in for_corpora):
         raise ConfigError(
-            f"{folder} is no corpus but a run or a checkpoint, which knows its lanes and seed itself: leave out "
+            f"{folder} is no corpus but {kind.value}, which knows its lanes and seed itself: leave out "
             f"{', '.join('--' + name.replace('_', '-') for name in for_corpora)}, or inspect the corpus that it reads."
         )
-    if view.is_checkpoint(folder):
+    if kind is Kind.CHECKPOINT:
         if question.lane >= 0:
             raise ConfigError(f"{folder} is a checkpoint: name the run that it is of to see what a lane reads.")
         facts = view.checkpoint_facts(folder)

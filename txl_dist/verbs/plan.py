@@ -13,6 +13,8 @@ from txl_dist.config import Config
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.suggest import did_you_mean
+from txl_dist.verbs.train import require_corpora
+from txl_dist.verbs.words import parse
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
-    arguments, words = tyro.cli(
-        Annotated[PlanArguments, tyro.conf.arg(name="")], prog="txl plan", args=argv, return_unknown_args=True
+    arguments, words = parse(
+        Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
     own = ["--" + field.name.replace("_", "-") for field in fields(PlanArguments)[1:]]
     for word in words:
@@ -91,6 +93,10 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
+    try:
+        require_corpora(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
     from txl_dist.train.job import open_corpora, train_splits
 
     try:
