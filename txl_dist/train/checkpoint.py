@@ -316,7 +316,7 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
             with safe_open(path, "pt", device="cpu") as file:
                 hidden.append(file.get_slice("hidden")[:, rows])
                 document.append(file.get_slice("document")[rows])
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
         wanted = min(lanes.stop, last + 1)
     if wanted < lanes.stop:

@@ -190,7 +190,7 @@ def _lane_file(path: Path) -> dict[str, Any]:
             hidden = file.get_slice("hidden")
             num_layers, _, memory_len, width = hidden.get_shape()
             dtype = str(hidden.get_dtype())
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
     shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
     return {"file": f"lanes/{path.name}", "first": first, "last": last, **shape}

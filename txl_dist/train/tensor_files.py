@@ -143,7 +143,7 @@ class _FragmentFile:
             self._starts: dict[str, int] = parse_object(metadata["starts"])
             self.steps: dict[str, float] = parse_object(metadata["steps"])
             self.kinds = sorted({name.partition("/")[0] for name in opened.keys()})  # noqa: SIM118  no mapping
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, RuntimeError, SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(f"cannot read the weights in {path}: {error}. Use another checkpoint.") from error
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
