@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import faulthandler
 import io
 import json
 import os
@@ -626,6 +627,7 @@ def run_case(reader: Reader, sound: Path, folder: Path, chance: random.Random) -
 
 def _watched(read: Callable[[], bool]) -> Outcome:
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # for a library that no signal interrupts
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -638,6 +640,7 @@ def _watched(read: Callable[[], bool]) -> Outcome:
         return Outcome("tracebacks", traceback.format_exc())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _ring(*_: object) -> None:
