@@ -180,7 +180,7 @@ class Split:
         try:
             counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
             is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
-        except (ValueError, EOFError, AttributeError, MemoryError, OverflowError):
+        except Exception:  # noqa: BLE001  what reads the header fails in a dozen ways
             is_whole = False
         if not is_whole:
             name = self.corpus.storage.name_of(counts_name(self.name))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from txl_dist.data.position import StreamState
 from txl_dist.errors import CheckpointError
@@ -24,6 +24,7 @@ from txl_dist.files import parse_object, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
+from txl_dist.train.tensor_files import open_tensors
 
 FORMAT_VERSION = 2
 """1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
@@ -180,7 +181,7 @@ def _header(path: Path) -> _Header:
     if not path.is_file():  # a pipe would be waited for
         raise CheckpointError(f"{path} is no file")
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with open_tensors(path) as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
             return _Header(path, (file.metadata() or {}).get(STATE_KEY, ""), shapes)
     except (OSError, RuntimeError, SafetensorError) as error:
