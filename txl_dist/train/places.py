@@ -29,7 +29,10 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
     given = _given(config)
     if not isinstance(known, list) or len(known) != len(given) or not all(isinstance(path, str) for path in known):
         return config  # a checkpoint of before, which knows none
-    path, *more = (one if kind_of(one) is Kind.CORPUS else other for one, other in zip(known, given, strict=True))
+    path, *more = (
+        one if kind_of(one) is Kind.CORPUS and one != os.path.abspath(other) else other
+        for one, other in zip(known, given, strict=True)
+    )
     return config.model_copy(update={"data": config.data.model_copy(update={"path": path, "more_paths": tuple(more)})})
 
 
