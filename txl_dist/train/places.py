@@ -21,7 +21,7 @@ def absolute_paths(config: Config) -> list[str]:
 
 
 def with_corpora_found(config: Config, checkpoint: Path) -> Config:
-    """The settings of a checkpoint with its corpora where they are: as it knows them, else as they were given."""
+    """The settings of a checkpoint with its corpora where they are: as they were given, else where it knows them."""
     try:
         known = read_state(checkpoint).get("corpora")
     except TxlError:
@@ -30,8 +30,8 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
     if not isinstance(known, list) or len(known) != len(given) or not all(isinstance(path, str) for path in known):
         return config  # a checkpoint of before, which knows none
     path, *more = (
-        one if kind_of(one) is Kind.CORPUS and one != os.path.abspath(other) else other
-        for one, other in zip(known, given, strict=True)
+        other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one
+        for one, other in zip(given, known, strict=True)
     )
     return config.model_copy(update={"data": config.data.model_copy(update={"path": path, "more_paths": tuple(more)})})
 
