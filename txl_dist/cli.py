@@ -21,6 +21,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, choices_of, load_config, setting_names
+from txl_dist.console import say
 from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.data import prepare, verify
@@ -58,14 +59,14 @@ class TrainArguments:
 def train(argv: Sequence[str]) -> int:
     """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
     if not argv:
-        print(usage(), file=sys.stderr)
+        say(usage(), to=sys.stderr)
         return 2
     arguments = _train_arguments(argv)
     check_paths(arguments.settings, resume=arguments.resume)
     if arguments.dry_run:
         from txl_dist.train.describe import dry_run
 
-        print("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
+        say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
     from txl_dist.train.allocator import give_memory_back
 
@@ -110,7 +111,7 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
     if file is None and _is_speaker():
-        print("txl train: no config file; starting from the defaults", file=sys.stderr)
+        say("txl train: no config file; starting from the defaults", to=sys.stderr)
     if not arguments.init:
         return arguments
     settings = arguments.settings
@@ -159,14 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
     arguments = _without_launcher_flags(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_usage())
+        say(_usage())
         return 0
     verb, *rest = arguments
     if verb == "--version":
-        print(__version__)
+        say(__version__)
         return 0
     if verb not in VERBS:
-        print(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", file=sys.stderr)
+        say(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", to=sys.stderr)
         return 2
     try:
         if own := {"train": train, "launch": launch, "plan": plan}.get(verb):
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:
         if _should_print(error):
-            print(f"txl {verb}: error: {error}", file=sys.stderr)
+            say(f"txl {verb}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
 
@@ -190,7 +191,7 @@ def run() -> None:
         code = main()
     except KeyboardInterrupt:
         if _is_speaker():
-            print("txl: interrupted; the same command goes on from what is kept", file=sys.stderr)
+            say("txl: interrupted; the same command goes on from what is kept", to=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)
@@ -198,7 +199,7 @@ def run() -> None:
         code = int(stop.code or 0)
     except ModuleNotFoundError as error:
         if _is_speaker():
-            print(f"txl: error: {no_package(error)}", file=sys.stderr)
+            say(f"txl: error: {no_package(error)}", to=sys.stderr)
         code = 2
     except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
         traceback.print_exc()

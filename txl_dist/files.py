@@ -180,6 +180,7 @@ def parse_toml(content: bytes | str) -> dict[str, Any]:
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
         values = tomllib.loads(text)
+        repr(values)  # a hexadecimal number may have more digits than Python prints, which is a ValueError
     except RecursionError:
         raise _too_deep() from None
     _check_depth(values)
@@ -219,7 +220,7 @@ def inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     for part in map(str, parts):
         path = path / part
         # os.path.islink is one look at the disk; to resolve every path would be many.
-        if os.path.islink(path) and not path.resolve().is_relative_to(folder.resolve()):
+        if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             raise ValueError(f"{name!r} is a link that leads out of this folder")
     return path
 
@@ -254,6 +255,17 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether a folder that was there is no more. What a failing file system answers is no answer."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def free_name(path: Path, word: str) -> Path:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from txl_dist.console import escaped
 from txl_dist.files import open_to_append
 
 logger = logging.getLogger("txl_dist")
@@ -70,6 +71,14 @@ class GrowingFile:
         if written < len(data):
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+
+class _Formatter(logging.Formatter):
+    """Lines in which nothing steers a terminal; colours come later, from us."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return escaped(super().format(record))
 
 
 class _StandardError(logging.StreamHandler[Any]):
@@ -148,7 +157,7 @@ class _LogFile(logging.Handler):
 def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
     """Set the package's logger up for this process; may be called again, for instance once the file is known."""
     who = "" if rank == 0 else f"[rank {rank}] "
-    formatter = logging.Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
+    formatter = _Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [_StandardError()]
     if file is not None:
         handlers.append(_LogFile(file))

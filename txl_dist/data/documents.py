@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from txl_dist.errors import DataError
 from txl_dist.files import parse_json
 
@@ -97,6 +99,11 @@ def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
 def text_bytes_of(text: str) -> bytes:
     """The bytes that a text was read from, those of `keep` too."""
     return text.encode("utf-8", "surrogateescape")
+
+
+def count_characters(raw: bytes) -> int:
+    """Characters of a text in UTF-8: each has one byte that does not continue another."""
+    return int((np.frombuffer(raw, dtype=np.uint8) & 0xC0 != 0x80).sum())
 
 
 def content_digest(data: bytes) -> bytes:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import (
     SPLITS,
     TEST,
@@ -23,9 +27,9 @@ from txl_dist.data.held_out import hold_out
 from txl_dist.data.inputs import Cursor, Part, read_parts
 from txl_dist.data.named import materialise
 from txl_dist.data.progress import Progress
-from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE
+from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.settings import PrepareSettings
-from txl_dist.data.shards import TOKENIZER_NAME
+from txl_dist.data.shards import INDEX_NAME, TOKENIZER_NAME
 from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.split_names import split_by_name
 from txl_dist.data.streams import chunks_of
@@ -34,7 +38,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.text.importing import import_tokenizer
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
-from txl_dist.text.training import train_tokenizer
+from txl_dist.text.training import DEFAULT_SUBWORDS, check_training, train_tokenizer
 
 _MIB = 1 << 20
 _SMALL = 16 * _MIB
@@ -128,6 +132,47 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
     return [file._replace(identity=name) for file in files]
 
 
+def check_in_the_way(job: Job, target: Path) -> None:
+    """Refuse to replace a corpus that is surely another one, before the work and not after it.
+
+    Another one has other splits or another kind of tokenizer, or its held-out text begins with another document.
+    The whole is compared at the end. Raises DataError.
+    """
+    if job.settings.overwrite or not (target / INDEX_NAME).exists():
+        return
+    try:
+        corpus = open_corpus(target)
+        tokenizer = corpus.load_tokenizer()
+        is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job.settings)
+        is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
+    except DataError:  # damaged: to prepare it again is the remedy
+        return
+    if is_another:
+        raise another_corpus(target)
+
+
+def _is_like(tokenizer: Tokenizer, settings: PrepareSettings) -> bool:
+    """Whether these settings could have made a tokenizer."""
+    if settings.tokenizer_path is not None:
+        return True
+    return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
+
+
+def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
+    """Whether a held-out split, which keeps the order of the input, may be that of these inputs."""
+    files = [file for file in job.files if file.split == split] or [file for file in job.files if file.split == TRAIN]
+    if split == TRAIN or job.settings.duplicates == "drop" or any(file.is_stream for file in files):
+        return True
+    for given_for, document in _each_document(replace(job, files=files), "comparing", SPLITS):
+        for piece in pieces_of(document, given_for=given_for, reading=job.reading):
+            if piece.split == split and piece.document.text:
+                ids = tokenizer.encode(piece.document.text)
+                if len(ids) or corpus.end_of_text is not None:
+                    ends = [] if corpus.end_of_text is None else [corpus.end_of_text]
+                    return np.array_equal([*ids, *ends], corpus.split(split).open_shard(0).document(0))
+    return True
+
+
 def make_tokenizer(job: Job) -> Tokenizer:
     """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
     settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
@@ -150,17 +195,27 @@ def make_tokenizer(job: Job) -> Tokenizer:
 def _learn(job: Job) -> Tokenizer:
     settings = job.settings
     assert settings.kind != "auto"
-    _check_keeps(settings, settings.kind)
-    return train_tokenizer(
-        settings.kind,
-        lambda: _train_texts(job),
-        vocab_size=settings.vocab_size,
-        min_frequency=settings.min_frequency,
-        lower_case=settings.lower_case,
-        end_of_text=settings.end_of_text,
-        only_seen=settings.only_seen,
-        sentence_marks=settings.sentence_marks,
-    )
+    return train_tokenizer(settings.kind, lambda: _train_texts(job), **_learning(settings))
+
+
+def check_learning(settings: PrepareSettings) -> None:
+    """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
+    if settings.tokenizer_path is None:
+        _check_keeps(settings, settings.kind)
+        check_training(settings.kind, **_learning(settings))
+
+
+def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
+    """A sentence if the text has fewer pieces than were asked for."""
+    wanted = settings.vocab_size or DEFAULT_SUBWORDS
+    if settings.tokenizer_path or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
+        return []
+    return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
+
+
+def _learning(settings: PrepareSettings) -> dict[str, Any]:
+    names = ("vocab_size", "min_frequency", "lower_case", "end_of_text", "only_seen", "sentence_marks")
+    return {name: getattr(settings, name) for name in names}
 
 
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:

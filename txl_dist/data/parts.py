@@ -30,8 +30,10 @@ from txl_dist.data.documents import (
     Block,
     Piece,
     Reading,
+    count_characters,
     documents_of,
     pieces_of,
+    text_bytes_of,
 )
 from txl_dist.data.duplicates import NUM_BANDS, band_keys
 from txl_dist.data.inputs import Cursor, Part
@@ -50,10 +52,11 @@ PART_RECORD = np.dtype(
         ("tokens", "<u4"),
         ("text_bytes", "<u4"),
         ("characters", "<u4"),
-        ("unused", "<u4"),
+        ("is_changed", "<u4"),
     ]
 )
-"""`start`: first token in the file of tokens. `digest`: 128 bits of the content."""
+"""`start`: first token in the file of tokens. `digest`: 128 bits of the content. `text_bytes`, `characters`: of the
+text that the tokens spell. `is_changed`: whether that is another than the content."""
 _BATCH_LEN = 1 << 20
 """Characters that are encoded at once."""
 _BATCH_DOCUMENTS = 1 << 12
@@ -176,17 +179,17 @@ class _SplitOfPart:
     """The documents of one split in one part, in the order of the input."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[int, bytes, int, int, int]] = []
-        """(ordinal, digest, tokens, text bytes, characters)"""
+        self.records: list[tuple[int, bytes, int, int, int, bool]] = []
+        """(ordinal, digest, tokens, text bytes, characters, whether it is changed)"""
         self.documents: list[Tokens] = []
         self.bands: list[npt.NDArray[np.uint64]] = []
 
     def write(self, folder: Path, name: str, split: str, encoding: Encoding, tokenizer: Tokenizer) -> None:
         """Sort and write."""
-        ordinals, digests, lengths, text_bytes, characters = zip(*self.records, strict=True)
+        ordinals, digests, lengths, text_bytes, characters, is_changed = zip(*self.records, strict=True)
         table = np.zeros(len(ordinals), dtype=PART_RECORD)
         table["ordinal"], table["tokens"] = ordinals, lengths
-        table["text_bytes"], table["characters"] = text_bytes, characters
+        table["text_bytes"], table["characters"], table["is_changed"] = text_bytes, characters, is_changed
         table["digest"] = np.frombuffer(b"".join(digests), dtype=">u8").reshape(-1, 2)
         table["key"] = hash64(encoding.seed, table["ordinal"]) if split == TRAIN else table["ordinal"]
         order = np.lexsort((table["ordinal"], table["key"]))
@@ -250,7 +253,10 @@ def _encode_batch(
             counts["empty"] += 1
             continue
         document, split = piece.document, splits[piece.split]
-        split.records.append((document.ordinal, piece.digest, len(tokens), piece.num_bytes, len(document.text)))
+        raw = text_bytes_of(document.text)
+        spelled = raw if tokenizer.is_lossless else text_bytes_of(tokenizer.decode(ids.tolist()))
+        sizes = len(tokens), len(spelled), count_characters(spelled)
+        split.records.append((document.ordinal, piece.digest, *sizes, spelled != raw))
         split.documents.append(tokens)
         if bands is not None:
             split.bands.append(bands[number : number + 1])

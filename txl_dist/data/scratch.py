@@ -136,6 +136,11 @@ def check_target(target: Path) -> None:
         raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
 
 
+def another_corpus(target: Path) -> DataError:
+    """The error where a corpus of other content would be replaced."""
+    return DataError(f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`.")
+
+
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
     """True if an identical, intact corpus is there already."""
     if (target / INDEX_NAME).exists():
@@ -144,9 +149,7 @@ def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
             return True
         # Preparing again is the remedy for a damaged corpus, so that one is replaced without asking.
         if not is_same and not overwrite:
-            raise DataError(
-                f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`."
-            )
+            raise another_corpus(target)
         target.rename(written.with_name(_REPLACED))
     written.rename(target)  # an empty folder in the way is replaced
     flush_folder(target.parent)

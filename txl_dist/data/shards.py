@@ -65,18 +65,23 @@ class SplitInfo:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
-    """Bytes of the documents in UTF-8, without end-of-text: turns nats per token into bits per byte."""
+    """Bytes in UTF-8 that the tokens spell, without end-of-text; where nothing is lost, those of the documents."""
     text_characters: int = 0
-    """The same in characters (code points), for bits per character."""
+    """The same in characters: bytes that begin one."""
     longest: int = 0
     """Tokens of the longest document."""
+    changed_documents: int | None = None
+    """Documents that do not come back from their tokens byte for byte. None: not counted, the tokenizer has to tell."""
+    unknown_tokens: int | None = None
+    """Tokens that stand for something unknown. None: not counted."""
     counts_sha256: str = ""
     """Of SPLIT-counts.npy: how often each id occurs (int64), from which cutoffs can be computed."""
     shards: list[ShardInfo] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in index.json."""
-        return asdict(self) | {"shards": [shard._asdict() for shard in self.shards]}
+        """As it stands in index.json: without what was not counted."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return known | {"shards": [shard._asdict() for shard in self.shards]}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> SplitInfo:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from txl_dist.console import say
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.ops.chatter import Strained, pattern_of_chatter
 from txl_dist.train.processes import command_of, group_members, parent_of, process_id
@@ -84,7 +85,7 @@ def launch(
     result = exit_code(code, is_done=is_done, sent=signals.sent)
     if word := last_word(result, launcher_code=code, run_dir=run_dir):
         with suppress(OSError):  # a terminal that is gone
-            sys.stderr.write(f"txl launch: {word} (exit code {result})\n")
+            say(f"txl launch: {word} (exit code {result})", to=sys.stderr)
     return result
 
 

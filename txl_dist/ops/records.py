@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -87,6 +87,10 @@ class Table:
         finite = self[name][np.isfinite(self[name])]
         return float(finite[-1]) if len(finite) else None
 
+    def without(self, names: Collection[str]) -> Table:
+        """The same, but for some columns."""
+        return Table({name: column for name, column in self.columns.items() if name not in names})
+
     def numbered(self, prefix: str) -> list[str]:
         """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
         names = [name for name in self.columns if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
@@ -121,6 +125,11 @@ class History:
         ends = [table.last("step") or 0.0 for table in (self.train, self.look, *self.evals.values())]
         starts = [event.step for event in self.events[-1:]]
         return int(max([*ends, *starts]))
+
+    def without(self, names: Collection[str]) -> History:
+        """The same, but for some columns."""
+        evals = {kind: table.without(names) for kind, table in self.evals.items()}
+        return replace(self, train=self.train.without(names), evals=evals)
 
 
 def read_history(run_dir: Path) -> History:

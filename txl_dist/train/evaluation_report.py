@@ -15,6 +15,7 @@ from txl_dist.config import Config, check_config, config_from_dict
 from txl_dist.data.baselines import order0_and_bigram
 from txl_dist.data.corpus import Corpus, Split, open_corpus
 from txl_dist.data.progress import Progress
+from txl_dist.data.units import TextUnits, text_units
 from txl_dist.dist import joined_ranks, this_rank
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import write_output
@@ -30,7 +31,7 @@ from txl_dist.train.export import read_trained
 from txl_dist.train.job import storage_settings
 from txl_dist.train.places import require_corpus
 
-Result = dict[str, float]
+Result = dict[str, Any]
 
 
 def evaluate_trained(
@@ -57,14 +58,24 @@ def evaluate_trained(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
         )
+    if config.data.eval_split not in corpus.split_names:
+        known = ", ".join(corpus.split_names)
+        raise DataError(
+            f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {known}. "
+            "Name one with --split; or, with --data, a corpus that has it, prepared with --tokenizer-file and the "
+            f"tokenizer.json of {target}."
+        )
+    units = text_units([corpus.split(config.data.eval_split)], mask_documents=config.data.document_border == "mask")
     results = _score_model(model, corpus, configs, overrides)
     if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
-        results |= _score_baselines(corpus, config)
+        results |= _score_baselines(corpus, config, units)
+    if units.problem:
+        results = {name: {**values, "no_bits": units.problem} for name, values in results.items()}
     if json_path is not None:
         write_output(json_path, json.dumps(results, indent=1).encode() + b"\n")
-    return [f"scored: {where}", *_table(results)]
+    return [f"scored: {where}", *_table(results, units)]
 
 
 def _check_writable(path: Path) -> None:
@@ -225,22 +236,31 @@ def _lane_len(config: Config, split: Split) -> int:
     return -(-(split.tokens - 1) // config.eval.num_lanes)
 
 
-def _score_baselines(corpus: Corpus, config: Config) -> dict[str, Result]:
+def _score_baselines(corpus: Corpus, config: Config, units: TextUnits) -> dict[str, Result]:
     train, held_out = corpus.split(config.data.train_split), corpus.split(config.data.eval_split)
     scores = order0_and_bigram(train.read_all(), held_out.read_all(), vocab_size=corpus.vocab_size)
     return {
-        name: {
-            "loss": loss,
-            "tokens": float(scores.num_targets),
-            **held_out.bits_per_unit(loss),
-        }
+        name: {"loss": loss, "tokens": float(scores.num_targets), **units.bits(loss)}
         for name, loss in (("order 0", scores.order0), (f"bigram (k = {scores.best_k:g})", scores.bigram))
     }
 
 
-def _table(results: dict[str, Result]) -> list[str]:
-    lines = [f"{'':<18}{'bits/byte':>10}{'bits/char':>10}{'nats/token':>12}{'tokens':>12}"]
+def _table(results: dict[str, Result], units: TextUnits) -> list[str]:
+    """A row per score: in bits of the text where that is what it costs, else in perplexity, and why."""
+    heads = [f"ppl/{units.token}"] if units.problem else ["bits/byte", "bits/char"]
+    lines = [f"{'':<18}{''.join(f'{head:>10}' for head in heads)}{'nats/token':>12}{'tokens':>12}"]
     for name, values in results.items():
-        bits = f"{values['bits_per_byte']:>10.4f}{values['bits_per_character']:>10.4f}"
-        lines.append(f"{name:<18}{bits}{values['loss']:>12.4f}{int(values['tokens']):>12,}")
+        loss = values["loss"]
+        told = (
+            [f"{math.exp(min(loss, 700.0)):>10,.2f}"]
+            if units.problem
+            else [f"{value:>10.4f}" for value in units.bits(loss).values()]
+        )
+        lines.append(f"{name:<18}{''.join(told)}{loss:>12.4f}{int(values['tokens']):>12,}")
+    if units.problem:
+        lines.append(f"no bits per byte: {units.problem}")
+    if units.unknown_pct:
+        lines.append(f"unknown: {units.unknown_pct:.2f} % of the tokens")
+    if len({values["tokens"] for values in results.values()}) > 1:
+        lines.append("these rows are over different numbers of tokens: they do not compare")
     return lines

@@ -39,6 +39,7 @@ METRICS = (
     Metric("ppl", "ppl", ".2f", drop=4),
     Metric("bits_per_byte", "bpb", ".4f", drop=1),
     Metric("bits_per_character", "bpc", ".4f", drop=11),
+    Metric("unknown_pct", "unknown", ".2f", "%", drop=3),
     Metric("tokens", "", ",.0f", "tokens", drop=8),
     Metric("seconds", "in", ".1f", "s", drop=7),
     Metric("lr", "lr", ".3e", drop=5),

@@ -12,7 +12,7 @@ from pathlib import Path
 from txl_dist.config import Config
 from txl_dist.errors import DataError, TxlError
 from txl_dist.run_files import Kind, is_url, kind_of
-from txl_dist.train.checkpoint import read_state
+from txl_dist.train.soundness import read_state
 
 
 def absolute_paths(config: Config) -> list[str]:
@@ -27,7 +27,7 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
     except TxlError:
         return config
     given = _given(config)
-    if not isinstance(known, list) or len(known) != len(given) or not all(isinstance(path, str) for path in known):
+    if not known or len(known) != len(given):
         return config  # a checkpoint of before, which knows none
     path, *more = (
         other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one

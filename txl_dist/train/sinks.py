@@ -96,7 +96,7 @@ class TensorBoard:
         piece = io.BytesIO()
         for event in events:
             RecordWriter(piece).write(Event(wall_time=time.time(), **event).SerializeToString())
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         self._file.append(piece.getvalue())
         self._again_from = 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from txl_dist.console import say
 from txl_dist.data.settings import PrepareSettings
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
@@ -53,7 +54,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
     start_logging()
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
-    print("\n".join(prepare_corpus(arguments.out, **settings).lines()))
+    say("\n".join(prepare_corpus(arguments.out, **settings).lines()))
 
 
 def _reindex(arguments: PrepareArguments) -> None:
@@ -78,7 +79,7 @@ def _reindex(arguments: PrepareArguments) -> None:
             overwrite=arguments.overwrite,
             on_bytes=progress.advance,
         )
-    print("\n".join(summary.lines()))
+    say("\n".join(summary.lines()))
 
 
 def verify(
@@ -101,11 +102,11 @@ def verify(
     num_problems = 0
     settings = StorageSettings(cache_dir=cache_dir, allow_protocols=allow_protocols)
     for problem in _each_problem(path, settings, num_workers=num_workers):
-        print(problem, flush=True)
+        say(problem, flush=True)
         num_problems += 1
     if num_problems:
         raise SystemExit(1)
-    print(f"{path}: whole")
+    say(f"{path}: whole")
 
 
 def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
@@ -121,9 +122,17 @@ def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> 
         if not checkpoints:
             yield f"{path} is a run without checkpoints"
         for checkpoint in checkpoints:
-            yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
+            problems = _checkpoint_problems(checkpoint)
+            if checkpoint.is_dir():  # a run may remove it meanwhile
+                yield from (f"{checkpoint}: {problem}" for problem in problems)
     else:
-        yield from problems_of(Path(path))
+        yield from (_checkpoint_problems if kind is Kind.CHECKPOINT else problems_of)(Path(path))
+
+
+def _checkpoint_problems(folder: Path) -> list[str]:
+    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+
+    return checkpoint_problems(folder)
 
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
@@ -144,4 +153,4 @@ def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers
     with Progress("verifying", total=total) as progress:
         yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
     if names := strangers(corpus):
-        print(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")
+        say(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")

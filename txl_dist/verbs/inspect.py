@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import Positional
 
+from txl_dist.console import say
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.run_files import Kind, require
 
@@ -68,7 +69,7 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
     from txl_dist.files import write_output
 
     facts, lines = _answer(question)
-    print("\n".join(lines))
+    say("\n".join(lines))
     if question.json is not None:
         try:
             write_output(question.json, json.dumps(facts, indent=1).encode() + b"\n")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from txl_dist.config import Config
+from txl_dist.console import say
 from txl_dist.errors import ConfigError
 
 SEEN_WITHIN_S = 30.0
@@ -35,7 +36,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Con
     if config_at is None:
         if not {"-h", "--help"} & set(words):
             raise ConfigError(f"no word ends in .toml, which would be the configuration.\n\n{USAGE}")
-        print(USAGE)
+        say(USAGE)
         return 0
     flags, train_words = list(words[:config_at]), list(words[config_at:])
     settings = read_settings(train_words)
@@ -48,7 +49,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Con
         os.environ["DS_ACCELERATOR"] = "cpu"
         if not flags:
             flags = ["--num_accelerators", "1"]  # its own choice would be one per NUMA node
-            print("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", file=sys.stderr)
+            say("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
     if not is_other_machines and not any(flag.startswith("--master_port") for flag in flags):
         flags += ["--master_port", str(_free_port())]  # its own is always 29500, which another run may have
     seen_within_s = SEEN_WITHIN_S if is_other_machines else 0.0

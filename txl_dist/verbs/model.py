@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from txl_dist.console import say, write_text
 from txl_dist.errors import ConfigError
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.train.evaluation_settings import Overrides
@@ -43,7 +45,7 @@ def evaluate(
 
     lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, json_path=json)
     if lines:
-        print("\n".join(lines))
+        say("\n".join(lines))
 
 
 def export(
@@ -67,10 +69,10 @@ def export(
     from txl_dist.train.export import export_bundle, export_to_huggingface
 
     if format == "huggingface":
-        print(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
+        say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
         return
     folder, error = export_bundle(source, out, dtype=dtype)
-    print(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
+    say(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
 
 
 def import_(
@@ -111,12 +113,12 @@ def import_(
         memory_len=memory_len,
         dtype=dtype,
     )
-    print(
+    say(
         f"{out}: {made.num_parameters:,} parameters, vocabulary {made.vocab_size:,}, segment {made.segment_len}, "
         f"memory {made.memory_len}"
     )
     if not made.has_vocabulary:
-        print("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+        say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
 
 
 def generate(
@@ -164,17 +166,14 @@ def generate(
     pieces = load_trained(source).generate(
         prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    sys.stdout.write(prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    for piece in itertools.chain([prompt], pieces, ["\n"]):
+        write_text(piece)
 
 
 def _say(what: str) -> None:
     """Before torch is imported, which takes seconds: that it begins, and with what. One process of a job says it."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{what} ...", file=sys.stderr, flush=True)
+        say(f"{what} ...", to=sys.stderr)
 
 
 def _require_output(out: Path, kind: Kind) -> None:

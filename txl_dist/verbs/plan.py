@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from txl_dist.config import Config
+from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.train import require_corpora
@@ -85,11 +86,11 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
         price_usd=arguments.price,
     )
     facts = make_plan(config, question=question)
-    print("\n".join(plan_lines(facts)))
+    say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
         _write(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
     if arguments.png is not None and facts["scaling"] is None:
-        print(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
+        say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
     elif arguments.png is not None:
         title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
         _write(arguments.png, picture(curves_of(facts), title=title))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from txl_dist.console import say
 from txl_dist.run_files import TRAINED, Kind, require
 
 
@@ -19,7 +20,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
     kind = require(path, *TRAINED)
     from txl_dist.ops.model_page import report_of
 
-    print("\n".join(report_of(path, kind, out=out)))
+    say("\n".join(report_of(path, kind, out=out)))
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
@@ -34,4 +35,4 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
         require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
     from txl_dist.ops.compare import write_comparison
 
-    print("\n".join(write_comparison(runs, out=out)))
+    say("\n".join(write_comparison(runs, out=out)))

@@ -23,7 +23,8 @@ from txl_dist.data.documents import (
 from txl_dist.data.held_out import hold_out
 from txl_dist.data.prepare import prepare_corpus
 from txl_dist.data.verify import verify_corpus
-from txl_dist.errors import DataError
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.text.training import MOST_IDS
 
 WORDS = ("memory", "of", "a", "lane", "is", "the", "last", "that", "it", "read")
 
@@ -223,9 +224,6 @@ def test_many_documents_are_held_out_whole_as_ever_and_the_search_ends_with_the_
 def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_says_from_what_size_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("learnt before it was refused")
-
     monkeypatch.setattr(job, "train_tokenizer", never)
     (tmp_path / "a.txt").write_text("a" * (20 * SHORTEST_TAIL - 1))
     for fraction, flag, needed in ((0.05, "valid", "2,000"), (0.02, "valid", "5,000")):
@@ -235,3 +233,64 @@ def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_say
     with pytest.raises(DataError, match="no text for the train split"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "b.txt"])
     assert not (tmp_path / "out").exists()
+
+
+def never(*_: Any, **__: Any) -> Any:
+    """In place of learning a tokenizer."""
+    raise AssertionError("a tokenizer was learnt before it was refused")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"inputs": ["b.txt"]},
+        {"inputs": ["a.txt"], "kind": "byte", "vocab_size": 0},
+        {"inputs": ["a.txt"], "vocab_size": 290},
+        {"inputs": ["a.txt"], "test_fraction": 0.1},
+        {"inputs": ["a.txt"], "valid_fraction": 0.2},
+        {"inputs": ["a.txt"], "valid_inputs": ["b.txt"]},
+    ],
+)
+def test_another_corpus_in_the_way_is_refused_before_a_tokenizer_is_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("\n" + prose(6_000))
+    Path("b.txt").write_text(prose(6_000, seed=1))
+    settings: dict[str, Any] = {"inputs": ["a.txt"], "vocab_size": 300}
+    fingerprint = prepare_corpus("out", **settings).corpus.fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "train_tokenizer", never)
+        with pytest.raises(DataError, match=r"another corpus is in .*--overwrite"):
+            prepare_corpus("out", **{**settings, **other})
+    assert prepare_corpus("out", **settings).is_unchanged
+    assert prepare_corpus("out", overwrite=True, **{**settings, **other}).corpus.fingerprint != fingerprint
+
+
+def test_the_same_command_finds_its_corpus_whatever_its_held_out_text_begins_with(tmp_path: Path) -> None:
+    for number, first in enumerate(("", " ", "\n\n", "\u00e9", "a" * 3_000)):
+        source = write_jsonl(tmp_path / f"{number}.jsonl", [first, *(f"text {i}" for i in range(60))])
+        for kind in ("byte", "word", "bpe"):
+            settings: dict[str, Any] = {"inputs": [source], "kind": kind, "valid_inputs": [], "valid_fraction": 0.3}
+            for end_of_text in (True, False):
+                out = tmp_path / f"{number}-{kind}-{end_of_text}"
+                assert not prepare_corpus(out, end_of_text=end_of_text, **settings).is_unchanged
+                assert prepare_corpus(out, end_of_text=end_of_text, **settings).is_unchanged
+
+
+@pytest.mark.parametrize("vocab_size", [100, MOST_IDS + 1, 10**12, 10**30])
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_an_impossible_vocabulary_is_refused_before_any_text_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, vocab_size: int
+) -> None:
+    monkeypatch.setattr("txl_dist.data.job.read_parts", never)
+    (tmp_path / "a.txt").write_text(prose(6_000))
+    with pytest.raises(ConfigError, match=rf"vocab_size={vocab_size} is too (small|large)"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], kind=kind, vocab_size=vocab_size)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab" * 3_000)
+    summary = prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"])
+    assert f"no more than {summary.corpus.vocab_size} of the 4,096 ids" in "\n".join(summary.lines())

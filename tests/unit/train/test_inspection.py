@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.checkpoints import GOLDEN, GOLDEN_CHECKPOINT, golden_at
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, config_from_dict, config_to_toml
@@ -16,7 +17,7 @@ from txl_dist.data.inspect import lane_facts
 from txl_dist.data.position import StreamState, continued
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.train.checkpoint import FORMAT_VERSION, checkpoint_folder
+from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.inspection import checkpoint_facts, stream_before_step
 from txl_dist.train.job import first_stream, open_corpora, train_splits
 
@@ -71,7 +72,8 @@ class Run:
         checkpoint.mkdir(parents=True)
         (checkpoint / "config.toml").write_text(config_to_toml(config))
         assert self.state is not None
-        values = {"format_version": FORMAT_VERSION, "step": self.step, "stream": self.state.to_dict()}
+        values = json.loads((GOLDEN_CHECKPOINT / "state.json").read_text())
+        values |= {"step": self.step, "stream": self.state.to_dict()}
         (checkpoint / "state.json").write_text(json.dumps(values))
 
 
@@ -193,15 +195,12 @@ def test_the_verb_names_corpus_shard_and_document_and_refuses_what_a_run_knows_i
     assert "the lanes are 0 to 7" in capsys.readouterr().err
 
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
-
-
 @pytest.fixture
 def golden_run(tmp_path: Path) -> Path:
     """A run of three copies of the golden checkpoint, one of them damaged, with what may lie beside them."""
     run = tmp_path / "run"
     for step in (8, 12, 16):
-        shutil.copytree(GOLDEN / "step_000000016", checkpoint_folder(run, step))
+        golden_at(run, step)
     flip_bit(checkpoint_folder(run, 16) / "engine" / "00001.safetensors")
     for name in ("step_000000020.tmp-a1b2", "step_000000012.damaged-1", "step_000000014.rewound-1", "step_x"):
         (run / "checkpoints" / name).mkdir()
