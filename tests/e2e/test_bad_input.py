@@ -1,5 +1,6 @@
 """Bad input gets an error that says what, where and the remedy; nothing is lost or half-written."""
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -26,7 +27,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A folder with a run of two checkpoints, for copying."""
     folder = tmp_path_factory.mktemp("trained")
-    result = txl("train", *words(corpus), cwd=folder)
+    result = txl("train", *words(Path(os.path.relpath(corpus, folder))), cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -182,6 +183,18 @@ def test_no_whole_checkpoint_is_an_error_and_a_damaged_one_is_passed_over(
     assert "none of its 2 checkpoints is whole" in message
     message = refused(capsys, "export", "run", "bundle")
     assert "no whole checkpoint" in message
+
+
+def test_a_run_on_a_relative_corpus_is_evaluated_inspected_and_generates_from_elsewhere(
+    trained: Path, tmp_path: Path
+) -> None:
+    run = trained / "run"
+    for words in (["evaluate", "--memory-len", "0", "8"], ["inspect", "--lane", "1"], ["generate", "--prompt", "a"]):
+        result = txl(words[0], str(run), *words[1:], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    evaluated = txl("evaluate", str(run / "checkpoints/step_000000002"), cwd=tmp_path)
+    assert evaluated.stderr.startswith(f"scoring {run}/checkpoints/step_000000002, a checkpoint ...\n")
+    assert "\nmodel " in evaluated.stdout
 
 
 @pytest.mark.dist

@@ -21,7 +21,7 @@ def absolute_paths(config: Config) -> list[str]:
 
 
 def with_corpora_found(config: Config, checkpoint: Path) -> Config:
-    """The settings of a checkpoint with its corpora where they are: as it knows them, else as they were given."""
+    """The settings of a checkpoint with its corpora where they are: as they were given, else where it knows them."""
     try:
         known = read_state(checkpoint).get("corpora")
     except TxlError:
@@ -29,7 +29,10 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
     given = _given(config)
     if not known or len(known) != len(given):
         return config  # a checkpoint of before, which knows none
-    path, *more = (one if kind_of(one) is Kind.CORPUS else other for one, other in zip(known, given, strict=True))
+    path, *more = (
+        other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one
+        for one, other in zip(given, known, strict=True)
+    )
     return config.model_copy(update={"data": config.data.model_copy(update={"path": path, "more_paths": tuple(more)})})
 
 
@@ -38,8 +41,9 @@ def require_corpus(checkpoint: Path, config: Config) -> str:
     path = with_corpora_found(config, checkpoint).data.path
     if kind_of(path) is Kind.CORPUS:
         return path
-    known = read_state(checkpoint).get("corpora") or [os.path.abspath(path)]
-    places = " or ".join(dict.fromkeys([str(known[0]), os.path.abspath(path)]))
+    known = read_state(checkpoint).get("corpora")
+    kept = known[0] if isinstance(known, list) and known and isinstance(known[0], str) else os.path.abspath(path)
+    places = " or ".join(dict.fromkeys([kept, os.path.abspath(path)]))
     raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")
 
 

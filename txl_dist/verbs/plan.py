@@ -57,6 +57,11 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
         if word.startswith("--") and "." not in word:
             raise ConfigError(f"unknown flag {word}.{did_you_mean(word, own)} See txl plan --help.")
     config = read_settings([str(arguments.config), *words])
+    if not arguments.vocab_size:
+        try:
+            require_corpora(config)
+        except ConfigError as error:
+            raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
 
     import json
 
@@ -93,10 +98,6 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
-    try:
-        require_corpora(config)
-    except ConfigError as error:
-        raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
     from txl_dist.train.job import open_corpora, train_splits
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import string
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
 from txl_dist.data.corpus import Corpus
+from txl_dist.data.progress import Progress
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
@@ -243,3 +245,50 @@ def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() 
     assert torch.equal(
         visible_keys(zeros, document_BT).mask()[:, :, 4:], visible_keys(empty, document_BT).mask()[:, :, 4:]
     )
+
+
+def test_several_memories_are_one_table_of_what_each_alone_would_give(made: Made) -> None:
+    results = evaluated(made, memory_len=(0, 8, 40), without_memory=True)
+    assert list(results) == ["memory 0", "memory 8", "memory 40", "memory off"]
+    for name, memory_len in (("memory 0", 0), ("memory 8", 8), ("memory 40", 40), ("memory off", 0)):
+        alone = evaluated(made, memory_len=memory_len)["model"]
+        assert results[name]["memory_len"] == alone["memory_len"] == memory_len
+        assert results[name]["loss"] == alone["loss"]
+
+
+def test_a_memory_longer_than_a_lane_is_cut_to_it_with_a_word_and_scores_the_same(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    result = evaluated(made, memory_len=10**9)["model"]
+    assert result["memory_len"] == targets
+    assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets), rel=1e-5)
+    assert f"a memory of {10**9:,} never holds more: it is cut to that." in capsys.readouterr().err
+    result = evaluated(made, memory_len=10**9, num_lanes=3)["model"]
+    assert result["memory_len"] == -(-targets // 3)
+    assert "--num-lanes 1 makes it longer" in capsys.readouterr().err
+    evaluated(made, memory_len=targets)
+    assert "it is cut" not in capsys.readouterr().err
+
+
+def test_attended_zeros_are_as_many_as_asked_for(made: Made) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    result = evaluated(made, memory_len=targets + 9, zero_memory=True)["model"]
+    assert result["memory_len"] == targets + 9
+    assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets + 9, zeros=True), rel=1e-5)
+
+
+def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_nothing_elsewhere(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Progress, "_show_bar", lambda self: lines.append(self.line()))
+    monkeypatch.setattr("txl_dist.data.progress._QUIET_S", 0.0)
+    evaluated(made)
+    assert lines == []
+    assert "scoring" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    evaluated(made, memory_len=(0, 8))
+    passes = -(-(made.corpus.split("valid").tokens - 1) // SEGMENT_LEN)
+    assert len(lines) == 2 * passes
+    assert re.fullmatch(r"scoring: [\d,]+ of [\d,]+ tokens, 100 %, [\d,.]+ tokens/s, 0:00:00 left", lines[-1])

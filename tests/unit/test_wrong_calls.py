@@ -1,0 +1,235 @@
+"""Wrong calls of every verb: one line, what is wrong and a remedy that fits, exit code 2, no traceback, nothing heavy.
+
+All in this process and without torch, as a person would be answered: at once.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from txl_dist.cli import main
+from txl_dist.errors import no_package
+
+ROOT = Path(__file__).parents[2]
+
+FILES = {
+    "data/x": ["index.json", "tokenizer.json"],
+    "runs/x": ["config.toml", "metrics.jsonl", "checkpoints/step_000000004/state.json"],
+    "bundles/x": ["model.safetensors", "config.json", "train.toml", "MANIFEST.json"],
+    "hf": ["model.safetensors", "config.json", "txl_tokenizer.json"],
+    "texts": ["a.txt"],
+}
+STEP = "runs/x/checkpoints/step_000000004"
+
+PATHS: list[tuple[str, str]] = [
+    ("evaluate data/x", "data/x is a corpus, not .* `txl train CONFIG --data.path data/x`.* `txl inspect data/x`"),
+    ("evaluate hf", "hf is a Hugging Face folder.* `txl import hf BUNDLE --format huggingface`"),
+    ("evaluate runs", "holds runs/x. Name one of them"),
+    ("evaluate runs/y", "runs/y does not exist. Did you mean runs/x?"),
+    ("evaluate bundles/x", "is a bundle and knows no corpus. Name one with --data"),
+    ("evaluate runs/x --data runs/x", "--data runs/x is a run, not a corpus"),
+    ("evaluate runs/x/config.toml", "is a file of a run. Name the folder: runs/x"),
+    ("generate data/x", "data/x is a corpus, not a run, a checkpoint or a bundle"),
+    ("generate texts", "it has no config.toml .a run., state.json .a checkpoint., model.safetensors .a bundle."),
+    ("export data/x out", "data/x is a corpus"),
+    ("export runs/x runs/x", "runs/x is a run, not a bundle. Choose another output folder"),
+    ("import runs/x out --format original", "ours already: `txl export runs/x BUNDLE`"),
+    ("import hf out --format nvidia", "Give --format huggingface"),
+    ("import data/x out --format original", "data/x is a corpus"),
+    ("import nothing out --format original", "nothing does not exist. Name the file or folder"),
+    ("inspect bundles/x", "bundles/x is a bundle, not a corpus, a run or a checkpoint"),
+    ("inspect dat/x", "dat/x does not exist"),
+    ("verify hf", "has no manifest: verify the bundle it came from"),
+    ("verify data/y", "Did you mean data/x?"),
+    ("report data/x", "data/x is a corpus, not a run, a checkpoint or a bundle"),
+    ("compare runs/x bundles/x", "bundles/x is a bundle, not a run. Name its run"),
+    ("compare runs/x", "name 2 to 16 run directories"),
+    ("prepare texts --out runs/x", "--out runs/x is a run, not a corpus. Choose another --out"),
+    ("train runs/x", "Continue it with `txl train runs/x/config.toml`"),
+    ("train data/x", "`txl train CONFIG.toml --data.path data/x`"),
+    ("train bundles/x", "`txl train bundles/x/train.toml --init bundles/x --data.path CORPUS`"),
+    ("train texts", "texts is a folder, not a configuration file.*lists the recipes"),
+    ("train quikstart", "Did you mean .*configs/quickstart.toml"),
+    ("train e.toml", "data.path data/stdlib does not exist"),
+    ("train e.toml --data.path runs/x", "data.path runs/x is a run.*the data.path in runs/x/config.toml"),
+    ("train e.toml --data.path data/x --init runs/x", "--init runs/x is a run.*`txl export runs/x BUNDLE`"),
+    ("train e.toml --data.path data/x --resume runs/x", f"Name a checkpoint of it: {STEP}"),
+    ("train e.toml --data.path data/x --run.dir bundles/x", "run.dir bundles/x is a bundle.*another --run.dir"),
+    ("plan e.toml --gpus 8 --gpu h100 --data.path bundles/x", "is a bundle.*Or give --vocab-size"),
+]
+"""The wrong kind of path."""
+
+SETTINGS: list[tuple[str, str]] = [
+    ("train e.toml --train.num-lanes 0", "--train.num-lanes 0: it must be a whole number, 1 or more .rows of the"),
+    ("train e.toml --train.num_lanes -3", "--train.num-lanes -3: it must be a whole number, 1 or more"),
+    ("train e.toml --train.num-lanes many", "--train.num-lanes many: it must be a whole number"),
+    ("train e.toml --model.dropout 1.5", "--model.dropout 1.5: it must be a number, 0 or more and below 1"),
+    ("train e.toml --optim.lr nan", "--optim.lr nan: it must be a number, above 0 .peak learning rate"),
+    ("train e.toml --optim.betas 0.1", "--optim.betas 0.1: it must be 2 numbers, 0 or more and below 1"),
+    ("train e.toml --model.cutoffs 3 a", "--model.cutoffs 3 a: it must be a list of whole numbers"),
+    ("train e.toml --engine.zero-stage 7", "--engine.zero-stage 7: .* 0 or more and at most 3"),
+    ("train e.toml --optim.lr", "--optim.lr needs a value: it must be a number"),
+    ("train e.toml --checkpoint.keep-best", "--checkpoint.keep-best needs a value: it can be True, False"),
+    ("train e.toml --model.pre_norm yes", "--model.pre_norm yes: it can be True, False"),
+    ("train e.toml --model.pre_norm=true", "Did you mean True?"),
+    ("train e.toml --keep-best", "its section is missing.. Did you mean --checkpoint.keep-best"),
+    ("train e.toml optim.lr=1e-3", "optim.lr=1e-3 lacks its dashes. Write --optim.lr 1e-3"),
+    ("train e.toml optim.lr 1e-3", "optim.lr 1e-3 lacks its dashes. Write --optim.lr 1e-3"),
+    ("train e.toml -optim.lr 1e-3", "lacks its dashes. Write --optim.lr 1e-3"),
+    ("train e.toml lr=1e-3", "lr=1e-3 is no flag. Did you mean --optim.lr?"),
+    ("train e.toml --resume", "--resume needs a value"),
+    ("train e.toml --ranks two", "--ranks two: it must be a whole number"),
+    ("train e.toml --dry-run yes", "cannot use 'yes'"),
+    ("train e.toml more.toml", "cannot use 'more.toml'"),
+    ("train --dry-run e.toml", "the config file comes first"),
+    ("train bad.toml", "train.num_lanes = 0: it must be a whole number, 1 or more .rows of the global batch"),
+]
+FLAGS: list[tuple[str, str]] = [
+    ("prepare texts data/y", "missing: --out PATH.* Did you mean --out data/y?"),
+    ("prepare texts --output data/y", "unknown flag --output. Did you mean --out?"),
+    ("prepare texts --out data/y --tokenizer bep", "it can be auto, .* Did you mean bpe?"),
+    ("prepare texts --out data/y --vocab-size 4k", "--vocab-size 4k: it must be a whole number"),
+    ("prepare --out data/y", "there are no inputs"),
+    ("evaluate", "missing: run directory, checkpoint folder or bundle. See txl evaluate --help"),
+    ("evaluate runs/x --memory-len -7", "--memory-len -7: it must be 0 or more tokens. Leave it out"),
+    ("evaluate runs/x --memory-len", "--memory-len needs a value"),
+    ("evaluate runs/x --num-lanes -1", "--num-lanes -1: it must be 0 or more lanes"),
+    ("evaluate runs/x memory_len=0", "Write --memory-len 0"),
+    ("evaluate runs/x --memroy-len 3", "unknown flag --memroy-len. Did you mean --memory-len?"),
+    ("evaluate runs/x runs/y", "cannot use 'runs/y'"),
+    ("generate bundles/x --top-k many", "--top-k many: it must be a whole number .keep only so many"),
+    ("generate bundles/x --temperature -1", "--temperature -1.0: it must be 0 or more"),
+    ("generate bundles/x --top-p 2", "--top-p 2.0: it must be above 0 and at most 1"),
+    ("generate bundles/x --promt a", "Did you mean --prompt?"),
+    ("export runs/x", "missing: folder to write"),
+    ("export runs/x out --format onnx", "--format onnx: it can be bundle, huggingface"),
+    ("import hf out", "missing: --format"),
+    ("plan e.toml", "missing: --gpus INT .number of GPUs"),
+    ("plan --gpus 8", "the config file comes first"),
+    ("plan e.toml --gpus eight --gpu h100", "--gpus eight: it must be a whole number"),
+    ("doctor runs/x", "cannot use 'runs/x'"),
+    ("report", "missing: folder of the run"),
+    ("inspect data/x --step one", "--step one: it must be a whole number"),
+    ("verify data/x data/x", "cannot use 'data/x'"),
+]
+CALLS = PATHS + SETTINGS + FLAGS
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for place, names in FILES.items():
+        for name in names:
+            (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / place / name).touch()
+    (tmp_path / "e.toml").touch()
+    (tmp_path / "bad.toml").write_text("[train]\nnum_lanes = 0\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("call", "remedy"), CALLS, ids=[call for call, _ in CALLS])
+def test_a_wrong_call_is_answered_in_one_line_with_what_to_do(
+    call: str, remedy: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    try:
+        code = main(call.split())
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith(f"txl {call.split()[0]}: error: ")
+    assert len(captured.err.splitlines()) == 1, captured.err
+    assert re.search(remedy, captured.err), captured.err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_wrong_paths_are_refused_before_torch_is_imported(folder: Path) -> None:
+    calls = [call.split() for call, _ in PATHS]
+    code = f"""
+import contextlib, io, sys
+from txl_dist.cli import main
+for call in {calls!r}:
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        main(call)
+    if "torch" in sys.modules:
+        sys.exit(" ".join(call) + " imports torch")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_several_wrong_settings_get_a_line_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "e.toml", "--train.num-lanes", "0", "--model.dropout", "1.5"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "--train.num-lanes 0" in lines[0]
+    assert lines[1].startswith("--model.dropout 1.5: it must be")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("train", "num_lanes", "0"), ("model", "dropout", "1.5"), ("optim", "lr", "-1"), ("engine", "zero_stage", "4")],
+)
+def test_a_flag_out_of_range_says_what_the_file_says(
+    section: str, key: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own.toml").write_text(f"[{section}]\n{key} = {value}\n")
+    assert main(["train", "own.toml"]) == 2
+    in_file = capsys.readouterr().err.partition(": it must be ")[2]
+    assert main(["train", "e.toml", f"--{section}.{key}", value]) == 2
+    on_flag = capsys.readouterr().err.partition(": it must be ")[2]
+    assert in_file == on_flag != ""
+
+
+def test_train_alone_shows_its_usage_and_the_recipes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: txl train CONFIG.toml")
+    for recipe in (ROOT / "configs").glob("*.toml"):
+        assert str(recipe) in shown
+    (folder / "configs").mkdir()
+    (folder / "configs/mine.toml").write_text("# Mine: a recipe.\n")
+    assert main(["train"]) == 2
+    assert re.search(r"\n  configs/mine.toml +Mine: a recipe\n", capsys.readouterr().err)
+
+
+def test_where_a_package_is_missing_one_line_names_it_and_the_environment(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-m", "txl_dist", "train"]  # -S: without site-packages
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": ""}, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"txl: error: .* has no package \w+\. Activate the project's environment .*\n", done.stderr)
+    with pytest.raises(ModuleNotFoundError):
+        no_package(ModuleNotFoundError("a defect of ours", name="txl_dist.nowhere"))
+
+
+def test_a_package_that_only_a_verb_needs_is_named_in_one_line_too(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['generate', 'b']; "
+    code += "from txl_dist.cli import run; run()"
+    (tmp_path / "b").mkdir()
+    for name in ("model.safetensors", "MANIFEST.json"):
+        (tmp_path / "b" / name).touch()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"txl: error: {sys.executable} has no package torch. Activate")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_old_python_is_told_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from txl_dist import __main__ as entry
+
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
+    with pytest.raises(SystemExit) as stop:
+        entry.run()
+    assert stop.value.code == 2
+    assert re.fullmatch(r"txl: error: this is Python 3\.10; 3\.11 or newer is needed\. .*\n", capsys.readouterr().err)
+    source = Path(entry.__file__).read_text()
+    assert "annotations" not in source, "no old Python could read it"
+    compile(source, "__main__.py", "exec", dont_inherit=True)
