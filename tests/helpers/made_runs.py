@@ -62,6 +62,7 @@ def records(*, seed: int, num_ranks: int, max_steps: int, lr: float) -> Iterator
             yield {"kind": "event", "event": "rewound", "step": first, "from": spike, "time_s": clock.after(1)}
         else:
             yield {"kind": "event", "event": "start", "step": first, "ranks": num_ranks, "threads_per_rank": 1,
+                   "token": "token", "no_bits": {}, "held_out_bytes": 320986,
                    "time_s": clock.after(3600 * number)}  # fmt: skip
         for step in range(first + 10, last + 1, 10):
             yield train_record(step, clock, chance, num_ranks=num_ranks, max_steps=max_steps, lr=lr, seed=seed)

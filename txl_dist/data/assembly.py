@@ -25,7 +25,7 @@ from txl_dist.data.duplicates import Equals, contains, count_near, find_equal
 from txl_dist.data.parts import PartInfo, bands_of, gather, records_of
 from txl_dist.data.scratch import CORPUS
 from txl_dist.data.shards import ShardInfo, SplitInfo, WrittenShard, write_shard
-from txl_dist.files import replace_file, sha256_of_file
+from txl_dist.files import read_json, replace_file, sha256_of_file, typed
 
 _CELL_BITS = 20
 _MOST_DOCUMENTS = 1 << 20
@@ -88,6 +88,7 @@ def plan_split(
     dtype: np.dtype[Any],
     vocab_size: int,
     plan: str,
+    is_lossless: bool,
 ) -> tuple[SplitInfo, list[ShardTask]]:
     """(what is known of a split before it is written, its shards). Tokens of a shard differ by about a document."""
     numbers = tuple(part.number for part in parts if part.documents.get(split))
@@ -95,7 +96,7 @@ def plan_split(
     largest = max((int(records_of(scratch, number, split)["key"][-1]) for number in numbers), default=0)
     shift = 64 - _CELL_BITS if split == TRAIN else max(largest.bit_length() - _CELL_BITS, 0)
     tokens_of_cell, documents_of_cell = np.zeros((2, 1 << _CELL_BITS), dtype=np.int64)
-    info = SplitInfo()
+    info, num_changed = SplitInfo(), 0
     for number in numbers:
         records = records_of(scratch, number, split)
         records = records[~contains(dropped, records["ordinal"])]
@@ -105,6 +106,8 @@ def plan_split(
         info.text_bytes += int(records["text_bytes"].sum(dtype=np.int64))
         info.text_characters += int(records["characters"].sum(dtype=np.int64))
         info.longest = max(info.longest, int(records["tokens"].max(initial=0)))
+        num_changed += int(records["is_changed"].sum(dtype=np.int64))
+    info.changed_documents = None if is_lossless else num_changed
     documents_before = np.cumsum(documents_of_cell) - documents_of_cell
     info.tokens, info.documents = int(tokens_of_cell.sum()), int(documents_of_cell.sum())
     count = max(-(-info.tokens // shard_len), -(-info.documents // _MOST_DOCUMENTS))
@@ -159,17 +162,17 @@ def is_written(task: ShardTask) -> bool:
     """Whether a shard is finished already, of this plan, and still there."""
     tar = Path(task.scratch) / CORPUS / task.name
     try:
-        about = json.loads(_about(task).read_bytes())
+        about = read_json(_about(task))
         size, idx_sha256 = tar.stat().st_size, sha256_of_file(tar.with_name(f"{task.name}.idx"))
-        info = ShardInfo(**about["info"])
+        info = typed(ShardInfo, about["info"])
         return bool(about["plan"] == task.plan and (info.bytes, info.idx_sha256) == (size, idx_sha256))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def read_written(task: ShardTask) -> WrittenShard:
     """A shard that is finished."""
-    info = ShardInfo(**json.loads(_about(task).read_bytes())["info"])
+    info = typed(ShardInfo, read_json(_about(task))["info"])
     return WrittenShard(info, np.fromfile(_about(task).with_suffix(".counts"), dtype=np.int64))
 
 

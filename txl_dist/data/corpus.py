@@ -15,8 +15,6 @@ while it is mapped ends the process. Where the files lie is the business of stor
 from __future__ import annotations
 
 import io
-import json
-import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -41,7 +39,7 @@ from txl_dist.data.shards import (
 )
 from txl_dist.data.storage import REMEDY, Storage, StorageSettings, open_storage
 from txl_dist.errors import DataError, UnreachableError
-from txl_dist.files import canonical_hash
+from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
 
 NPY_HEADER_LEN, TAR_BLOCK_LEN = 128, 512
@@ -124,18 +122,44 @@ class Split:
         self.text_characters = info.text_characters
         self.longest = info.longest
         self.counts_sha256 = info.counts_sha256
+        self._info = info
         self.shards = tuple(info.shards)
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
         self.corpus = corpus
 
-    def bits_per_unit(self, loss: float) -> dict[str, float]:
-        """A mean loss in nats per token as bits per byte and bits per character of the text.
+    @cached_property
+    def num_unknown(self) -> int:
+        """Tokens that stand for something unknown."""
+        if self._info.unknown_tokens is not None:
+            return self._info.unknown_tokens
+        unknown = self.corpus.tokenizer.unknown_id
+        return 0 if unknown is None or self.corpus.tokenizer.is_lossless else int(self.counts()[unknown])
 
-        Exact when the loss is that of the whole split: the tokens, end-of-text among them, spell all of its text.
-        Its first token, which nothing predicts, counts like an average one. For another loss, of a part of the
-        split or of the text trained on, it is an estimate: that text may have more or fewer bytes per token.
-        """
-        return bits_per_unit(loss, [self], shares=[1.0])
+    @cached_property
+    def lost(self) -> str:
+        """What of the text its tokens do not give back, for people; empty if they give back all of it."""
+        tokenizer, num_changed = self.corpus.tokenizer, self._info.changed_documents
+        if (
+            num_changed == 0
+            or tokenizer.is_lossless
+            or (num_changed is None and tokenizer.keeps_text_of(self.counts()))
+        ):
+            return ""
+        if num_changed is None:
+            return f"it is not on record whether the tokenizer ({tokenizer.kind}) lost some of the text"
+        return (
+            f"{num_changed:,} of {self.documents:,} documents do not come back from the tokenizer ({tokenizer.kind}) "
+            "byte for byte"
+        )
+
+    @cached_property
+    def is_separated(self) -> bool:
+        """Whether an end-of-text stands before every document but the first."""
+        if self.corpus.end_of_text is None:
+            return self.documents < 2
+        # What was prepared from text is; of tars that an older program indexed it is not known.
+        statistics = self.corpus.statistics
+        return "documents_read" in statistics or statistics.get("unended_documents") == 0
 
     def check_files(self) -> None:
         """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
@@ -153,7 +177,14 @@ class Split:
     def counts(self) -> npt.NDArray[np.int64]:
         """How often each id occurs. Raises DataError if the file is missing or damaged."""
         content = self.corpus.storage.read(counts_name(self.name), sha256=self.counts_sha256)
-        counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+        try:
+            counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+            is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
+        except (ValueError, EOFError, AttributeError, MemoryError, OverflowError):
+            is_whole = False
+        if not is_whole:
+            name = self.corpus.storage.name_of(counts_name(self.name))
+            raise DataError(f"{name} does not hold the counts of {self.corpus.vocab_size} ids. {REMEDY}")
         return counts
 
     def each_document(self) -> Iterator[Tokens]:
@@ -171,15 +202,6 @@ class Split:
             tokens[filled : filled + len(document)] = document
             filled += len(document)
         return tokens
-
-
-def bits_per_unit(loss: float, splits: Sequence[Split], *, shares: Sequence[float]) -> dict[str, float]:
-    """`Split.bits_per_unit` of a mixture, in which each split has this share of the tokens."""
-    bits, parts = loss / math.log(2), list(zip(splits, shares, strict=True))
-    return {
-        "bits_per_byte": bits / sum(share * split.text_bytes / split.tokens for split, share in parts),
-        "bits_per_character": bits / sum(share * split.text_characters / split.tokens for split, share in parts),
-    }
 
 
 class LostShard:
@@ -282,6 +304,11 @@ class Corpus:
             )
         return Split(self, name, self._splits[name])
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """As `load_tokenizer` reads it, read once."""
+        return self.load_tokenizer()
+
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the corpus. Raises DataError if it is missing, damaged or another one."""
         name = self.storage.name_of(TOKENIZER_NAME)
@@ -309,7 +336,7 @@ def open_corpus(location: str | Path, settings: StorageSettings | None = None) -
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     """The values of an index.json. Raises DataError if it is foreign, damaged or edited."""
     try:
-        index = json.loads(content)
+        index = parse_json(content)
     except ValueError as error:
         raise DataError(f"{name} is damaged: {error}. {REMEDY}") from error
     if not isinstance(index, dict) or "self_sha256" not in index:
@@ -323,13 +350,16 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
     try:
         shards = [shard.name for values in index["splits"].values() for shard in SplitInfo.from_dict(values).shards]
-        is_known = index["dtype"] in ("uint16", "uint32") and isinstance(index["vocab_size"], int)
-        is_known = is_known and {"end_of_text", "tokenizer_sha256", "statistics"} <= index.keys()
-    except (AttributeError, KeyError, TypeError) as error:
+        vocab_size, end_of_text, counted = index["vocab_size"], index["end_of_text"], index["statistics"]
+        is_known = index["dtype"] in ("uint16", "uint32") and type(vocab_size) is int and 0 < vocab_size <= 1 << 32
+        is_known = is_known and (end_of_text is None or (type(end_of_text) is int and 0 <= end_of_text < vocab_size))
+        is_known = is_known and isinstance(index["tokenizer_sha256"], str) and isinstance(counted, dict)
+        is_known = is_known and all(type(count) is int for count in counted.values())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
     if not is_known:
         raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
-    strange = [shard for shard in shards if shard != Path(shard).name or shard.startswith(".")]
+    strange = [file for file in (*index["splits"], *shards) if not is_file_name(file) or file.startswith(".")]
     if strange:
-        raise DataError(f"{name} names shards outside its folder ({strange[0]!r}). Do not use this corpus.")
+        raise DataError(f"{name} names files outside its folder ({strange[0]!r:.80}). Do not use this corpus.")
     return index

@@ -1,5 +1,8 @@
 """Segments of a held-out split: read once, in file order, every target scored exactly once, however it is cut.
 
+With document masks too, where the documents end in end-of-text: as an input it belongs to the document that it opens.
+Else the first token of a document has nothing to be predicted from, in any cut.
+
 Damage always ends an evaluation: a score over other text would pass for the real one.
 """
 
@@ -46,6 +49,7 @@ class EvalStream:
         self.num_targets = num_tokens - 1
         self.stripe_len = -(-self.num_targets // num_lanes)
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
+        self._end_of_text = split.corpus.end_of_text
         self._shards = Shards(split, max_open=2 * len(self.lanes) + 2)
         self._shard_starts = np.cumsum(split.shard_tokens) - split.shard_tokens
 
@@ -63,6 +67,7 @@ class EvalStream:
         scored = np.zeros(shape, dtype=bool)
         tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
         documents = np.zeros_like(tokens)
+        opens = np.zeros(shape, dtype=bool)
         for row, lane in enumerate(self.lanes):
             lane_len = min(self.stripe_len, self.num_targets - lane * self.stripe_len)
             num_scored = min(self.segment_len, lane_len - position)
@@ -73,13 +78,19 @@ class EvalStream:
             filled = 0
             while filled <= overlap + num_scored:
                 end = slice(filled, overlap + num_scored + 1)
-                filled += self._copy(lane, position - overlap + filled, tokens[row, end], documents[row, end])
+                count, is_begin = self._copy(lane, position - overlap + filled, tokens[row, end], documents[row, end])
+                if filled and is_begin:
+                    opens[row, filled - 1] = tokens[row, filled - 1] == self._end_of_text
+                filled += count
             # Padding is a document of its own: with document masks no token sees it, and it sees no empty row.
             documents[row, filled:] = lane_len + 1
-        return Segment(tokens=tokens, documents=documents, scored=scored)
+        return Segment(tokens=tokens, documents=documents, opens=opens, scored=scored)
 
-    def _copy(self, lane: int, position: int, tokens: Int64s, documents: Int64s) -> int:
-        """Fill the front of the rows from the document at this position; returns how many tokens."""
+    def _copy(self, lane: int, position: int, tokens: Int64s, documents: Int64s) -> tuple[int, bool]:
+        """Fill the front of the rows from the document at this position.
+
+        Returns (how many tokens, whether the first one begins the document).
+        """
         token = lane * self.stripe_len + position
         index = int(self._shard_starts.searchsorted(token, side="right")) - 1
         lengths, starts = self._shards.lengths(index), self._shards.starts(index)
@@ -89,4 +100,4 @@ class EvalStream:
         count = min(int(lengths[document]) - offset, len(tokens))
         tokens[:count] = self._shards.document(index, document)[0][offset : offset + count]
         documents[:count] = position - min(offset, position)
-        return count
+        return count, not offset

@@ -22,7 +22,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.documents import count_characters, text_bytes_of
 from txl_dist.data.inspect import corpus_facts, corpus_lines
 from txl_dist.data.shards import (
     FORMAT_VERSION,
@@ -113,7 +114,7 @@ def reindex_corpus(
             "end_of_text": tokenizer.end_of_text,
             "tokenizer_sha256": tokenizer.fingerprint,
             "splits": {name: info.to_dict() for name, info in infos.items() if info.shards},
-            "statistics": {"empty_documents_dropped": scan.num_empty},
+            "statistics": {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended},
         }
         _write(target, scan, tokenizer, index)
     return ReindexSummary(
@@ -175,13 +176,19 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
 
 @contextmanager
 def _temporaries(folder: Path) -> Iterator[None]:
-    """Records wait under another name until all tars were read; what is left of them after an error is removed."""
+    """Records wait under another name until all tars were read; what is left of them, now or before, is removed."""
+    _remove_temporaries(folder)
     try:
         yield
     except OSError as error:
         raise DataError(f"cannot index {folder}: {error}. Free some space, or make the folder writable.") from error
     finally:
-        for path in folder.glob(f"*{_TEMPORARY}"):
+        _remove_temporaries(folder)
+
+
+def _remove_temporaries(folder: Path) -> None:
+    for path in folder.glob(f"*{_TEMPORARY}"):
+        with suppress(OSError):
             path.unlink()
 
 
@@ -300,14 +307,13 @@ class _Scan:
     def _add_decoded(self, sample: Sample, info: SplitInfo) -> None:
         """Sizes of the text where an id has no bytes of its own."""
         for ids in np.split(sample.tokens, sample.starts[1:]):
-            text = self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist())
-            info.text_bytes += len(text.encode("utf-8"))
-            info.text_characters += len(text)
+            raw = text_bytes_of(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()))
+            info.text_bytes += len(raw)
+            info.text_characters += count_characters(raw)
 
 
 def text_sizes(spellings: Sequence[bytes], counts: npt.NDArray[np.int64]) -> tuple[int, int]:
     """(bytes in UTF-8, characters) of the text that ids spell which occur so often."""
     num_bytes = np.array([len(spelling) for spelling in spellings], dtype=np.int64)
-    # Each character has one byte that does not continue another.
-    num_characters = np.array([sum(byte & 0xC0 != 0x80 for byte in spelling) for spelling in spellings], dtype=np.int64)
+    num_characters = np.array([count_characters(spelling) for spelling in spellings], dtype=np.int64)
     return int(num_bytes @ counts), int(num_characters @ counts)

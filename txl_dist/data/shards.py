@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.files import flush_to_disk, replace_file
+from txl_dist.files import replace_file, replacing, typed
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
@@ -65,23 +65,28 @@ class SplitInfo:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
-    """Bytes of the documents in UTF-8, without end-of-text: turns nats per token into bits per byte."""
+    """Bytes in UTF-8 that the tokens spell, without end-of-text; where nothing is lost, those of the documents."""
     text_characters: int = 0
-    """The same in characters (code points), for bits per character."""
+    """The same in characters: bytes that begin one."""
     longest: int = 0
     """Tokens of the longest document."""
+    changed_documents: int | None = None
+    """Documents that do not come back from their tokens byte for byte. None: not counted, the tokenizer has to tell."""
+    unknown_tokens: int | None = None
+    """Tokens that stand for something unknown. None: not counted."""
     counts_sha256: str = ""
     """Of SPLIT-counts.npy: how often each id occurs (int64), from which cutoffs can be computed."""
     shards: list[ShardInfo] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in index.json."""
-        return asdict(self) | {"shards": [shard._asdict() for shard in self.shards]}
+        """As it stands in index.json: without what was not counted."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return known | {"shards": [shard._asdict() for shard in self.shards]}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> SplitInfo:
-        """Back from index.json."""
-        return SplitInfo(**{**values, "shards": [ShardInfo(**shard) for shard in values["shards"]]})
+        """Back from index.json. Raises ValueError, KeyError or TypeError for other values."""
+        return typed(SplitInfo, {**values, "shards": [typed(ShardInfo, shard) for shard in values["shards"]]})
 
 
 def counts_name(split: str) -> str:
@@ -111,8 +116,7 @@ def write_shard(
     document, so a shard needs to know nothing about the shards before it.
     """
     counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
-    temporary = folder / f"{name}.tmp"
-    with temporary.open("wb") as stream:
+    with replacing(folder / name) as stream:
         tar = _TarStream(stream)
         table, number = np.empty(len(documents), dtype=RECORD), first_document
         for sample in _samples(documents):
@@ -127,8 +131,6 @@ def write_shard(
             own["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
             number += len(sample)
         tar.close()
-        flush_to_disk(stream)
-    temporary.replace(folder / name)
     replace_file(folder / f"{name}.idx", table.tobytes())
     info = ShardInfo(
         name=name,

@@ -12,7 +12,8 @@ Key properties:
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
 
 What it gives up: at the border of two pieces (of stripes, of what was dealt out anew, or around a skip) a lane jumps:
-one target in a piece belongs to other text. With document masks it is not scored.
+one target in a piece belongs to other text. With document masks it is scored only where an end-of-text stands before a
+document that begins there, which is what a border between two documents is anywhere.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ class Segment(NamedTuple):
     documents: Int64s
     """[lanes, T+1]: for each token the lane position at which its document, or the piece of it that the lane reads,
     begins. Unique in the lane, ascending, and a function of the position: nothing to store."""
+    opens: Bools
+    """[lanes, T]: the input is an end-of-text, and its target the first token of a document: as an input it belongs to
+    the document that it opens."""
     scored: Bools
     """[lanes, T]: the target counts; not where a damaged document was replaced, nor where an evaluation pads."""
 
 
 def plain_segment(tokens: Int64s) -> Segment:
     """[lanes, T+1] tokens of one document each, all targets counting."""
-    return Segment(tokens, np.zeros_like(tokens), np.ones((tokens.shape[0], tokens.shape[1] - 1), dtype=bool))
+    opens = np.zeros((tokens.shape[0], tokens.shape[1] - 1), dtype=bool)
+    return Segment(tokens, np.zeros_like(tokens), opens, ~opens)
 
 
 class LaneStream:
@@ -136,6 +141,7 @@ class LaneStream:
 
     def _read(self, state: StreamState, segment: Segment) -> None:
         segment.scored.fill(True)
+        segment.opens.fill(False)
         spans = [[*one.spans(segment.tokens.shape[1])] for one in state.corpora]
         for row, (reader, corpus) in enumerate(zip(self._rows, self._corpus_of_row, strict=True)):
             reader.read(spans[corpus], segment, row, mark=self._mark_documents)
@@ -145,6 +151,7 @@ class LaneStream:
         return Segment(
             tokens=np.empty(shape, np.int64),
             documents=np.zeros(shape, np.int64),
+            opens=np.zeros((shape[0], shape[1] - 1), dtype=bool),
             scored=np.ones((shape[0], shape[1] - 1), dtype=bool),
         )
 
@@ -152,7 +159,12 @@ class LaneStream:
 def _steps_of(block: Segment, first: int, count: int) -> Segment:
     """A view of `count` inputs from the first one on, and of their targets."""
     end = first + count
-    return Segment(block.tokens[:, first : end + 1], block.documents[:, first : end + 1], block.scored[:, first:end])
+    return Segment(
+        tokens=block.tokens[:, first : end + 1],
+        documents=block.documents[:, first : end + 1],
+        opens=block.opens[:, first:end],
+        scored=block.scored[:, first:end],
+    )
 
 
 class _CorpusReader:
@@ -160,6 +172,7 @@ class _CorpusReader:
 
     def __init__(self, split: Split, cut: Cut, *, seed: int, num_own_lanes: int, damage: DamagePolicy) -> None:
         self._split = split
+        self.end_of_text = split.corpus.end_of_text
         # A lane's own view keeps its shard mapped; more here would only keep a cache from making room.
         max_open = num_own_lanes + 1
         self.shards = Shards(split, max_open=max_open, damage=damage)
@@ -186,6 +199,7 @@ class _LaneReader:
         self._shard = -1
         self._tokens: Tokens = np.empty(0, np.uint16)
         self._is_whole = True
+        self._begins_document = False
 
     def locate(self, position: int) -> Stretch:
         """Where the lane is at a position. Raises DataError."""
@@ -206,6 +220,8 @@ class _LaneReader:
                 segment.tokens[row, filled:end] = piece
                 if mark:
                     segment.documents[row, filled:end] = max(self._begin, begin)
+                    if filled and not first and self._begins_document:
+                        segment.opens[row, filled - 1] = segment.tokens[row, filled - 1] == self._corpus.end_of_text
                 if not self._is_whole:
                     segment.scored[row, max(filled - 1, 0) : end] = False
                 filled = end
@@ -220,3 +236,4 @@ class _LaneReader:
         if not len(self._tokens):
             raise DataError(f"lane {self._lane}, position {position}: shard {stretch.shard} changed while it was read.")
         self._start, self._begin = position, stretch.begin
+        self._begins_document = not stretch.offset

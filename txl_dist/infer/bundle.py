@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
@@ -53,6 +54,9 @@ class Bundle:
     segment_len: int
     memory_len: int
     document_border: str
+    begins_documents: bool
+    """Whether it was trained to predict a document's first token from an end-of-text. With document masks older
+    programs did not, nor does anybody without an end-of-text."""
     dtype: str
     source: dict[str, Any]
     """Where it came from."""
@@ -64,8 +68,7 @@ class Bundle:
         """log p in nats of each token of `text`, the first one following an end-of-text; at least fp32, [tokens].
 
         `zero_memory` begins with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
-        A model trained with document masks never sees what precedes a document: its first token has no score. Nor
-        has that of a model whose vocabulary has no end-of-text.
+        A model that cannot begin a document (`begins_documents`) has no score for the first token.
         """
         tokens = torch.tensor([self._ids(text)], device=self._device)
         lengths = {"segment_len": self.segment_len, "memory_len": self.memory_len}
@@ -85,7 +88,7 @@ class Bundle:
         ids = self._ids(prompt)
         if not ids:
             has_mark = self.tokenizer.end_of_text is not None
-            why = "was trained with document masks" if has_mark else "has no end-of-text in its vocabulary"
+            why = "was not trained on first tokens" if has_mark else "has no end-of-text in its vocabulary"
             raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
         # No less context than a segment gave in training; no more than the memory where its length is the window.
         has_window = self.model.section.same_length != "off"
@@ -105,9 +108,9 @@ class Bundle:
         return itertools.chain([self.tokenizer.joint(prompt)], self.tokenizer.decode_stream(tokens, after=ids))
 
     def _ids(self, text: str) -> list[int]:
-        """Behind an end-of-text, unless there is none or the model never saw what precedes a document."""
+        """Behind an end-of-text, where the model can begin a document."""
         end_of_text = self.tokenizer.end_of_text
-        start = [] if end_of_text is None or self.document_border == "mask" else [end_of_text]
+        start = [end_of_text] if end_of_text is not None and self.begins_documents else []
         return start + [int(i) for i in self.tokenizer.encode_prompt(text)]
 
     @property
@@ -128,6 +131,7 @@ def write_bundle(
     document_border: str,
     source: dict[str, Any],
     probe_dtype: str = "fp32",
+    begins_documents: bool = True,
 ) -> float:
     """Write a bundle, load it back, and return its largest error on the probe. An older bundle there is replaced.
 
@@ -148,6 +152,7 @@ def write_bundle(
         "segment_len": segment_len,
         "memory_len": memory_len,
         "document_border": document_border,
+        "begins_documents": begins_documents,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "source": source,
     }
@@ -159,9 +164,9 @@ def write_bundle(
         temporary.mkdir(parents=True)
         save_file({k: p.detach().contiguous() for k, p in network.named_parameters()}, temporary / "model.safetensors")
         save_file(probe, temporary / "probe.safetensors")
-        (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         tokenizer.save(temporary / "tokenizer.json")
-        (temporary / "train.toml").write_text(_training_settings(content), encoding="utf-8")
+        write_bytes(temporary / "train.toml", _training_settings(content).encode())
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         error = probe_error(load(temporary).model, probe, memory_len=memory_len)
         replace_folder(temporary, folder)
@@ -187,7 +192,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
         )
     check_folder(folder, remedy="Copy it again or export it again.")
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = parse_object(read_bytes(folder / "config.json"))
         if content["format_version"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{folder} has format version {content['format_version']}; this program knows {FORMAT_VERSION}. "
@@ -207,12 +212,13 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
             segment_len=content["segment_len"],
             memory_len=content["memory_len"],
             document_border=content["document_border"],
+            begins_documents=content.get("begins_documents", content["document_border"] != "mask"),
             dtype=content["dtype"],
             source=content["source"],
             probe=load_file(folder / "probe.safetensors", device=device),
             probe_dtype=content["probe_dtype"],
         )
-        tolerance = _tolerance(
+        tolerance = probe_tolerance(
             {content["dtype"], content["probe_dtype"]}, largest_loss=float(bundle.probe["losses"].max())
         )
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
@@ -234,7 +240,8 @@ def _training_settings(content: dict[str, Any]) -> str:
     return tomli_w.dumps({"data": border, "model": content["model"], "train": lengths})
 
 
-def _tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+    """Largest difference in nats on the probe between computations in these types; see `PROBE_TOLERANCE`."""
     scale = max(5.0, largest_loss)
     return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
 
@@ -243,8 +250,20 @@ def network_of(
     model: ModelSection, *, vocab_size: int, weights: dict[str, Tensor], dtype: str, where: str
 ) -> TransformerXL:
     """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
+        raise CheckpointError(
+            f"{where}: {len(weights)} tensors are no model of {model.num_layers} layers and {vocab_size} ids. "
+            "They were made with another configuration."
+        )
+    with torch.device("meta"):
+        _check_shapes(TransformerXL(model, vocab_size=vocab_size), weights, where=where)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
         network = TransformerXL(model, vocab_size=vocab_size).to(DTYPES[dtype])
+    copy_weights(network, weights)
+    return network.eval()
+
+
+def _check_shapes(network: TransformerXL, weights: dict[str, Tensor], *, where: str) -> None:
     parameters = dict(network.named_parameters())
     missing = sorted(parameters.keys() - weights.keys())
     surplus = sorted(weights.keys() - network.state_dict().keys())
@@ -258,8 +277,6 @@ def network_of(
             f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
             "They were made with another configuration."
         )
-    copy_weights(network, weights)
-    return network.eval()
 
 
 @torch.no_grad()

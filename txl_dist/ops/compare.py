@@ -1,8 +1,9 @@
 """`txl compare`: several runs on one self-contained page, and a table for the terminal.
 
 Losses in nats per token can be compared only between runs of one tokenizer: a token of another is another amount of
-text. Unless checkpoints prove that all runs have the same, curves are in bits per byte of text; and where a run has no
-such numbers, the page says what it shows instead.
+text. Unless checkpoints prove that all runs have the same, losses are in bits per byte of text; and where a run has no
+such numbers, because its tokenizer loses text or its first tokens are not scored, no losses are put side by side. Runs
+are ranked only if they were scored on the same text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from txl_dist.data.inspect import aligned
 from txl_dist.errors import ConfigError
 from txl_dist.ops.figures import COLOURS, Chart, Line, compact
 from txl_dist.ops.pictures import Picture, picture, shortened, time_axis
-from txl_dist.ops.records import Table, clean
+from txl_dist.ops.records import Table, clean, is_number
 from txl_dist.ops.report import check_writable, cut, render, write_page
 from txl_dist.ops.summary import Run, best, defaults, duration, read_run, recent
 
@@ -31,9 +32,12 @@ class Unit(NamedTuple):
     """In which the losses of all runs are compared."""
 
     column: str
+    """Of the records; empty: there is none in which they can be compared."""
     label: str
     sentence: str
     """Which it is, and why."""
+    is_fair: bool = True
+    """Whether the runs may be ranked by it."""
 
 
 def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
@@ -54,13 +58,19 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
             "compare.html.j2",
             title=f"{len(runs)} runs compared",
             unit=unit,
-            groups=[("Loss", _losses(runs, names, unit)), ("Speed", _speeds(runs, names))],
+            ranking=ranking(runs, names, unit),
+            groups=[*([("Loss", _losses(runs, names, unit))] if unit.column else []), ("Speed", _speeds(runs, names))],
             figure_rows=list(zip(*rows, strict=True)),
             setting_rows=setting_rows(runs, names),
             without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
         ),
     )
-    return [*aligned([row[: -len(_FURTHER)] for row in rows]), unit.sentence, clean(f"page: {out}")]
+    return [
+        *aligned([row[: -len(_FURTHER)] for row in rows]),
+        unit.sentence,
+        *ranking(runs, names, unit),
+        clean(f"page: {out}"),
+    ]
 
 
 def _check_runs(run_dirs: Sequence[Path]) -> None:
@@ -86,22 +96,71 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def unit_of(runs: Sequence[Run]) -> Unit:
-    """Nats per token where that is fair, else bits per byte where all runs have them."""
+    """Nats per token where that is fair, else bits per byte where all runs have them, else none."""
     tokenizers = {run.tokenizer for run in runs}
     if len(tokenizers) == 1 and None not in tokenizers:
-        return Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token.")
+        sentence = "All runs have the same tokenizer: losses are in nats per token"
+        return _judged("loss", "nats per token", sentence, _other_text(runs) or _other_targets(runs))
     differ = "It is not on record whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
-    if all(_has(run, "bits_per_byte") for run in runs):
-        sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared."
-        return Unit("bits_per_byte", "bits per byte", sentence)
-    sentence = f"{differ}, and not all of them recorded bits per byte: losses are in nats per token, so beware."
-    return Unit("loss", "nats per token", sentence)
+    without = [run for run in runs if not _has_bits(run)]
+    if not without:
+        sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
+        return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs))
+    reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
+    listed = "; ".join(f"{clean(name)}: {reason}" for name, reason in reasons)
+    sentence = (
+        f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the runs "
+        "are not ranked. `txl report RUN` shows each in its own units."
+    )
+    return Unit("", "", sentence, is_fair=False)
 
 
-def _has(run: Run, column: str) -> bool:
-    return any(table.has(column) for table in (run.history.train, *run.history.evals.values()))
+def _judged(column: str, label: str, sentence: str, unfair: str) -> Unit:
+    if not unfair:
+        return Unit(column, label, f"{sentence}.")
+    return Unit(column, label, f"{sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
+
+
+def _other_text(runs: Sequence[Run]) -> str:
+    """How it is known that the runs were not scored on the same held-out text; empty if it may be the same."""
+    sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
+    return f"their held-out texts are others, of {_listed(sizes)} bytes" if len(sizes) > 1 else ""
+
+
+def _other_targets(runs: Sequence[Run]) -> str:
+    """In what the targets of runs of one tokenizer differ; empty if they are the same as far as is known."""
+    counts = {int(count) for run in runs if (count := _held_out(run).last("tokens")) is not None}
+    if len(counts) > 1:
+        return f"held-out losses are over other tokens, {_listed(counts)} of them"
+    # Older programs did not score the first tokens of documents with document masks.
+    scores_all = {run.settings.get("data.document_border") != "mask" or "no_bits" in run.start for run in runs}
+    return "not all of them score the first tokens of documents" if len(scores_all) > 1 else ""
+
+
+def _listed(numbers: Collection[float]) -> str:
+    return " and ".join(f"{number:,.0f}" for number in sorted(numbers))
+
+
+def _held_out(run: Run) -> Table:
+    return run.history.evals.get("eval", Table({"step": np.empty(0)}))
+
+
+def _has_bits(run: Run) -> bool:
+    """Of the held-out text, or where there is none, of the training text."""
+    table = run.history.evals.get("eval", run.history.train)
+    return table.has("bits_per_byte")
+
+
+def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
+    """A line that orders the runs by their best held-out loss; none where that would not be fair, or is not known."""
+    lowest = [
+        (found[0], name) for run, name in zip(runs, names, strict=True) if (found := best(_held_out(run), unit.column))
+    ]
+    if not unit.is_fair or len(lowest) < 2:
+        return []
+    return [f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {loss:.4f}" for loss, name in sorted(lowest))]
 
 
 def figure_rows(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[list[str]]:
@@ -116,7 +175,7 @@ _FURTHER = ("held-out bits/byte", "held-out bits/character", "MFU %", "peak GiB"
 
 def _figures(run: Run, unit: Unit) -> list[str]:
     history = run.history
-    train, held_out = history.train, history.evals.get("eval", Table({"step": np.empty(0)}))
+    train, held_out = history.train, _held_out(run)
     lowest = best(held_out, unit.column)
     speed = recent(train, "tokens_per_s")
     return [

@@ -165,7 +165,7 @@ def _bits(run: Run) -> Picture:
         "Bits per byte",
         Chart("bits", lines, "tokens seen", "bits per byte of text", log_y=True),
         caption="The loss per byte of text, which does not depend on the tokenizer. Logarithmic scale.",
-        missing="No bits per byte are on record.",
+        missing="; ".join(["No bits per byte are on record", *run.no_bits.values()]) + ".",
         marks=_marks(run, by="tokens"),
     )
 

@@ -10,12 +10,11 @@ records take half a minute and less than a gigabyte: numbers are kept as arrays,
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from txl_dist.errors import DataError
+from txl_dist.files import open_regular, parse_object
 
 FloatArray = NDArray[np.float64]
 RECORDS = "metrics.jsonl"
@@ -87,6 +87,10 @@ class Table:
         finite = self[name][np.isfinite(self[name])]
         return float(finite[-1]) if len(finite) else None
 
+    def without(self, names: Collection[str]) -> Table:
+        """The same, but for some columns."""
+        return Table({name: column for name, column in self.columns.items() if name not in names})
+
     def numbered(self, prefix: str) -> list[str]:
         """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
         names = [name for name in self.columns if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
@@ -122,13 +126,18 @@ class History:
         starts = [event.step for event in self.events[-1:]]
         return int(max([*ends, *starts]))
 
+    def without(self, names: Collection[str]) -> History:
+        """The same, but for some columns."""
+        evals = {kind: table.without(names) for kind, table in self.evals.items()}
+        return replace(self, train=self.train.without(names), evals=evals)
+
 
 def read_history(run_dir: Path) -> History:
     """Read a run's records. Raises DataError if there is no such file, or no whole record in it."""
     path = run_dir / RECORDS
     reader = _Reader()
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             for line in stream:
                 reader.take(line)
     except OSError as error:
@@ -194,11 +203,11 @@ class _Reader:
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
         try:
-            record = json.loads(line)
+            record = parse_object(line)
             kind, step = record["kind"], record["step"]
             if not (isinstance(kind, str) and type(step) is int and 0 <= step <= MOST):
                 raise ValueError(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError):
             self.num_damaged += bool(line.strip())
             return
         self.num_records += 1

@@ -6,12 +6,10 @@ cannot be read is left out, and said; only a run without records is an error.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import tomllib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -19,9 +17,12 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from txl_dist.config import Config
+from txl_dist.errors import DataError
+from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.figures import compact
-from txl_dist.ops.records import MOST, FloatArray, History, Table, read_history
-from txl_dist.train.processes import ProcessId
+from txl_dist.ops.records import MOST, FloatArray, History, Table, clean, read_history
+from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.train.processes import process_of
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """A job on another machine touches its lock every few seconds."""
@@ -87,6 +88,18 @@ class Run:
         return starts[-1] if starts else {}
 
     @property
+    def no_bits(self) -> dict[str, str]:
+        """Why losses are not told in bits per byte, by kind of record; those of older programs have no such word."""
+        value = self.start.get("no_bits")
+        known = value.items() if isinstance(value, dict) else ()
+        return {clean(str(kind)): clean(str(reason)) for kind, reason in known}
+
+    @property
+    def token(self) -> str:
+        """What a token is: token or word."""
+        return "word" if self.start.get("token") == "word" else "token"
+
+    @property
     def parameters(self) -> int | None:
         """Number of weights, if the start or a checkpoint tells it."""
         found: object = self.start.get("parameters")
@@ -104,15 +117,24 @@ def read_run(path: Path) -> Run:
     """Raises DataError if there are no records."""
     history = read_history(path)
     settings, problem = _read_settings(path / "config.toml")
-    checkpoint = _newest_state(path)
-    return Run(path, history, settings, problem, checkpoint, _state_of(path, history))
+    run = Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
+    return run if "no_bits" in run.start or _has_true_bits(run) else replace(run, history=history.without(BITS))
+
+
+def _has_true_bits(run: Run) -> bool:
+    """Whether the bits per byte that an older program recorded, which looked at nothing, are a cost of the text."""
+    if not run.settings or run.settings.get("data.document_border") == "mask":
+        return False
+    for path in sorted((run.path / "checkpoints").glob("step_?????????/tokenizer.json"), reverse=True):
+        with suppress(DataError, OSError):
+            return load_tokenizer(path).is_lossless
+    return False
 
 
 def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-        str(sections)  # a hexadecimal number may have more digits than Python prints
-    except (OSError, ValueError, RecursionError) as error:
+        sections = parse_toml(read_bytes(path))
+    except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
     flat = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
     return {f"{section}.{key}": value for section, values in flat.items() for key, value in values.items()}, ""
@@ -120,10 +142,8 @@ def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
 
 def _newest_state(path: Path) -> dict[str, Any]:
     for folder in sorted((path / "checkpoints").glob("step_?????????"), reverse=True):
-        with suppress(OSError, ValueError, RecursionError):
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            if isinstance(state, dict):
-                return state
+        with suppress(OSError, ValueError):
+            return parse_object(read_bytes(folder / "state.json"))
     return {}
 
 
@@ -146,10 +166,10 @@ def _is_locked(path: Path) -> bool | None:
     """Whether the job that holds the run lives; None if none holds it."""
     try:
         age_s = time.time() - path.stat().st_mtime
-        lives = ProcessId(*json.loads(path.read_bytes())["process"]).lives()
+        lives = process_of(read_json(path)["process"]).lives()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return age_s < _LOCK_IS_OLD_AFTER_S if lives is None else lives
 
@@ -225,19 +245,22 @@ def _progress(run: Run) -> list[Fact]:
 
 def _losses(run: Run) -> list[Fact]:
     history, facts = run.history, []
-    for name, table in [("training", history.train), *((corpus_name(k), t) for k, t in history.evals.items())]:
+    for kind, table in {"train": history.train, **history.evals}.items():
+        name = "training" if kind == "train" else corpus_name(kind)
         loss, lowest = table.last("loss"), best(table)
         if loss is None or lowest is None:
             continue
-        notes = ["nats per token", perplexity(loss)]
-        notes += [f"{value:.4f} {unit}" for key, unit in _BITS if (value := table.last(key)) is not None]
+        notes = ["nats per token", perplexity(loss) + (" per word" if run.token == "word" else "")]
+        notes += [f"{value:.4f} {unit}" for key, unit in BITS.items() if (value := table.last(key)) is not None]
+        notes += [f"{unknown:.2f} % of the tokens unknown"] if (unknown := table.last("unknown_pct")) else []
+        notes += [f"no bits per byte: {reason}"] if (reason := run.no_bits.get(kind)) else []
         if table is not history.train and lowest[0] < loss:
             notes.append(f"best: {lowest[0]:.4f} at step {lowest[1]:,}")
         facts.append(Fact(f"{name[:1].upper()}{name[1:]} loss", f"{loss:.4f}", "; ".join(notes)))
     return facts
 
 
-_BITS = (("bits_per_byte", "bits per byte"), ("bits_per_character", "bits per character"))
+BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
 
 
 def _speed(run: Run) -> list[Fact]:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.errors import DataError
+from txl_dist.files import write_bytes
 
 Ids = npt.NDArray[np.int32]
 
@@ -42,6 +43,10 @@ class Tokenizer(ABC):
     kind: ClassVar[str]
     spellings: Sequence[bytes] | None = None
     """The bytes of each id, where they do not depend on its neighbours."""
+    unit: ClassVar[str] = "token"
+    """What an id stands for, for people."""
+    unknown_id: int | None = None
+    """The id of all that is not known."""
 
     def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         self.symbols = tuple(symbols)
@@ -56,6 +61,15 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON, which is also the sha256 of the saved file."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every text that is encoded at all comes back byte for byte, by how the tokenizer is made."""
+        return False
+
+    def keeps_text_of(self, counts: npt.NDArray[np.int64]) -> bool:
+        """Whether a text whose ids occur so often ([V]) is certain to come back byte for byte."""
+        return self.is_lossless
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
@@ -91,7 +105,7 @@ class Tokenizer(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write the canonical JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_bytes(Path(path), self.to_json().encode())
 
     @classmethod
     @abstractmethod

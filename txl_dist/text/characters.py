@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from txl_dist.text.base import REFUSED, UNKNOWN, Ids, SpelledTokenizer, byte_symbols, bytes_of_symbol, unknown_error
 
@@ -30,6 +31,11 @@ class ByteTokenizer(SpelledTokenizer):
         self._table = np.array([self._ids.get(symbol, REFUSED) for symbol in byte_symbols()], dtype=np.int32)
         if not only_seen and (self._table == REFUSED).any():
             raise ValueError(f"byte {int((self._table == REFUSED).argmax())} has no symbol")
+
+    @property
+    def is_lossless(self) -> bool:
+        """Always: what has no id is refused."""
+        return True
 
     def encode(self, text: str) -> Ids:
         """One lookup per byte. Raises DataError for a byte that has no id (`only_seen`)."""
@@ -60,11 +66,21 @@ class CharTokenizer(SpelledTokenizer):
         self.unknown = unknown
         self.lower_case = lower_case
         super().__init__(symbols, end_of_text=end_of_text)
+        self.unknown_id = None if unknown is None else self._ids[unknown]
         points = {ord(symbol): i for symbol, i in self._ids.items() if symbol != unknown}
         # One entry past the highest known code point stands for all above it.
-        missing = REFUSED if unknown is None else self._ids[unknown]
+        missing = REFUSED if self.unknown_id is None else self.unknown_id
         self._table = np.full(max(points, default=0) + 2, missing, dtype=np.int32)
         self._table[list(points)] = list(points.values())
+
+    @property
+    def is_lossless(self) -> bool:
+        """If what is unknown is refused, and no case is lost."""
+        return self.unknown is None and not self.lower_case
+
+    def keeps_text_of(self, counts: npt.NDArray[np.int64]) -> bool:
+        """If nothing of it was unknown, and no case is lost."""
+        return not self.lower_case and (self.unknown_id is None or not counts[self.unknown_id])
 
     def encode(self, text: str) -> Ids:
         """One lookup per code point. Raises DataError for one that is unknown and has no symbol."""

@@ -23,7 +23,8 @@ from typing import Any, Self
 import numpy as np
 
 from txl_dist.errors import DataError
-from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, Tokenizer
+from txl_dist.files import parse_object
+from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, Tokenizer, byte_symbols
 from txl_dist.text.subwords import PIECE_LEN, LibraryTokenizer
 
 ADDED = -1
@@ -50,7 +51,10 @@ class ForeignTokenizer(Tokenizer):
         for i, foreign in enumerate(foreign_ids):
             if foreign != ADDED:
                 self._ranks[foreign] = i
-        special = (self._special() | {foreign_ids[end_of_text]}) - {ADDED}
+        unknown = self._unknown()
+        if unknown in known and unknown != foreign_ids[end_of_text]:
+            self.unknown_id = int(self._ranks[unknown])
+        special = (self._special() - {unknown} | {foreign_ids[end_of_text]}) - {ADDED}
         self._is_forbidden = np.isin(np.arange(len(self._ranks)), sorted(special))
         longest_first = sorted({known[i] for i in special}, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -126,7 +130,11 @@ class ForeignTokenizer(Tokenizer):
 
     @abstractmethod
     def _special(self) -> set[int]:
-        """Foreign ids that no text may become; the one for what is unknown is not among them."""
+        """Foreign ids that no text may become, but for the one of what is unknown."""
+
+    @abstractmethod
+    def _unknown(self) -> int | None:
+        """Foreign id of what is unknown."""
 
     @abstractmethod
     def _encode(self, text: str) -> Ids:
@@ -144,7 +152,14 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     def __init__(self, content: str, *, foreign_ids: Sequence[int], end_of_text: int) -> None:
         super().__init__(content, foreign_ids=foreign_ids, end_of_text=end_of_text)
-        self._can_be_cut = _can_be_cut(json.loads(content), self._library)
+        pipeline = parse_object(content)
+        self._can_be_cut = _can_be_cut(pipeline, self._library)
+        self._is_byte_level = _is_byte_level(pipeline, self._library)
+
+    @property
+    def is_lossless(self) -> bool:
+        """If it is GPT-2's kind, byte-level BPE."""
+        return self._is_byte_level
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """All pieces of all texts in few calls of the library."""
@@ -166,11 +181,13 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
         return library, {i: symbol for symbol, i in library.get_vocab(with_added_tokens=True).items()}
 
     def _special(self) -> set[int]:
-        model = json.loads(self.content)["model"]
-        unknown = model.get("unk_id")
-        if isinstance(name := model.get("unk_token"), str):
-            unknown = self._library.token_to_id(name)
-        return {i for i, token in self._library.get_added_tokens_decoder().items() if token.special} - {unknown}
+        return {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+
+    def _unknown(self) -> int | None:
+        model = parse_object(self.content)["model"]
+        name, found = model.get("unk_token"), model.get("unk_id")
+        found = self._library.token_to_id(name) if isinstance(name, str) else found
+        return None if found is None else int(found)
 
     def _cut(self, text: str) -> list[str]:
         pieces: list[str] = []
@@ -215,6 +232,9 @@ class SentencePieceTokenizer(ForeignTokenizer):
     def _special(self) -> set[int]:
         return {i for i in range(self._library.vocab_size()) if self._library.is_control(i)}
 
+    def _unknown(self) -> int | None:
+        return int(self._library.unk_id())
+
     def _encode(self, text: str) -> Ids:
         return np.array(self._library.encode(text, out_type=int, add_bos=False, add_eos=False), dtype=np.int32)
 
@@ -238,6 +258,20 @@ def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
         return False
     words = [library.pre_tokenizer.pre_tokenize_str(sample) for sample in ("ab cd", "AB CD", "aB Cd", "Ab cD")]
     return not any(first < 2 < last for sample in words for _, (first, last) in sample)
+
+
+def _is_byte_level(pipeline: dict[str, Any], library: Any) -> bool:
+    """Whether it is byte-level BPE as in GPT-2: the bytes of the text as they are, all of which are symbols."""
+    model, splitter = pipeline["model"], pipeline.get("pre_tokenizer") or {}
+    return bool(
+        pipeline.get("normalizer") is None
+        and (splitter.get("type"), splitter.get("add_prefix_space")) == ("ByteLevel", False)
+        and (pipeline.get("decoder") or {}).get("type") == "ByteLevel"
+        and model["type"] == "BPE"
+        and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        and set(byte_symbols()) <= model["vocab"].keys()
+        and all(token.special for token in library.get_added_tokens_decoder().values())
+    )
 
 
 def _stages(stage: dict[str, Any] | None) -> list[str]:

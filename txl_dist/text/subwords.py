@@ -53,7 +53,19 @@ class LibraryTokenizer(Tokenizer):
             first = last
 
 
-class BpeTokenizer(LibraryTokenizer, SpelledTokenizer):
+class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):
+    """One whose symbols are pieces of text, spelled in GPT-2's alphabet, all of which it has."""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Always."""
+        return True
+
+    def _spell(self, symbol: str) -> bytes:
+        return bytes_of_symbol(symbol)
+
+
+class BpeTokenizer(ByteLevelTokenizer):
     """Byte-level BPE as in GPT-2; `merges` in the order they are applied."""
 
     kind = "bpe"
@@ -67,11 +79,8 @@ class BpeTokenizer(LibraryTokenizer, SpelledTokenizer):
         pairs = [(left, right) for left, right in (merge.split(" ") for merge in self.merges)]
         self._library = byte_level(BPE(vocab=self._ids, merges=pairs))
 
-    def _spell(self, symbol: str) -> bytes:
-        return bytes_of_symbol(symbol)
 
-
-class UnigramTokenizer(LibraryTokenizer, SpelledTokenizer):
+class UnigramTokenizer(ByteLevelTokenizer):
     """The most probable pieces of each word (Kudo 2018); `scores` are log-probabilities in the order of ids.
 
     End-of-text has the score None: it is never found in a text.
@@ -98,9 +107,6 @@ class UnigramTokenizer(LibraryTokenizer, SpelledTokenizer):
             for symbol, score in zip(self.symbols, self.scores, strict=True)
         ]
         self._library = byte_level(Unigram(pieces, unk_id=None, byte_fallback=False))
-
-    def _spell(self, symbol: str) -> bytes:
-        return bytes_of_symbol(symbol)
 
 
 def byte_level(model: Any) -> Any:

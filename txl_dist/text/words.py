@@ -18,12 +18,13 @@ END_OF_LINE = "<eos>"
 class WordTokenizer(SpelledTokenizer):
     """One id per word between blanks; each line ends in `<eos>`, the way WikiText and PTB are counted.
 
-    Decoding puts a blank behind every word and a newline for `<eos>`, so runs of blanks are lost.
+    Decoding puts a blank behind every word and a newline for `<eos>`: any other white space is lost.
     Vocabularies from elsewhere may differ: another symbol or none before and behind each line, and for unknown
     words (None: they are refused); text that is made lower case. The mark behind a line is its newline.
     """
 
     kind = "word"
+    unit = "word"
     defaults: ClassVar[dict[str, Any]] = {
         "line_start": None,
         "line_end": END_OF_LINE,
@@ -46,13 +47,13 @@ class WordTokenizer(SpelledTokenizer):
         self.unknown = unknown
         self.lower_case = lower_case
         super().__init__(symbols, end_of_text=end_of_text)
-        self._unknown_id = REFUSED if unknown is None else self._ids[unknown]
+        self.unknown_id = None if unknown is None else self._ids[unknown]
         if missing := {line_start, line_end} - {None} - self._ids.keys():
             raise ValueError(f"the marks of lines {sorted(map(str, missing))} are not among the symbols")
 
     def encode(self, text: str) -> Ids:
         """One lookup per word and mark of a line. Raises DataError for a word that is unknown and has no symbol."""
-        id_of, unknown_id = self._ids.get, self._unknown_id
+        id_of, unknown_id = self._ids.get, REFUSED if self.unknown_id is None else self.unknown_id
         ids = np.fromiter((id_of(word, unknown_id) for word in self._split(text)), dtype=np.int32)
         if self.unknown is None and (ids == REFUSED).any():
             raise unknown_error("word", next(word for word in self._split(text) if word not in self._ids))

@@ -35,18 +35,21 @@ class BatchMaker(NamedTuple):
     def batch(self, segment: Segment, *, rows: slice = slice(None)) -> Batch:
         """One batch of some lanes; it shares the segment's memory where it can.
 
-        With document masks the first token of a document is not scored: nothing of its own document precedes it.
+        With document masks an end-of-text belongs, as an input, to the document that it opens: it sees itself alone and
+        predicts that document's first token. A target that its input's document does not hold is not scored: where a
+        document begins without an end-of-text before it, or was cut at the border of a lane's piece.
         """
         tokens, targets = segment.tokens[rows, :-1], segment.tokens[rows, 1:]
-        documents = segment.documents[rows]
-        counts = segment.scored[rows]
+        counts, document_BT = segment.scored[rows], None
         if self.mask_documents:
-            counts = counts & (documents[:, 1:] == documents[:, :-1])
+            begins = segment.documents[rows]
+            documents = np.where(segment.opens[rows], begins[:, 1:], begins[:, :-1])
+            counts, document_BT = counts & (documents == begins[:, 1:]), torch.from_numpy(documents)
         return Batch(
             tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
             targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
             scored_BT=torch.from_numpy(counts.astype(np.float32)),
-            document_BT=torch.from_numpy(np.ascontiguousarray(documents[:, :-1])) if self.mask_documents else None,
+            document_BT=document_BT,
             token_partition=self._partition(tokens, self.embedding_edges),
             target_partition=self._partition(targets, self.softmax_edges),
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from txl_dist.config import Config
 from txl_dist.data.corpus import Split
 from txl_dist.data.evaluation import EvalStream
+from txl_dist.data.units import TextUnits, text_units
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -37,8 +38,8 @@ class Evaluation(NamedTuple):
     """Nats per token."""
     tokens: int
     """Targets that were scored."""
-    bits_per_byte: float
-    bits_per_character: float
+    units: TextUnits
+    """In which the loss may be told."""
     seconds: float
     loss_by_position: list[float]
     """Of the targets of a segment, joined to `POSITION_BINS` parts at most: what context within it brings."""
@@ -46,8 +47,10 @@ class Evaluation(NamedTuple):
     """Of the targets of each cluster of the vocabulary; NaN where there was none."""
 
     def numbers(self) -> dict[str, float]:
-        """Without the two lists."""
-        return {name: float(value) for name, value in self._asdict().items() if not isinstance(value, list)}
+        """Without the two lists; bits per byte and character only where they are a cost of the text."""
+        unknown = {"unknown_pct": self.units.unknown_pct} if self.units.unknown_pct else {}
+        numbers = {"loss": self.loss, "tokens": float(self.tokens), "seconds": self.seconds}
+        return numbers | self.units.bits(self.loss) | unknown
 
     def record(self, step: int) -> Record:
         """As metrics."""
@@ -134,7 +137,7 @@ def evaluate(
     return Evaluation(
         loss=loss,
         tokens=tokens,
-        **split.bits_per_unit(loss),
+        units=text_units([split], mask_documents=maker.mask_documents),
         seconds=time.perf_counter() - start_s,
         loss_by_position=by_position,
         loss_by_cluster=by_cluster,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from txl_dist.config import Config
 from txl_dist.data.corpus import Split
+from txl_dist.data.units import text_units
 from txl_dist.dist import Ranks
 from txl_dist.rng import derive_seed
 from txl_dist.text.tokenizer import Tokenizer
@@ -46,14 +47,14 @@ class Observer:
         """`splits` are held out, that of data.path first; `evaluated` are the losses on it so far, by step.
         `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
         self._engine, self._maker, self._config, self._ranks = engine, maker, config, ranks
-        self._splits, self._tokenizer, self._reporter = splits, tokenizer, reporter
+        self.splits, self._tokenizer, self._reporter = splits, tokenizer, reporter
         self._before_segment = before_segment
         self.evaluated = dict(evaluated)
 
     def should_evaluate(self, step: int) -> bool:
         """By the interval, and at the end."""
         every = self._config.eval.every_steps
-        return bool(self._splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
+        return bool(self.splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
 
     def forget(self, *, after: int) -> None:
         """After a rewind to that step."""
@@ -74,13 +75,13 @@ class Observer:
                 ranks=self._ranks,
                 before_segment=lambda: self._before_segment(step),
             )
-            for split in self._splits
+            for split in self.splits
         ]
         if self._config.train.memory_len and (record := self._look(step)) is not None:
             self._reporter.write("look", record)
-        pairs = list(zip(self._splits, results, strict=True))
+        pairs = list(zip(self.splits, results, strict=True))
         for split, result in reversed(pairs):  # that of the first corpus says that all are done
-            self._reporter.write(labelled("eval", split, self._splits), result.record(step))
+            self._reporter.write(labelled("eval", split, self.splits), result.record(step))
         best = min(self.evaluated.values(), default=math.inf)
         if math.isfinite(results[0].loss):
             self.evaluated[step] = results[0].loss
@@ -89,7 +90,7 @@ class Observer:
     def _look(self, step: int) -> Record | None:
         return look(
             self._engine,
-            self._splits[0],
+            self.splits[0],
             maker=self._maker,
             config=self._config,
             ranks=self._ranks,
@@ -119,3 +120,20 @@ def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
     number = splits.index(split)
     names = [one.corpus.name for one in splits]
     return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")
+
+
+def text_facts(splits: Sequence[Split], held_out: Sequence[Split], *, mask_documents: bool) -> Record:
+    """In which units the losses of a run may be told, for the record of its start.
+
+    `no_bits` has by kind of record why there are no bits per byte; `held_out_bytes` tells held-out texts apart.
+    """
+    kinds = {"train": [*splits]} | {labelled("eval", one, held_out): [one] for one in held_out}
+    units = {
+        kind: text_units(own, shares=[1 / len(own)] * len(own), mask_documents=mask_documents)
+        for kind, own in kinds.items()
+    }
+    return {
+        "token": units["train"].token,
+        "no_bits": {kind: one.problem for kind, one in units.items() if one.problem},
+        **({"held_out_bytes": held_out[0].text_bytes} if held_out else {}),
+    }

@@ -24,9 +24,7 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, config: Config, *, device:
     """What the model writes behind `metrics.sample_prompt`: `metrics.sample_len` tokens, or up to the end of the
     document, or to where its probabilities are no numbers. All ranks call it together."""
     prompt, end_of_text = config.metrics.sample_prompt, tokenizer.end_of_text
-    # With document masks the model never saw what precedes a document.
-    is_known = not prompt or config.data.document_border == "carry"
-    start = [end_of_text] if end_of_text is not None and is_known else []
+    start = [end_of_text] if end_of_text is not None else []
     ids = start + [int(token) for token in tokenizer.encode_prompt(prompt)] or [0]
     written = _continue(engine, ids, config, device=device, seed=seed)
     ends = [written.index(token) for token in (end_of_text, _NOT_A_NUMBER) if token in written]

@@ -21,7 +21,6 @@ from txl_dist.train.checkpoint import (
     choose_together,
     continued_stream,
     corpus_facts,
-    read_state,
 )
 from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine import ZeroEngine
@@ -33,6 +32,7 @@ from txl_dist.train.job import (
     first_stream,
     remarks,
     remarks_on_cache,
+    remarks_on_evaluation,
     remarks_on_repetition,
     train_splits,
 )
@@ -40,6 +40,7 @@ from txl_dist.train.loop import Job, Run, Start
 from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
 from txl_dist.train.run_lock import RunLock, prove_shared
+from txl_dist.train.soundness import read_state
 from txl_dist.train.stopping import StopRequests
 from txl_dist.train.watchdog import Watchdog
 
@@ -144,6 +145,7 @@ def _check_run(
     step = read_state(checkpoint)["step"] if checkpoint else 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
     warnings += remarks_on_cache(config, splits, lanes_per_rank=plan.lanes_per_rank)
+    warnings += remarks_on_evaluation(config, corpora)
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
         stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)

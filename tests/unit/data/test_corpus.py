@@ -20,6 +20,7 @@ from txl_dist.data.documents import Reading, content_digest, split_of
 from txl_dist.data.lanes import hash64
 from txl_dist.data.prepare import prepare_corpus
 from txl_dist.data.shards import RECORD, token_dtype, write_shard
+from txl_dist.data.units import text_units
 from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.tokenizer import WordTokenizer
@@ -214,7 +215,7 @@ def test_a_failed_preparation_leaves_nothing_but_finished_work(tmp_path: Path) -
         prepare_corpus(tmp_path / "out", inputs=[source], kind="byte")
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(DataError, match="line 51"):
-        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, part_bytes=100)
+        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, part_bytes=100, valid_fraction=0.0)
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / ".out.prepare"])
 
 
@@ -336,7 +337,7 @@ def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path:
 def test_a_loss_in_bits_per_byte_and_per_character(tmp_path: Path) -> None:
     split = tiny_corpus(tmp_path, texts=["\u00e9" * 30, "a" * 40], valid_fraction=0.0).split("train")
     assert (split.tokens, split.text_bytes, split.text_characters) == (102, 100, 70)
-    bits = split.bits_per_unit(3 * math.log(2))
+    bits = text_units([split], mask_documents=False).bits(3 * math.log(2))
     assert bits == pytest.approx({"bits_per_byte": 3.06, "bits_per_character": 306 / 70})
 
 

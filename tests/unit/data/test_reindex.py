@@ -89,7 +89,7 @@ def test_foreign_tars_become_a_corpus_that_can_be_read_and_verified(tmp_path: Pa
     assert (train.documents, train.tokens, train.longest) == (6, 16, 4)
     assert (train.text_bytes, train.text_characters) == (12, 10)
     assert train.counts().tolist() == [5, 3, 2, 6, 0]
-    assert corpus.statistics == {"empty_documents_dropped": 2}
+    assert corpus.statistics == {"empty_documents_dropped": 2, "unended_documents": 0}
     assert (summary.ignored, summary.num_unended) == ({".json": 1, ".txt": 1}, 0)
     assert verify_corpus(folder) == []
     assert strangers(corpus) == []

@@ -295,16 +295,27 @@ def test_a_model_without_memory_still_sees_a_segment_of_context_when_it_generate
     assert "".join(bundle.generate("some text", max_tokens=5, temperature=0.0)) == tokenizer.decode(expected)
 
 
-def test_a_model_trained_with_document_masks_gets_no_foreign_start(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_before(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     write(tmp_path / "carry", tokenizer)
     write(tmp_path / "mask", tokenizer, document_border="mask")
-    carry, mask = load(tmp_path / "carry"), load(tmp_path / "mask")
     num_tokens = len(tokenizer.encode("text"))
-    assert carry.score("text").shape == (num_tokens,)
-    assert mask.score("text").shape == (num_tokens - 1,), "nothing of the document precedes its first token"
-    assert "".join(carry.generate("", max_tokens=2, temperature=0.0))
+    for name in ("carry", "mask"):
+        bundle = load(tmp_path / name)
+        assert bundle.score("text").shape == (num_tokens,)
+        assert "".join(bundle.generate("", max_tokens=2, temperature=0.0))
+    for name in ("carry", "mask"):  # as older programs wrote them
+        path = tmp_path / name / "config.json"
+        content = json.loads(path.read_text())
+        del content["begins_documents"]
+        path.write_text(json.dumps(content))
+        write_manifest(path.parent, {name: describe_file(path.parent / name) for name in files_of(path.parent)})
+    assert load(tmp_path / "carry").score("text").shape == (num_tokens,)
+    old = load(tmp_path / "mask")
+    assert old.score("text").shape == (num_tokens - 1,), "its first tokens were never scored"
     with pytest.raises(ConfigError, match="cannot begin a document"):
-        mask.generate("", max_tokens=2)
+        old.generate("", max_tokens=2)
 
 
 def test_a_model_whose_vocabulary_has_no_end_of_text_needs_a_prompt_and_never_stops_early(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.made_runs import make_run, write_state
 from txl_dist.cli import main
+from txl_dist.config import Config, config_to_toml
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.ops.compare import unit_of, write_comparison
-from txl_dist.ops.summary import read_run
+from txl_dist.ops.compare import Unit, unit_of, write_comparison
+from txl_dist.ops.summary import facts_of, read_run
+from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
+from txl_dist.text.training import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +23,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_run(folder / "base", max_steps=500), make_run(folder / "fast", seed=3, lr=4e-3, max_steps=500)]
 
 
-def tiny(folder: Path, *, bits: float | None, tokenizer: str = "") -> Path:
+LOSSY = "mine (valid): 3 of 4 documents do not come back from the tokenizer (word) byte for byte"
+
+
+def tiny(
+    folder: Path,
+    *,
+    bits: float | None,
+    tokenizer: str = "",
+    loss: float = 3.0,
+    tokens: int = 900,
+    held_out_bytes: int = 4000,
+    is_old: bool = False,
+    document_border: str = "carry",
+) -> Path:
     folder.mkdir(parents=True)
-    record = {"kind": "eval", "step": 10, "loss": 3.0} | ({} if bits is None else {"bits_per_byte": bits})
-    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    facts = {"no_bits": {} if bits is not None else {"eval": LOSSY}, "held_out_bytes": held_out_bytes}
+    start = {"kind": "event", "event": "start", "step": 0} | ({} if is_old else facts)
+    record = {"kind": "eval", "step": 10, "loss": loss, "tokens": tokens}
+    record |= {} if bits is None else {"bits_per_byte": bits}
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(record)}\n", encoding="utf-8")
+    config = Config.model_validate({"data": {"document_border": document_border}})
+    (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     if tokenizer:
         write_state(folder, step=10, tokenizer=tokenizer)
     return folder
@@ -42,7 +64,8 @@ def test_the_terminal_gets_a_line_per_run(runs: list[Path], tmp_path: Path) -> N
     lines = write_comparison(runs, out=tmp_path / "page.html")
     assert [line.split()[0] for line in lines[:3]] == ["run", "base", "fast"]
     assert lines[3].startswith("All runs have the same tokenizer")
-    assert lines[4] == f"page: {tmp_path / 'page.html'}"
+    assert lines[4].startswith("best held-out loss, in nats per token: base ")
+    assert lines[5] == f"page: {tmp_path / 'page.html'}"
 
 
 def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> None:
@@ -58,7 +81,7 @@ def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> 
         (("aa", "bb"), (1.0, 1.0), "bits_per_byte", "different tokenizers"),
         (("aa", ""), (1.0, 1.0), "bits_per_byte", "not on record"),
         (("", ""), (1.0, 1.0), "bits_per_byte", "not on record"),
-        (("aa", "bb"), (1.0, None), "loss", "beware"),
+        (("aa", "bb"), (1.0, None), "", "r1: mine (valid): 3 of 4 documents do not come back"),
     ],
 )
 def test_nats_are_compared_only_between_runs_of_one_tokenizer(
@@ -68,6 +91,78 @@ def test_nats_are_compared_only_between_runs_of_one_tokenizer(
     unit = unit_of([read_run(path) for path in paths])
     assert unit.column == column
     assert words in unit.sentence
+
+
+def compared(tmp_path: Path, *runs: dict[str, Any]) -> tuple[Unit, list[str]]:
+    """What is said of runs, and the lines for the terminal."""
+    paths = [tiny(tmp_path / f"run{number}", **values) for number, values in enumerate(runs)]
+    return unit_of([read_run(path) for path in paths]), write_comparison(paths, out=tmp_path / "page.html")
+
+
+def test_runs_whose_losses_cannot_be_compared_are_not_put_side_by_side(tmp_path: Path) -> None:
+    unit, lines = compared(
+        tmp_path, {"bits": None, "tokenizer": "aa", "loss": 0.1}, {"bits": 1.9, "tokenizer": "bb", "loss": 3.0}
+    )
+    assert (unit.column, unit.is_fair) == ("", False)
+    assert "the runs are not ranked" in lines[3]
+    assert not any("best held-out loss, in" in line for line in lines)
+    assert "0.1000" not in "".join(lines)
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Training loss" not in html
+    assert LOSSY in html
+
+
+def test_a_run_that_is_better_in_bits_per_byte_is_ranked_first(tmp_path: Path) -> None:
+    _, lines = compared(
+        tmp_path, {"bits": 1.9, "tokenizer": "aa", "loss": 1.3}, {"bits": 1.2, "tokenizer": "bb", "loss": 3.0}
+    )
+    assert lines[4] == "best held-out loss, in bits per byte: run1 1.2000, run0 1.9000"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({}, {"tokens": 800}, "over other tokens, 800 and 900 of them"),
+        ({}, {"held_out_bytes": 5000}, "their held-out texts are others, of 4,000 and 5,000 bytes"),
+        ({}, {"is_old": True, "document_border": "mask"}, "not all of them score the first tokens of documents"),
+        ({"tokenizer": "bb"}, {"held_out_bytes": 5000}, "their held-out texts are others"),
+    ],
+)
+def test_losses_over_other_tokens_or_texts_are_said_to_be_so_and_not_ranked(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], words: str
+) -> None:
+    usual = {"bits": 1.0, "tokenizer": "aa"}
+    unit, lines = compared(tmp_path, {**usual, **first}, {**usual, **second})
+    assert not unit.is_fair
+    assert words in lines[3]
+    assert "not ranked" in lines[3]
+    assert not any("best held-out loss, in" in line for line in lines)
+
+
+def test_document_masks_of_today_are_compared_with_carrying(tmp_path: Path) -> None:
+    usual = {"bits": 1.0, "tokenizer": "aa"}
+    unit, _ = compared(tmp_path, usual, {**usual, "document_border": "mask"})
+    assert unit.is_fair
+
+
+def test_bits_that_an_older_program_recorded_count_only_if_its_tokenizer_loses_nothing(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "old", bits=0.56, is_old=True, tokenizer="aa")
+    checkpoint = path / "checkpoints" / "step_000000010" / "tokenizer.json"
+    kinds: dict[str, Tokenizer] = {
+        "word": WordTokenizer(["a", "<eos>", "<unk>"], end_of_text=None),
+        "byte": train_tokenizer("byte", lambda: ["a"]),
+    }
+    for kind, tokenizer in kinds.items():
+        tokenizer.save(checkpoint)
+        assert read_run(path).history.evals["eval"].has("bits_per_byte") == (kind == "byte")
+    (path / "config.toml").write_text('[data]\ndocument_border = "mask"\n', encoding="utf-8")
+    assert not read_run(path).history.evals["eval"].has("bits_per_byte"), "first tokens were not scored"
+
+
+def test_a_report_says_why_there_are_no_bits_per_byte(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "run", bits=None)
+    notes = {fact.name: fact.note for fact in facts_of(read_run(path))}
+    assert f"no bits per byte: {LOSSY}" in notes["Held-out loss"]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
@@ -105,4 +200,4 @@ def test_both_verbs_answer_and_name_their_page(
         assert f"page: {tmp_path / name}" in printed
         assert (tmp_path / name).stat().st_size > 10_000
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "is no run with records" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

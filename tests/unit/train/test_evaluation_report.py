@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import string
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +22,10 @@ from txl_dist.infer.bundle import write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.infer.score import log_probabilities
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.evaluation_report import Overrides, evaluate_trained
+from txl_dist.train.evaluation_report import evaluate_trained
+from txl_dist.train.evaluation_settings import Overrides
 
 SEGMENT_LEN, MEMORY_LEN = 16, 24
 POSITIONS: dict[str, dict[str, Any]] = {
@@ -39,8 +43,20 @@ class Made(NamedTuple):
     settings: dict[str, Any]
 
 
-def make(folder: Path, *, document_border: str = "carry", **settings: Any) -> Made:
-    corpus = tiny_corpus(folder, texts=["abc" * 40 + "d" * i for i in range(12)], valid_fraction=0.3)
+TEXTS = ["abc" * 40 + "d" * i for i in range(12)]
+
+
+def make(
+    folder: Path,
+    *,
+    document_border: str = "carry",
+    texts: list[str] = TEXTS,
+    kind: str = "byte",
+    vocab_size: int = 0,
+    **settings: Any,
+) -> Made:
+    folder.mkdir(exist_ok=True)
+    corpus = tiny_corpus(folder, texts=texts, valid_fraction=0.3, kind=kind, vocab_size=vocab_size)
     tokenizer = load_tokenizer(corpus.folder / "tokenizer.json")
     torch.manual_seed(1)
     section = tiny_section(init_std=0.2, **settings)
@@ -70,7 +86,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
     out = made.bundle.parent / "result.json"
-    overrides = Overrides(num_lanes=1)._replace(**changes)
+    if isinstance(changes.get("memory_len"), int):
+        changes["memory_len"] = (changes["memory_len"],)
+    overrides = Overrides(**({"num_lanes": 1} | changes))
     evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, json_path=out)
     results: dict[str, dict[str, float]] = json.loads(out.read_text())
     return results
@@ -140,7 +158,7 @@ def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
         ({"same_length": "memory", "memory_len": 0}, "Give --same-length off"),
         ({"same_length": "memory_and_self", "without_memory": True}, "Give --same-length off"),
         ({"overlap_len": 8}, "eval.overlap_len=8 .* eval.memory_len=0"),
-        ({"overlap_len": -1}, "eval.overlap_len"),
+        ({"overlap_len": -1}, "--overlap-len -1: it must be 0 or more tokens"),
     ],
     ids=str,
 )
@@ -153,6 +171,66 @@ def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path)
     made = make(tmp_path, document_border="mask")
     with pytest.raises(ConfigError, match="--zero-memory is no document"):
         evaluated(made, zero_memory=True)
+
+
+def test_the_cost_of_text_is_the_same_with_document_masks_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of one random character: whoever knows no more than that pays log2(62) bits for each byte."""
+    letters = string.ascii_letters + string.digits
+    texts = random.Random(1).choices(letters, k=400)
+    for border in ("carry", "mask"):
+        made = make(tmp_path / border, document_border=border, texts=texts)
+        end = made.corpus.end_of_text
+
+        def losses(network: SegmentLoss, batch: Batch, memory: Memory, end: int | None = end) -> tuple[Tensor, Memory]:
+            return torch.where(batch.targets_BT == end, 0.0, math.log(62)), memory
+
+        monkeypatch.setattr(SegmentLoss, "forward", losses)
+        for num_lanes in (1, 3):
+            result = evaluated(made, num_lanes=num_lanes)["model"]
+            assert result["tokens"] == made.corpus.split("valid").tokens - 1
+            assert result["bits_per_byte"] == pytest.approx(math.log2(62), rel=0.01)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 4])
+def test_a_masked_evaluation_scores_each_document_as_if_it_stood_alone_behind_an_end_of_text(
+    tmp_path: Path, num_lanes: int
+) -> None:
+    made = make(tmp_path, document_border="mask", texts=["ab" * i + "c" for i in range(1, 25)])
+    longest = made.corpus.split("valid").longest
+    result = evaluated(made, num_lanes=num_lanes, memory_len=longest)["model"]
+    documents = [[int(i) for i in document] for document in made.corpus.split("valid").each_document()]
+    assert all(document[-1] == made.corpus.end_of_text for document in documents)
+    model = TransformerXL(tiny_section(init_std=0.2, **made.settings), vocab_size=made.corpus.vocab_size).eval()
+    model.load_state_dict(made.weights, strict=False)
+    nats = 0.0
+    for number, document in enumerate(documents):
+        tokens = torch.tensor([[made.corpus.end_of_text, *document] if number else document])
+        nats -= float(log_probabilities(model, tokens, segment_len=len(document) + 1, memory_len=0).double().sum())
+    expected = nats / (made.corpus.split("valid").tokens - 1)
+    if num_lanes == 1:
+        assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    else:
+        assert result["loss"] != pytest.approx(expected, rel=1e-5), "a lane begins with an empty memory"
+
+
+def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_path: Path) -> None:
+    made = make(tmp_path, texts=[f"the cat sat on mat {i} of {'many ' * i}" for i in range(40)], kind="word",
+                vocab_size=9)  # fmt: skip
+    lines = evaluate_trained(
+        made.bundle, data=made.corpus.folder, overrides=Overrides(num_lanes=2), baselines=True,
+        json_path=tmp_path / "out.json",
+    )  # fmt: skip
+    assert "ppl/word" in lines[1]
+    assert "bits" not in lines[1]
+    assert any(line.startswith("no bits per byte: ") and "(word)" in line for line in lines)
+    assert any(line.startswith("unknown: ") for line in lines)
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [name.split(" (")[0] for name in results] == ["model", "order 0", "bigram"]
+    for values in results.values():
+        assert "bits_per_byte" not in values
+        assert "do not come back" in values["no_bits"]
 
 
 def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:
