@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
         if word.startswith("--") and "." not in word:
             raise ConfigError(f"unknown flag {word}.{did_you_mean(word, own)} See txl plan --help.")
     config = read_settings([str(arguments.config), *words])
+    say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
 
     import json
 
