@@ -139,11 +139,7 @@ class Split:
     def lost(self) -> str:
         """What of the text its tokens do not give back, for people; empty if they give back all of it."""
         tokenizer, num_changed = self.corpus.tokenizer, self._info.changed_documents
-        if (
-            num_changed == 0
-            or tokenizer.is_lossless
-            or (num_changed is None and tokenizer.keeps_text_of(self.counts()))
-        ):
+        if num_changed == 0 or (num_changed is None and tokenizer.keeps_text(num_unknown=self.num_unknown)):
             return ""
         if num_changed is None:
             return f"it is not on record whether the tokenizer ({tokenizer.kind}) lost some of the text"
