@@ -17,8 +17,9 @@ fail() { echo "launch: $*" >&2; exit 1; }
 
 make_environment() { # EXTRAS, "" or "[dev]"; sets num_gpus
     command -v "$PYTHON" >/dev/null || fail "no $PYTHON found. Install Python 3.11 or newer, or set PYTHON."
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-        || fail "$PYTHON is $("$PYTHON" --version); Python 3.11 or newer is needed. Set PYTHON to a newer one."
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+        || fail "$PYTHON is $("$PYTHON" --version 2>/dev/null || echo "nothing that runs"); Python 3.11 or newer is" \
+            "needed. Set PYTHON to a newer one."
     make_venv
     export PATH="$VENV/bin:$PATH"
     is_installed "$1" || install_project "$1"

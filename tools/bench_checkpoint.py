@@ -33,8 +33,9 @@ from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.lanes import lanes_of_rank
 from txl_dist.data.prepare import prepare_corpus
 from txl_dist.dist import Ranks, barrier, joined_ranks
+from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import checkpoint_folder, corpus_facts, load_checkpoint, problems_together
+from txl_dist.train.checkpoint import corpus_facts, load_checkpoint, problems_together
 from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.export import make_probe
 from txl_dist.train.health import Health

@@ -21,7 +21,8 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, choices_of, load_config, setting_names
-from txl_dist.errors import REQUEUE, ConfigError, TxlError
+from txl_dist.console import say
+from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.doctor import doctor
@@ -30,6 +31,8 @@ from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, generate, import_
 from txl_dist.verbs.plan import plan as run_plan
 from txl_dist.verbs.report import compare, report
+from txl_dist.verbs.train import check_config_file, check_paths, usage
+from txl_dist.verbs.words import call, parse, stray_word, unknown_flag
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,15 @@ class TrainArguments:
 
 def train(argv: Sequence[str]) -> int:
     """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
+    if not argv:
+        say(usage(), to=sys.stderr)
+        return 2
     arguments = _train_arguments(argv)
+    check_paths(arguments.settings, resume=arguments.resume)
     if arguments.dry_run:
         from txl_dist.train.describe import dry_run
 
-        print("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
+        say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
     from txl_dist.train.allocator import give_memory_back
 
@@ -95,14 +102,16 @@ def plan(argv: Sequence[str]) -> int:
 
 def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
     file = argv[0] if argv and not argv[0].startswith("-") else None
+    if file is not None:
+        check_config_file(file)
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
-    _check_flags(argv)
-    arguments = tyro.cli(TrainArguments, prog=prog, args=argv, default=default)
+    _check_flags(argv, prog=prog)
+    arguments: TrainArguments = parse(TrainArguments, argv, prog=prog, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
     if file is None and _is_speaker():
-        print("txl train: no config file; starting from the defaults", file=sys.stderr)
+        say("txl train: no config file; starting from the defaults", to=sys.stderr)
     if not arguments.init:
         return arguments
     settings = arguments.settings
@@ -110,29 +119,24 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     return replace(arguments, settings=settings.model_copy(update={"run": run}))
 
 
-def _check_flags(argv: Sequence[str]) -> None:
-    """Refuse unknown flags and impossible choices, all at once, in one line each with what was meant."""
+def _check_flags(argv: Sequence[str], *, prog: str) -> None:
+    """Refuse unknown flags, impossible choices and settings without dashes, all at once, in a line each."""
     flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
     known, problems = [*setting_names(), *flags, "no_dry_run", "help"], []
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
         flag, is_joined, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
+        if name in setting_names() and is_joined and not flag.startswith("--"):
+            problems.append(stray_word(word, known, prog=prog))
         if not flag.startswith("--") or not name:
             continue
         value = value if is_joined else after
         if name not in known:
-            hint = did_you_mean(name, known, spell=_flag) or " See txl train --help."
-            problems.append(f"unknown flag {flag}.{hint}")
+            problems.append(unknown_flag(flag, known, prog=prog))
         elif "." in name and (choices := choices_of(name)) and value not in choices and value[:1] not in ("", "-"):
             problems.append(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _flag(name: str) -> str:
-    """As `--help` has it, and a setting as files have it too."""
-    flag = "--" + name.replace("_", "-")
-    return f"{flag} ({name})" if "." in name and "_" in name else flag
 
 
 VERBS: dict[str, Callable[..., object]] = {
@@ -155,24 +159,24 @@ VERBS: dict[str, Callable[..., object]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
     arguments = _without_launcher_flags(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        say(_usage())
         return 0
     verb, *rest = arguments
     if verb == "--version":
-        print(__version__)
+        say(__version__)
         return 0
     if verb not in VERBS:
-        print(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", file=sys.stderr)
+        say(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", to=sys.stderr)
         return 2
     try:
         if own := {"train": train, "launch": launch, "plan": plan}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file
         else:
-            tyro.cli(VERBS[verb], prog=f"txl {verb}", args=rest)
+            call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:
         if _should_print(error):
-            print(f"txl {verb}: error: {error}", file=sys.stderr)
+            say(f"txl {verb}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
 
@@ -187,12 +191,16 @@ def run() -> None:
         code = main()
     except KeyboardInterrupt:
         if _is_speaker():
-            print("txl: interrupted; the same command goes on from what is kept", file=sys.stderr)
+            say("txl: interrupted; the same command goes on from what is kept", to=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)
     except SystemExit as stop:
         code = int(stop.code or 0)
+    except ModuleNotFoundError as error:
+        if _is_speaker():
+            say(f"txl: error: {no_package(error)}", to=sys.stderr)
+        code = 2
     except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
         traceback.print_exc()
         code = 1

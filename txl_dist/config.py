@@ -12,15 +12,16 @@ import hashlib
 import itertools
 import json
 import re
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from txl_dist.errors import ConfigError
+from txl_dist.files import parse_toml, read_bytes
 from txl_dist.sections import (
     CheckpointSection,
     DataSection,
@@ -183,7 +184,7 @@ def load_config(path: str | Path) -> Config:
     Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bytes(Path(path)).decode()
     except OSError as error:
         raise ConfigError(
             f"cannot read the config file {path}: {error.strerror or error}. Name a TOML file, as those in configs/."
@@ -191,8 +192,8 @@ def load_config(path: str | Path) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = parse_toml(text)
+    except ValueError as error:
         hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
         raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
     return config_from_dict(values, source=str(path))
@@ -263,13 +264,73 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             yield f"{source}: {unknown_setting(name)}"
-            continue
-        hint = ""
-        if problem["type"] == "literal_error":
-            hint = did_you_mean(str(problem["input"]), re.findall("'(.*?)'", problem["ctx"]["expected"]))
-        elif problem["type"] == "bool_type":
-            hint = did_you_mean(str(problem["input"]), ("true", "false")) or " Write true or false, without quotes."
-        yield f"{source}: {name} = {problem['input']!r}: {problem['msg']}.{hint}"
+        elif (setting := ".".join(map(str, problem["loc"][:2]))) in setting_names():
+            yield f"{source}: {setting} = {problem['input']!r}: {_rule(setting, problem)}"
+        else:
+            yield f"{source}: {name} is a section: write [{name}], and its settings below."
+
+
+def explain_flag(name: str, words: Sequence[str]) -> str:
+    """Why a setting (`section.key`) cannot have these words of a command line as its value; empty if it can."""
+    flag, info = "--" + name.replace("_", "-"), _field(name)
+    is_many = get_origin(info.annotation) is tuple
+    kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+    try:
+        TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(
+            tuple(words) if is_many else words[0] if words else None
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        if not words:
+            return f"{flag} needs a value: {_rule(name, problem, on_flag=True)}"
+        return f"{flag} {' '.join(words)}: {_rule(name, problem, on_flag=True)}"
+    return ""
+
+
+def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
+    """What a setting must be, what it counts, and what was meant."""
+    info, hint = _field(name), ""
+    unit = lower(re.split(r"\.(?:\s|$)", info.description or "")[0].replace("\n", " "))
+    if choices := choices_of(name):
+        choices = choices if on_flag else tuple(word.lower() if word in ("True", "False") else word for word in choices)
+        hint = did_you_mean(str(problem["input"]), choices)
+        if not hint and info.annotation is bool and not on_flag:
+            hint = " Write true or false, without quotes."
+        return f"it can be {', '.join(choices)} ({unit}).{hint}"
+    return f"it must be {_range(info)} ({unit})."
+
+
+def lower(text: str) -> str:
+    """A sentence as a part of another: its first letter small, unless the word is a name."""
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
+
+_KINDS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a text", "texts"),
+    bool: ("true or false", "true or false"),
+}
+
+
+def _range(info: FieldInfo) -> str:
+    """The values that a setting can take: `a whole number, 1 or more`."""
+    kind, rules = info.annotation, list(info.metadata)
+    if parts := get_args(kind):  # a tuple, whose bounds are those of its entries
+        kind, *marks = get_args(parts[0]) if get_origin(parts[0]) is Annotated else parts[:1]
+        rules = [rule for mark in marks for rule in mark.metadata]
+    one, many = _KINDS[kind]  # type: ignore[index]  # every setting that has no choices is of these
+    what = one if not parts else f"a list of {many}" if Ellipsis in parts else f"{len(parts)} {many}"
+    least, above, below, most = (
+        next((getattr(rule, name) for rule in rules if hasattr(rule, name)), None) for name in ("ge", "gt", "lt", "le")
+    )
+    if kind is int and above is not None:
+        least, above = above + 1, None
+    low = "" if least is None else f"{least:g} or more"
+    low = low if above is None else f"above {above:g}"
+    high = f"below {below:g}" if below is not None else f"at most {most:g}" if most is not None else ""
+    words = " and ".join(filter(None, (low, high)))
+    return f"{what}, {words}" if words else what
 
 
 def unknown_setting(name: str) -> str:
@@ -288,11 +349,15 @@ def unknown_setting(name: str) -> str:
 
 def choices_of(name: str) -> tuple[str, ...]:
     """The values that a setting (`section.key`) can take on the command line, if they are few; else none."""
-    section, _, key = name.partition(".")
-    kind = _sections()[section].model_fields[key].annotation
+    kind = _field(name).annotation
     return (
         ("True", "False") if kind is bool else tuple(str(value) for value in get_args(kind) if isinstance(value, str))
     )
+
+
+def _field(name: str) -> FieldInfo:
+    section, _, key = name.partition(".")
+    return _sections()[section].model_fields[key]
 
 
 def _keys(section: str) -> list[str]:

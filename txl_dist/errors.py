@@ -4,6 +4,8 @@
 The command line prints the message without a traceback and exits with `exit_code`.
 """
 
+import sys
+
 REQUEUE = 75
 """Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
 HANG = 76
@@ -16,6 +18,16 @@ class TxlError(Exception):
     exit_code = 2
     rank: int | None = None
     """The rank that met it, once ranks have joined; that one prints it."""
+
+
+def no_package(error: ModuleNotFoundError) -> str:
+    """For people: a package is missing, as outside the environment; one of our own modules is a defect, and raised."""
+    if (error.name or "").partition(".")[0] == "txl_dist":
+        raise error
+    return (
+        f"{sys.executable} has no package {error.name}. Activate the project's environment "
+        "(source .venv/bin/activate), or make one: bash launch/quickstart.sh, or pip install -e ."
+    )
 
 
 def of_all(error: TxlError) -> TxlError:

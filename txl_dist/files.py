@@ -1,12 +1,228 @@
-"""Files that survive a power cut, and hashes that prove what they hold. Shared by corpora, checkpoints and bundles."""
+"""Files at the border to a disk that others can write too: how all of the package writes, reads and names them.
+
+Writing   Into a file that did not exist, never through a link, flushed to the disk; a rename then puts it in the place
+          of the old one, or of a link of that name. So nothing outside is overwritten, whatever lies under our names,
+          and a crash leaves the old content or the new. What a crash leaves under a temporary name is removed by the
+          next write. Files that grow (`open_to_append`) and files that a user names (`write_output`) follow links: to
+          link them elsewhere is the choice of whoever owns the folder.
+Reading   From regular files only, so that no FIFO or device can keep us waiting; of a bounded size; JSON and TOML of a
+          bounded depth. Whatever is wrong with the content is a ValueError, with the access an OSError.
+Names     that a manifest lists stay in its folder (`inside`).
+
+What it gives up: two processes that write one file at one time, which locks exclude where it matters.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import inspect
 import json
+import math
 import os
+import stat
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+MAX_TEXT_BYTES = 1 << 30
+"""Of a JSON or TOML file. The largest ones, tokenizers and indices, have some hundred MiB."""
+MAX_DEPTH = 64
+"""Of objects in objects. Ours have 6, a Hugging Face tokenizer about 10."""
+_MAX_NAME = 255
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
+    """An empty file to write and read, which is nothing that others put there: what has this name is removed first.
+
+    Raises OSError, also if somebody makes the name again in between, or if it is a folder.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "w+b", buffering=buffering)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of `path`, durably, when the block ends; after an error nothing is left of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    stream = open_new(temporary)
+    try:
+        with stream:
+            yield stream
+            flush_to_disk(stream)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    flush_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old content or the new, never a part."""
+    with replacing(path) as stream:
+        stream.write(data)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it. For folders that are committed as a whole later."""
+    with open_new(path) as stream:
+        stream.write(data)
+        flush_to_disk(stream)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write to a file that a user named: a link is followed, and a pipe, a terminal or /dev/stdout will do."""
+    with path.open("wb") as stream:
+        stream.write(data)
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            flush_to_disk(stream)
+
+
+def open_to_append(path: Path) -> int:
+    """Descriptor of a file that grows, read and written; made if there is none. Raises OSError for a folder or a FIFO.
+
+    A link is followed: logs may lie on another disk, or in /dev/null.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    return _regular(descriptor, path, or_device=True)
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A regular file to read. Raises OSError at once for a folder, a FIFO or a device, at which reading could wait."""
+    return os.fdopen(_regular(os.open(path, _READ), path), "rb")
+
+
+def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or (or_device and stat.S_ISCHR(mode)):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """A small file, whole. Raises OSError if it is no regular file, or larger than that."""
+    with open_regular(path) as stream:
+        if os.fstat(stream.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return stream.read()
+
+
+def read_text(path: Path) -> str:
+    """A small file of UTF-8, with or without a mark of it at the start. Raises OSError, ValueError."""
+    return read_bytes(path).decode("utf-8-sig")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError, and ValueError as `parse_json` does."""
+    return parse_json(read_bytes(path))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """What JSON in UTF-8 says. Raises ValueError for anything else, and where it is nested too deeply."""
+    try:
+        values = json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
+    except RecursionError:
+        raise _too_deep() from None
+    _check_depth(values)
+    return values
+
+
+def parse_object(content: bytes | str) -> dict[str, Any]:
+    """The same for an object. Raises ValueError."""
+    values = parse_json(content)
+    if not isinstance(values, dict):
+        raise ValueError("it holds no JSON object")
+    return values
+
+
+def typed(kind: Callable[..., T], values: object) -> T:
+    """A named tuple or dataclass of the members of a JSON object, or of a JSON list in the order of its fields.
+
+    Its text, numbers and truth values are looked at, and integers lie in 0 .. 2**63 - 1; what else it holds is the
+    caller's business. Raises ValueError.
+    """
+    names = list(inspect.signature(kind).parameters)
+    if isinstance(values, list) and len(values) <= len(names):
+        values = dict(zip(names, values, strict=False))
+    if not isinstance(values, dict):
+        raise ValueError(f"{_shown(values)} is no {kind.__name__}")
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        hint = hints.get(name)
+        is_wrong = hint in (int, str, bool) and type(value) is not hint
+        is_wrong |= hint is float and (type(value) not in (int, float) or not math.isfinite(value))
+        if is_wrong or (hint is int and not 0 <= value < 1 << 63):
+            raise ValueError(f"{name} is {_shown(value)}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60}"
+
+
+def parse_toml(content: bytes | str) -> dict[str, Any]:
+    """What TOML in UTF-8 says. Raises ValueError for anything else, and where it is nested too deeply."""
+    text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+    try:
+        values = tomllib.loads(text)
+        repr(values)  # a hexadecimal number may have more digits than Python prints, which is a ValueError
+    except RecursionError:
+        raise _too_deep() from None
+    _check_depth(values)
+    return values
+
+
+def _check_depth(values: Any) -> None:
+    level = [values]
+    for _ in range(MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def is_file_name(name: object) -> bool:
+    """Whether this can only name a file in the folder at hand."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    return len(name.encode(errors="replace")) <= _MAX_NAME
+
+
+def inside(folder: Path, name: object, *, nested: bool = False) -> Path:
+    """The path of a file that a manifest lists: below its folder, whatever the manifest and links say.
+
+    `nested` allows names with /. Raises ValueError for a name that is none or leaves the folder.
+    """
+    parts = name.split("/") if nested and isinstance(name, str) else [name]
+    if not all(map(is_file_name, parts)):
+        raise ValueError(f"{_shown(name)} is no name of a file in this folder")
+    path = folder
+    for part in map(str, parts):
+        path = path / part
+        # os.path.islink is one look at the disk; to resolve every path would be many.
+        if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise ValueError(f"{name!r} is a link that leads out of this folder")
+    return path
 
 
 def canonical_hash(values: dict[str, Any]) -> str:
@@ -26,21 +242,6 @@ def write_hashed_json(path: Path, values: dict[str, Any]) -> None:
     write_bytes(path, hashed_json(values))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("wb") as stream:
-        stream.write(data)
-        flush_to_disk(stream)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old content or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    write_bytes(temporary, data)
-    temporary.replace(path)
-    flush_folder(path.parent)
-
-
 def flush_to_disk(stream: IO[bytes]) -> None:
     """Without this a rename can survive a power cut that the content did not."""
     stream.flush()
@@ -56,10 +257,21 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_gone(folder: Path) -> bool:
+    """Whether a folder that was there is no more. What a failing file system answers is no answer."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def free_name(path: Path, word: str) -> Path:
     """The first of NAME.word-1, NAME.word-2 ... that does not exist."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.{word}-{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{word}-{number}")):
         number += 1
     return aside
 
@@ -70,6 +282,6 @@ def sha256_of_bytes(data: bytes) -> str:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Hash of a file of any size."""
-    with path.open("rb") as stream:
+    """Hash of a file of any size. Raises OSError, also if it is no regular file."""
+    with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

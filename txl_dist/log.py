@@ -1,7 +1,8 @@
 """One log format for all ranks: rank 0 speaks, the others only warn, with their rank in front.
 
 Lines go to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run: a terminal or a pipe that
-is gone gets nothing, a file on a full disk lacks the lines of that time and goes on behind them.
+is gone gets nothing, a file on a full disk lacks the lines of that time and goes on behind them. Only a terminal gets
+colours (none with NO_COLOR set), and of lines that can be shortened as much as it is wide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from txl_dist.console import escaped
+from txl_dist.files import open_to_append
+
 logger = logging.getLogger("txl_dist")
+FIT = "fit"
+"""Extra of a record: a function that says the same in a given number of columns. Files get the whole line."""
+_COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+_WIDTH_OF_A_TERMINAL = 80
+"""Where a terminal does not tell."""
 
 
 class GrowingFile:
@@ -52,7 +61,7 @@ class GrowingFile:
         self._descriptor = -1
 
     def _open(self) -> None:
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = open_to_append(self.path)
         size, end = os.fstat(self._descriptor).st_size, len(self._separator)
         if end and size and os.pread(self._descriptor, end, max(size - end, 0)) != self._separator:
             self._write(self._separator)
@@ -62,6 +71,14 @@ class GrowingFile:
         if written < len(data):
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+
+class _Formatter(logging.Formatter):
+    """Lines in which nothing steers a terminal; colours come later, from us."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return escaped(super().format(record))
 
 
 class _StandardError(logging.StreamHandler[Any]):
@@ -75,10 +92,39 @@ class _StandardError(logging.StreamHandler[Any]):
     def stream(self, value: Any) -> None:
         """Ignored: the stream is always the current one."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        if not _is_terminal(self.stream):
+            return super().format(record)
+        if fit := getattr(record, FIT, None):
+            fields = record.__dict__ | {"msg": "", "args": None}
+            before = len(super().format(logging.makeLogRecord(fields)))
+            record = logging.makeLogRecord(fields | {"msg": fit(_width(self.stream) - before)})
+        line, colour = super().format(record), _COLOURS.get(record.levelno)
+        return f"\x1b[{colour}m{line}\x1b[0m" if colour and not os.environ.get("NO_COLOR") else line
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A stream that is gone (OSError) or closed (ValueError) can be told nothing; the rest are our mistakes."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _width(stream: Any) -> int:
+    """Columns of a terminal; COLUMNS comes first, as for other programs."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _WIDTH_OF_A_TERMINAL
+    except (OSError, ValueError):
+        return _WIDTH_OF_A_TERMINAL
 
 
 class _LogFile(logging.Handler):
@@ -111,7 +157,7 @@ class _LogFile(logging.Handler):
 def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
     """Set the package's logger up for this process; may be called again, for instance once the file is known."""
     who = "" if rank == 0 else f"[rank {rank}] "
-    formatter = logging.Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
+    formatter = _Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [_StandardError()]
     if file is not None:
         handlers.append(_LogFile(file))

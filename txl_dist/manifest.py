@@ -8,7 +8,6 @@ and sha256 and ends with a hash of itself, so that a truncation or a flipped bit
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import CheckpointError
-from txl_dist.files import canonical_hash, flush_folder, free_name, sha256_of_file, write_hashed_json
+from txl_dist.files import canonical_hash, flush_folder, free_name, inside, read_json, sha256_of_file, write_hashed_json
 
 MANIFEST = "MANIFEST.json"
 FORMAT_VERSION = 1
@@ -31,8 +30,9 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file below a folder but the manifest, as sorted relative paths."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """Everything below a folder but its folders and the manifest, as sorted relative paths."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = (path.relative_to(folder).as_posix() for path in files)
     return sorted(name for name in found if name != MANIFEST)
 
 
@@ -46,7 +46,7 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 def commit_folder(temporary: Path, final: Path) -> None:
     """Publish a finished temporary folder. What lies in the way is damaged, and is moved aside, never deleted."""
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(free_name(final, "damaged"))
     temporary.rename(final)
     flush_folder(final.parent)
@@ -55,7 +55,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 def replace_folder(temporary: Path, final: Path) -> None:
     """Publish a finished temporary folder in the place of an older one, which is deleted only then."""
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(old)
     temporary.rename(final)
     flush_folder(final.parent)
@@ -69,9 +69,9 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         expected_hash = content.pop("self_sha256")
-        files: dict[str, Any] = content["files"]
+        files: dict[str, Any] = dict(content["files"])
         version = content["format_version"]
     except FileNotFoundError:
         return [f"{path} is missing"]
@@ -81,6 +81,8 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
         return [f"{path} does not match its own hash"]
     if version != FORMAT_VERSION:
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
+    if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
+        return [f"{path} does not say the bytes and the sha256 of every file"]
     strangers = [f"{name} is not in the manifest" for name in files_of(folder) if name not in files] if not part else []
     mine = sorted(files)[part::num_parts]
     return strangers + [problem for name in mine if (problem := _file_problem(folder, name, files[name]))]
@@ -94,8 +96,8 @@ def check_folder(folder: Path, *, remedy: str) -> None:
 
 
 def _file_problem(folder: Path, name: str, facts: dict[str, Any]) -> str | None:
-    path = folder / name
     try:
+        path = inside(folder, name, nested=True)
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{name} has {size} bytes instead of {facts['bytes']}"
@@ -103,4 +105,6 @@ def _file_problem(folder: Path, name: str, facts: dict[str, Any]) -> str | None:
             return f"{name} does not match its sha256"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return str(error)
     return None

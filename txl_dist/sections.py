@@ -23,10 +23,19 @@ AttentionKernel = Literal["auto", "plain", "fused", "triton"]
 FREE = Resume("free")
 WARNED = Resume("warned")
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+# Upper limits are far above what any machine runs, and keep out what ends in a crash of a library or in an overflow:
+# they stop slips of the hand (1e12 for 1e2), not large runs.
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+Width = Annotated[int, Field(gt=0, le=1 << 20)]
+OwnWidth = Annotated[int, Field(ge=0, le=1 << 20)]
+Lanes = Annotated[int, Field(gt=0, le=1 << 20)]
+PositiveLen = Annotated[int, Field(gt=0, le=1 << 24)]
+Len = Annotated[int, Field(ge=0, le=1 << 24)]
+Seconds = Annotated[int, Field(gt=0, le=10**7)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Weight = Annotated[float, Field(ge=0.0)]
+Weight = Annotated[float, Field(ge=0.0, le=1e9)]
 OwnProbability = Annotated[float, Field(ge=-1.0, lt=1.0)]
 
 
@@ -59,11 +68,11 @@ class DataSection(Section):
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate on, of each corpus that has it; empty switches evaluation off."""
+    """Split to evaluate on, of each corpus that has it; no evaluation if it is empty, or `valid` and there is none."""
     document_border: Literal["carry", "mask"] = "carry"
     """carry: memory runs over document borders (the paper). mask: a query sees its own document only, and the
     end-of-text before it, which predicts its first token: both score the same tokens where documents are separated."""
-    prefetch_depth: Annotated[PositiveInt, FREE] = 4
+    prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
     """Steps that the reader thread may run ahead."""
     on_damage: Annotated[Literal["fail", "skip"], WARNED] = "fail"
     """fail: a damaged document ends the run. skip: its tokens are replaced and not scored, counted and logged."""
@@ -71,9 +80,9 @@ class DataSection(Section):
     """Damaged documents that a rank may skip before the run ends all the same."""
     cache_dir: Annotated[str, FREE] = ""
     """Folder on each node for whole shards of a corpus at a URL; empty reads ranges, without a cache."""
-    cache_gib: Annotated[float, Field(gt=0), FREE] = 100.0
+    cache_gib: Annotated[float, Field(gt=0, le=1e9), FREE] = 100.0
     """Largest size of the cache."""
-    retries: Annotated[Count, FREE] = 5
+    retries: Annotated[int, Field(ge=0, le=1000), FREE] = 5
     """How often a failed read of a URL is tried again, waiting longer each time."""
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
     """URL schemes to allow beyond the usual ones, for instance pipe, which runs a shell command."""
@@ -82,17 +91,17 @@ class DataSection(Section):
 class ModelSection(Section):
     """The network (Dai et al. 2019). The vocabulary size comes from the corpus."""
 
-    num_layers: PositiveInt = 4
+    num_layers: Layers = 4
     """Transformer blocks."""
-    width: PositiveInt = 128
+    width: Width = 128
     """Width D of the residual stream."""
-    num_heads: PositiveInt = 4
+    num_heads: Width = 4
     """Attention heads."""
-    head_width: PositiveInt = 32
+    head_width: Width = 32
     """Width H of one head; num_heads * head_width need not equal width."""
-    ff_width: PositiveInt = 512
+    ff_width: Width = 512
     """Inner width of the feed-forward layer."""
-    embed_width: Count = 0
+    embed_width: OwnWidth = 0
     """Width E of the embeddings of the most frequent words; 0 means width."""
     cutoffs: tuple[PositiveInt, ...] = ()
     """Ids (in frequency order) at which the clusters of adaptive softmax begin; none means a plain softmax."""
@@ -117,7 +126,7 @@ class ModelSection(Section):
     """relative: sinusoids of the distance, projected (the paper; attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw; attn_type 1; labml). absolute: sinusoids of the position
     added to the embedding, no memory (Vaswani; attn_type 2: the vanilla baseline)."""
-    num_distances: Count = 0
+    num_distances: Len = 0
     """Rows of the table of learned_relative; larger distances share the last one."""
     activation: Literal["relu", "gelu"] = "relu"
     """Nonlinearity of the feed-forward layer."""
@@ -190,15 +199,15 @@ class OptimSection(Section):
 class TrainSection(Section):
     """Batch arithmetic and length of the run. All sizes are global."""
 
-    num_lanes: Annotated[PositiveInt, WARNED] = 32
+    num_lanes: Annotated[Lanes, WARNED] = 32
     """Rows of the global batch; each is one contiguous token stream. A run that continues with another number reads on
     where it was, each token once, with empty memories."""
-    segment_len: Annotated[PositiveInt, WARNED] = 64
+    segment_len: Annotated[PositiveLen, WARNED] = 64
     """Tokens per lane and step (T)."""
-    memory_len: Annotated[Count, WARNED] = 128
+    memory_len: Annotated[Len, WARNED] = 128
     """Tokens of memory per lane and layer (M); 0 switches recurrence off. A run that continues with a longer memory
     begins with its older part empty."""
-    microbatch_lanes: Annotated[PositiveInt, WARNED] = 16
+    microbatch_lanes: Annotated[Lanes, WARNED] = 16
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps in the whole run; the schedule ends here."""
@@ -225,12 +234,12 @@ class EngineSection(Section):
     """Recompute blocks in the backward pass; bit-identical, slower, smaller."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
     """With activation_checkpointing: recompute every so many-th block only, and keep the activations of the others."""
-    num_threads: Annotated[Count, FREE] = 0
+    num_threads: Annotated[int, Field(ge=0, le=1024), FREE] = 0
     """CPU threads per rank; 0 means cores // local ranks. OMP_NUM_THREADS, where set, wins over 0."""
-    start_timeout_s: Annotated[PositiveInt, FREE] = 1800
+    start_timeout_s: Annotated[Seconds, FREE] = 1800
     """Seconds without progress, up to the first finished step, after which the ranks are taken to hang: they name the
     one that is missing, write their stacks and end."""
-    timeout_s: Annotated[PositiveInt, FREE] = 600
+    timeout_s: Annotated[Seconds, FREE] = 600
     """The same from the first finished step on; longer than the longest step, and than a segment of evaluation."""
 
 
@@ -239,16 +248,16 @@ class EvalSection(Section):
 
     every_steps: Annotated[Count, FREE] = 0
     """Steps between evaluations; 0 means at the end only."""
-    num_lanes: Annotated[PositiveInt, FREE] = 8
+    num_lanes: Annotated[Lanes, FREE] = 8
     """Stripes that the split is cut into; each starts with an empty memory, so fewer is more exact, more is faster."""
-    segment_len: Annotated[Count, FREE] = 0
+    segment_len: Annotated[Len, FREE] = 0
     """Tokens per lane and forward pass; 0 means train.segment_len."""
-    memory_len: Annotated[int, Field(ge=-1), FREE] = -1
+    memory_len: Annotated[int, Field(ge=-1, le=1 << 24), FREE] = -1
     """Tokens of memory; -1 means train.memory_len, 0 evaluates without memory."""
-    overlap_len: Annotated[Count, FREE] = 0
+    overlap_len: Annotated[Len, FREE] = 0
     """Tokens before each segment that are run again, not scored, as context for models without memory (the original's
     ext_len); only with a memory of 0."""
-    max_tokens: Annotated[Count, FREE] = 0
+    max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
     """Score only the first so many tokens of the split; 0 means all."""
 
 
@@ -277,7 +286,7 @@ class GuardSection(Section):
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
     """A loss or gradient norm is a spike when its logarithm lies more than so many robust standard deviations, of at
     least 2 %, above the median of the steps before it; 0 looks for none."""
-    spike_window: Annotated[PositiveInt, FREE] = 128
+    spike_window: Annotated[int, Field(gt=0, le=10**6), FREE] = 128
     """Steps that median and deviation are taken over; no spike is seen before half of them are there."""
     on_spike: Annotated[Literal["report", "rewind"], FREE] = "report"
     """report: log it and go on. rewind: go back to the last checkpoint and leave out the tokens of the spike."""
@@ -302,8 +311,8 @@ class MetricsSection(Section):
     """Steps between texts that the model writes, into the log, metrics.jsonl and TensorBoard; 0 means none."""
     sample_prompt: Annotated[str, FREE] = ""
     """What these texts continue; empty begins a document."""
-    sample_len: Annotated[PositiveInt, FREE] = 64
+    sample_len: Annotated[PositiveLen, FREE] = 64
     """Tokens of such a text."""
-    peak_tflops: Annotated[float, Field(ge=0), FREE] = 0.0
+    peak_tflops: Annotated[float, Field(ge=0, le=1e9), FREE] = 0.0
     """Peak of one device in 1e12 operations per second at engine.precision, of which MFU is the share in use. 0 takes
     it by the device's name; where that is not known, as for a CPU, no MFU is reported."""

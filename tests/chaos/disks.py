@@ -12,7 +12,10 @@ from pathlib import Path
 from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
+from tests.chaos.stops import REQUESTS
 
+FULL_AT_THE_END = ",".join(["enospc:0:24:save-file"] * 30)
+"""Every attempt of the last save, and more."""
 PHASES = ("save-file", "save-file-half", "save-written", "save-manifest", "save-rename")
 
 
@@ -51,6 +54,46 @@ def full_disk(lab: Lab, *, stage: int = 1) -> Case:
             case.problems.append(f"exit codes {case.exit_codes}: {job.text[-500:]}")
         unbroken = lab.unbroken(*words)
         lab.judge(case, run, unbroken)
+    return lab.report(case)
+
+
+def last_save(lab: Lab, *, kind: str) -> Case:
+    """The disk is full at the end, and the save is tried for a quarter of an hour: who asks to stop is heard meanwhile,
+    and the same command goes on from the checkpoint before."""
+    case, run = lab.case(f"disk: full at the end, {kind}", fault="enospc:0:24:save-file, always"), lab.new_run(kind)
+    words = ("--engine.zero_stage", "1")
+    with lab.start(run, *words, fault=FULL_AT_THE_END) as job:
+        job.wait_for(lambda: "is not saved yet: it is tried for up to 15 min" in job.text)
+        asked_s = REQUESTS[kind](job, run)
+        case.exit_codes.append(job.wait())
+        case.detect_s = round(max(at for _, at in job.exits.values()) - asked_s, 2)
+        case.message_ok = "the same command then goes on from step_000000018" in job.text
+    if case.exit_codes != [[2, 2]] or not case.message_ok:
+        case.problems.append(f"exit codes {case.exit_codes}: {job.text[-500:]}")
+    lab.finish(case, run, *words)
+    return lab.report(case)
+
+
+def removed(lab: Lab, *, moment: str) -> Case:
+    """The run directory goes away: every rank ends with one clear error, and nothing of it is rebuilt; where it was
+    moved to, the run goes on."""
+    case, run = lab.case(f"disk: run directory moved away, {moment}", fault=moment), lab.new_run("moved")
+    words, away = ("--engine.zero_stage", "1"), run.dir.with_name(run.dir.name + "-away")
+    with lab.start(run, *words, "--train.max_steps", "100000", fault=moment) as job:
+        job.wait_for(lambda: bool(job.struck) and bool(run.checkpoints))
+        run.dir.rename(away)
+        case.exit_codes.append(job.wait())
+        case.message_ok = job.text.count("was removed or moved while the run was going on") == 1
+    if case.exit_codes != [[2, 2]] or not case.message_ok or "Traceback" in job.text:
+        case.problems.append(f"exit codes {case.exit_codes}: {job.text[-2000:]}")
+    if run.dir.exists():
+        case.problems.append(f"was rebuilt: {[path.name for path in run.dir.iterdir()]}")
+    (away / "config.toml").unlink()  # as where only checkpoints are left
+    moved, last = Run(away), max(Run(away).checkpoints)
+    with lab.start(moved, *words, "--resume", "must", "--train.max_steps", str(last + 6)) as job:
+        case.exit_codes.append(job.wait())
+    if not moved.is_done or moved.checkpoints[-1] != last + 6:
+        case.problems.append(f"did not go on from {last}: {job.text[-1000:]}")
     return lab.report(case)
 
 
@@ -114,3 +157,7 @@ def disk(lab: Lab) -> Iterator[Trial]:
         for phase in ("save-file", "save-file-half"):
             yield partial(failing_write, lab, kind=kind, phase=phase, rank=1)
     yield partial(failing_write, lab, kind="enospc", phase="save-file-half", rank=1, stage=3)
+    for request in REQUESTS:
+        yield partial(last_save, lab, kind=request)
+    for moment in ("slow:*:12:save-file", "slow:*:14:step"):
+        yield partial(removed, lab, moment=moment)

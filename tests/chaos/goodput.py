@@ -18,7 +18,7 @@ from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, first_new_step
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
-from txl_dist.train.checkpoint import list_checkpoints
+from txl_dist.run_files import list_checkpoints
 
 EVERY_STEPS = 20
 TIMEOUT_S = 4

@@ -18,7 +18,7 @@ from tests.chaos.job import Job
 from tests.chaos.oracle import differences_of
 from tests.chaos.runs import Run
 from tests.helpers.corpora import random_texts, tiny_corpus
-from txl_dist.train.checkpoint import list_checkpoints
+from txl_dist.run_files import list_checkpoints
 
 SETTINGS = """
 [data]

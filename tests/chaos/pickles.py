@@ -25,7 +25,7 @@ from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from txl_dist.files import sha256_of_file, write_hashed_json
 from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
-from txl_dist.train.checkpoint import list_checkpoints
+from txl_dist.run_files import list_checkpoints
 
 
 class Evil:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.job import Job
-from txl_dist.train.checkpoint import list_checkpoints
+from txl_dist.run_files import list_checkpoints
 
 
 class Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.arithmetic import not_finite, rewind, too_many
-from tests.chaos.disks import can_mount, failing_write, full_disk
+from tests.chaos.disks import can_mount, failing_write, full_disk, last_save, removed
 from tests.chaos.elastic import journey
 from tests.chaos.goodput import goodput
 from tests.chaos.hangs import death, freeze
@@ -94,6 +94,15 @@ def test_the_death_of_rank_0_ends_the_others_with_one_line(lab: Lab) -> None:
 
 def test_a_failed_write_costs_that_checkpoint_only(lab: Lab) -> None:
     assert_passed(failing_write(lab, kind="enospc", phase="save-file-half", rank=1))
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM to rank 1", "STOP file"])
+def test_who_asks_to_stop_is_heard_while_the_last_save_waits_for_a_full_disk(lab: Lab, kind: str) -> None:
+    assert_passed(last_save(lab, kind=kind))
+
+
+def test_a_run_whose_directory_goes_away_ends_with_an_error_and_goes_on_where_it_was_moved_to(lab: Lab) -> None:
+    assert_passed(removed(lab, moment="slow:*:12:save-file"))
 
 
 def test_a_full_disk_is_survived(lab: Lab) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from tests.helpers.checkpoints import golden_at, sign
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
@@ -16,7 +19,7 @@ from txl_dist.data.position import CorpusState, StreamState
 from txl_dist.data.stream import plain_segment
 from txl_dist.dist import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
+from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.text.training import train_tokenizer
 from txl_dist.train.batch import batch_maker
@@ -29,14 +32,14 @@ from txl_dist.train.checkpoint import (
     load_memory,
     newest_checkpoint,
     prune_checkpoints,
-    read_state,
     resized,
     retained,
 )
 from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.export import export_bundle, make_probe
+from txl_dist.train.export import check_probe, export_bundle, make_probe
 from txl_dist.train.health import Health
 from txl_dist.train.saver import Saved, Saver
+from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import FragmentFiles
 
@@ -78,6 +81,7 @@ class Job:
         """The checkpoint after `step` steps, as the loop saves it."""
         stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=8 * step),))
         state = TrainState(step=step, tokens_seen=32 * step, health=Health(), stream=stream, memories=self.memories)
+        run.mkdir(exist_ok=True)
         saver = Saver(run, config=self.config, corpus=facts(), lanes=self.lanes, ranks=self.ranks, nonce="test")
         saver.begin(state, self.engine, probe=make_probe(self.engine, self.maker, memory_len=12))
         return saver.finish()
@@ -94,6 +98,7 @@ class Job:
             ranks=self.ranks,
         )
         self.memories = state.memories
+        check_probe(self.engine, self.maker, checkpoint, precision=self.config.engine.precision)
         return state
 
 
@@ -172,8 +177,7 @@ def poison(checkpoint: Path, mark: Path) -> None:
     """Put a payload into every file of tensors, and sign the folder anew: only the loader can refuse it."""
     for path in checkpoint.rglob("*.safetensors"):
         torch.save({"module": Payload(str(mark)), "optimizer_state_dict": Payload(str(mark))}, path)
-    (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, {name: describe_file(checkpoint / name) for name in files_of(checkpoint)})
+    sign(checkpoint)
 
 
 def load_poisoned(ranks: Ranks, folder: str, stage: int) -> str:
@@ -204,20 +208,39 @@ def test_a_pickle_that_would_run_code_is_refused_when_resuming_and_exporting(
     assert not mark.exists()
 
 
-def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_spares_the_newest(
-    saved: tuple[Path, list[Results]], tmp_path: Path
+def grow(checkpoint: Path) -> None:
+    """Weights that are one percent larger than those that were saved, signed anew: as of another step or run."""
+    for path in (checkpoint / "engine").iterdir():
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        tensors = {name: 1.01 * tensor if "weight/" in name else tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata=metadata)
+    sign(checkpoint)
+
+
+@pytest.mark.parametrize("source", ["1-fp32", "3-fp32"])
+def test_weights_of_another_save_are_refused_on_all_ranks_by_the_probe_that_lies_beside_them(
+    saved: tuple[Path, list[Results]], tmp_path: Path, source: str
 ) -> None:
-    original = newest_checkpoint(saved[0] / "1-fp32")[0]
+    original = newest_checkpoint(saved[0] / source)[0]
     assert original is not None
-    folders = [tmp_path / "run" / "checkpoints" / f"step_{step:09d}" for step in (3, 5, 7)]
-    for folder in folders:
-        shutil.copytree(original, folder)
+    checkpoint, stage = tmp_path / original.name, int(source[0])
+    shutil.copytree(original, checkpoint)
+    grow(checkpoint)
+    assert checkpoint_problems(checkpoint) == [], "its form is that of a checkpoint"
+    for message in run_ranks(load_poisoned, str(checkpoint), stage, world_size=2, folder=tmp_path / "results"):
+        assert message.startswith(f"{checkpoint} does not reproduce its probe: a loss differs by ")
+
+
+def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_spares_the_newest(
+    tmp_path: Path,
+) -> None:
+    folders = [golden_at(tmp_path / "run", step) for step in (3, 5, 7)]
     with pytest.raises(CheckpointError, match=r"goes on to step_000000007\. .* choose another --run\.dir"):
         choose_checkpoint(tmp_path / "run", str(folders[0]))
     assert choose_checkpoint(tmp_path / "other", str(folders[0])) == (folders[0], [])
     assert choose_checkpoint(tmp_path / "run", "auto") == (folders[2], [])
-    elsewhere = tmp_path / "other" / "checkpoints" / folders[0].name
-    shutil.copytree(original, elsewhere)
+    elsewhere = golden_at(tmp_path / "other", 3)
     chosen, remarks = choose_checkpoint(tmp_path / "run", str(elsewhere))
     assert chosen == folders[2], "the same command goes on with what it has made"
     assert len(remarks) == 1

@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from txl_dist.config import Config, check_config
 from txl_dist.dist import Ranks
-from txl_dist.train.checkpoint import checkpoint_folder
+from txl_dist.run_files import checkpoint_folder
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,8 @@ from tests.helpers.corpora import flip_bit
 from tests.helpers.launch import train, txl
 from txl_dist.data.corpus import open_corpus
 from txl_dist.data.shards import RECORD
-from txl_dist.train.checkpoint import list_checkpoints, read_state
+from txl_dist.run_files import list_checkpoints
+from txl_dist.train.soundness import read_state
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

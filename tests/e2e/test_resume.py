@@ -10,7 +10,7 @@ from tests.helpers.launch import kill_everything, start_training, train, wait_fo
 from txl_dist.data.corpus import open_corpus
 from txl_dist.data.position import StreamState
 from txl_dist.data.stream import LaneStream
-from txl_dist.train.checkpoint import list_checkpoints
+from txl_dist.run_files import list_checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -1,7 +1,7 @@
 """The house rules that hold the package up, read from its source: floors, who may import what, size, language.
 
-    0 errors sections config     1 dist faults files log manifest rng     2 text     3 data | model     4 infer, convert
-    5 train, ops         6 verbs, cli, __main__
+    0 errors console files sections config     1 dist faults log manifest rng run_files     2 text     3 data | model
+    4 infer, convert     5 train, ops     6 verbs, cli, __main__
 
 Imports point down. Floors 3 holds two rooms that do not know each other; convert may use infer, and ops train.
 """
@@ -27,9 +27,11 @@ FLOOR = {
     "suggest": 0,
     "dist": 1,
     "faults": 1,
-    "files": 1,
+    "console": 0,
+    "files": 0,
     "log": 1,
     "rng": 1,
+    "run_files": 1,
     "manifest": 1,
     "text": 2,
     "data": 3,
@@ -43,7 +45,10 @@ FLOOR = {
     "__main__": 6,
 }
 NEIGHBOURS = {("convert", "infer"), ("ops", "train")}
-LIGHT = {"__init__", "__main__", "errors", "sections", "suggest", "config", "text", "data", "verbs", "cli"}
+LIGHT = {
+    *("__init__", "__main__", "errors", "files", "sections", "suggest", "config", "run_files"),
+    *("text", "data", "verbs", "cli"),
+}
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 MAX_LINES = 400

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from txl_dist.convert.names import Weights
 from txl_dist.errors import CheckpointError
+from txl_dist.files import parse_object, read_bytes
 from txl_dist.log import logger
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer
@@ -69,12 +70,11 @@ def read_json(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}. It must hold one JSON object.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f'{path} holds no JSON object. Write the settings as {{"n_layer": 12, ...}}.')
-    return values
+        return parse_object(read_bytes(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f'{path} cannot be read as JSON: {error}. It must hold one JSON object, such as {{"n_layer": 12, ...}}.'
+        ) from error
 
 
 def only_tensors(values: Any, *, where: str) -> Weights:

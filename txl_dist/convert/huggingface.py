@@ -26,6 +26,7 @@ from txl_dist.convert.names import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
+from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.manifest import replace_folder
 from txl_dist.sections import ModelSection
@@ -89,7 +90,7 @@ def export_huggingface(
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_bytes(temporary / "config.json", json.dumps(config, indent=2).encode() + b"\n")
         save_file(_their_names(cast, model), temporary / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
@@ -124,8 +125,8 @@ def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     end = _end(tokenizer)
     special = {"unk_token": unknown, "eos_token": unknown if end is None else symbols[end]}
     config = {"tokenizer_class": "TransfoXLTokenizer", "additional_special_tokens": [], **special}
-    (folder / "vocab.txt").write_text("\n".join(symbols) + "\n", encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_bytes(folder / "vocab.txt", "\n".join(symbols).encode() + b"\n")
+    write_bytes(folder / "tokenizer_config.json", json.dumps(config, indent=2).encode() + b"\n")
 
 
 def inexpressible(model: ModelSection) -> list[str]:

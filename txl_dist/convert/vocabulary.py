@@ -17,7 +17,6 @@ corpora are that these vocabularies were counted on.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 from txl_dist.convert.pickles import ZIP_START, Inert, read_any
 from txl_dist.errors import DataError
+from txl_dist.files import open_regular, parse_json, read_text
 from txl_dist.text.tokenizer import END_OF_LINE, END_OF_TEXT, Tokenizer, build_tokenizer, byte_symbols, load_tokenizer
 
 SENTENCE = "<S>"
@@ -38,11 +38,11 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
     """A vocabulary file of any kind. Raises DataError or CheckpointError if it is damaged or of another size."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(len(ZIP_START))
         if path.suffix in PICKLE_SUFFIXES or start.startswith((ZIP_START, PICKLE_START)):
             return tokenizer_of(read_any(path), where=str(path), vocab_size=vocab_size)
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except OSError as error:
         raise DataError(f"cannot read the vocabulary {path}: {error.strerror or error}. Check the path.") from error
     except UnicodeDecodeError as error:
@@ -88,8 +88,8 @@ def identity_tokenizer(vocab_size: int) -> Tokenizer:
 def _json_of(text: str, path: Path) -> Any:
     """None where it is a list of lines."""
     try:
-        return json.loads(text) if path.suffix == ".json" or text.lstrip()[:1] in ("[", "{") else None
-    except (ValueError, RecursionError) as error:
+        return parse_json(text) if path.suffix == ".json" or text.lstrip()[:1] in ("[", "{") else None
+    except ValueError as error:
         if path.suffix == ".json":
             raise DataError(f"the vocabulary {path} is not valid JSON: {error}. {_REMEDY}") from error
         return None

@@ -25,7 +25,7 @@ from txl_dist.data.duplicates import Equals, contains, count_near, find_equal
 from txl_dist.data.parts import PartInfo, bands_of, gather, records_of
 from txl_dist.data.scratch import CORPUS
 from txl_dist.data.shards import ShardInfo, SplitInfo, WrittenShard, write_shard
-from txl_dist.files import replace_file, sha256_of_file
+from txl_dist.files import read_json, replace_file, sha256_of_file, typed
 
 _CELL_BITS = 20
 _MOST_DOCUMENTS = 1 << 20
@@ -162,17 +162,17 @@ def is_written(task: ShardTask) -> bool:
     """Whether a shard is finished already, of this plan, and still there."""
     tar = Path(task.scratch) / CORPUS / task.name
     try:
-        about = json.loads(_about(task).read_bytes())
+        about = read_json(_about(task))
         size, idx_sha256 = tar.stat().st_size, sha256_of_file(tar.with_name(f"{task.name}.idx"))
-        info = ShardInfo(**about["info"])
+        info = typed(ShardInfo, about["info"])
         return bool(about["plan"] == task.plan and (info.bytes, info.idx_sha256) == (size, idx_sha256))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def read_written(task: ShardTask) -> WrittenShard:
     """A shard that is finished."""
-    info = ShardInfo(**json.loads(_about(task).read_bytes())["info"])
+    info = typed(ShardInfo, read_json(_about(task))["info"])
     return WrittenShard(info, np.fromfile(_about(task).with_suffix(".counts"), dtype=np.int64))
 
 

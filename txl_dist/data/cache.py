@@ -40,7 +40,7 @@ from txl_dist.data.remote import DamageError, retrying
 from txl_dist.data.shards import ShardInfo
 from txl_dist.data.storage import MappedPayload, Payload
 from txl_dist.errors import UnreachableError
-from txl_dist.files import flush_folder, sha256_of_file
+from txl_dist.files import flush_folder, open_new, sha256_of_file
 from txl_dist.log import logger
 
 NUM_PREFETCHERS = 4
@@ -181,7 +181,7 @@ class CachedStorage(RemoteStorage):
                     old.unlink(missing_ok=True)  # of a killed process: we hold the lock on this shard
                 has_room, is_downloading = self._make_room(info.bytes)
                 if has_room:
-                    stream = part.open("w+b")
+                    stream = open_new(part)
                     fcntl.flock(stream, fcntl.LOCK_SH)
                     return part, stream
             if polls == 0:

@@ -15,7 +15,6 @@ while it is mapped ends the process. Where the files lie is the business of stor
 from __future__ import annotations
 
 import io
-import json
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -40,7 +39,7 @@ from txl_dist.data.shards import (
 )
 from txl_dist.data.storage import REMEDY, Storage, StorageSettings, open_storage
 from txl_dist.errors import DataError, UnreachableError
-from txl_dist.files import canonical_hash
+from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
 
 NPY_HEADER_LEN, TAR_BLOCK_LEN = 128, 512
@@ -174,7 +173,14 @@ class Split:
     def counts(self) -> npt.NDArray[np.int64]:
         """How often each id occurs. Raises DataError if the file is missing or damaged."""
         content = self.corpus.storage.read(counts_name(self.name), sha256=self.counts_sha256)
-        counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+        try:
+            counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
+            is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
+        except (ValueError, EOFError, AttributeError, MemoryError, OverflowError):
+            is_whole = False
+        if not is_whole:
+            name = self.corpus.storage.name_of(counts_name(self.name))
+            raise DataError(f"{name} does not hold the counts of {self.corpus.vocab_size} ids. {REMEDY}")
         return counts
 
     def each_document(self) -> Iterator[Tokens]:
@@ -326,7 +332,7 @@ def open_corpus(location: str | Path, settings: StorageSettings | None = None) -
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     """The values of an index.json. Raises DataError if it is foreign, damaged or edited."""
     try:
-        index = json.loads(content)
+        index = parse_json(content)
     except ValueError as error:
         raise DataError(f"{name} is damaged: {error}. {REMEDY}") from error
     if not isinstance(index, dict) or "self_sha256" not in index:
@@ -340,13 +346,16 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
     try:
         shards = [shard.name for values in index["splits"].values() for shard in SplitInfo.from_dict(values).shards]
-        is_known = index["dtype"] in ("uint16", "uint32") and isinstance(index["vocab_size"], int)
-        is_known = is_known and {"end_of_text", "tokenizer_sha256", "statistics"} <= index.keys()
-    except (AttributeError, KeyError, TypeError) as error:
+        vocab_size, end_of_text, counted = index["vocab_size"], index["end_of_text"], index["statistics"]
+        is_known = index["dtype"] in ("uint16", "uint32") and type(vocab_size) is int and 0 < vocab_size <= 1 << 32
+        is_known = is_known and (end_of_text is None or (type(end_of_text) is int and 0 <= end_of_text < vocab_size))
+        is_known = is_known and isinstance(index["tokenizer_sha256"], str) and isinstance(counted, dict)
+        is_known = is_known and all(type(count) is int for count in counted.values())
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
     if not is_known:
         raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
-    strange = [shard for shard in shards if shard != Path(shard).name or shard.startswith(".")]
+    strange = [file for file in (*index["splits"], *shards) if not is_file_name(file) or file.startswith(".")]
     if strange:
-        raise DataError(f"{name} names shards outside its folder ({strange[0]!r}). Do not use this corpus.")
+        raise DataError(f"{name} names files outside its folder ({strange[0]!r:.80}). Do not use this corpus.")
     return index

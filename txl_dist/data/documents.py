@@ -4,19 +4,20 @@ A `Block` is a run of consecutive raw records of one input; a record is a line, 
 Text is UTF-8, taken as it is: no newline or Unicode normalisation, a byte order mark stays. What is not UTF-8 is
 refused, or by the caller's choice replaced (U+FFFD), skipped, or kept (`keep`: surrogate escapes, for tokenizers of
 bytes). A document's split is a frozen function of its content, so equal documents are never on both sides, and
-adding documents never moves others.
+adding documents never moves others; but for inputs of so few documents that their ends are held out (held_out.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from txl_dist.errors import DataError
+from txl_dist.files import parse_json
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
@@ -24,6 +25,8 @@ Cut = Literal["file", "line", "blank_line", "jsonl"]
 Form = Literal["file", "line", "blank_line", "jsonl", "parquet"]
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
+SHORTEST_TAIL = 100
+"""Characters that the end of a document must have to be held out: with a share of 0.05 a text of 2,000."""
 
 
 class Document(NamedTuple):
@@ -60,6 +63,18 @@ class Reading(NamedTuple):
     valid_fraction: float = 0.0
     """Share of the documents given for train that are held out as valid."""
     test_fraction: float = 0.0
+    tails: Mapping[bytes, str] | None = None
+    """None: whole documents are held out. Else the end of each long one, and whatever equals such an end: the digests
+    of the ends, and their splits."""
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one, and where it belongs."""
+
+    document: Document
+    split: str
+    digest: bytes
+    num_bytes: int
 
 
 def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
@@ -104,6 +119,49 @@ def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
     if place < reading.test_fraction:
         return TEST
     return VALID if place < reading.test_fraction + reading.valid_fraction else TRAIN
+
+
+def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[Piece]:
+    """The document whole in its split, or, where ends are held out, its pieces, each with an ordinal of its own."""
+    if given_for != TRAIN or reading.tails is None:
+        raw = text_bytes_of(document.text)
+        digest = content_digest(raw)
+        return [Piece(document, split_of(digest, given_for=given_for, reading=reading), digest, len(raw))]
+    pieces = []
+    cut = cut_tails(document.text, valid_share=reading.valid_fraction, test_share=reading.test_fraction)
+    for number, (split, text) in enumerate(cut):
+        raw = text_bytes_of(text)
+        digest = content_digest(raw)
+        piece = document._replace(text=text, ordinal=len(SPLITS) * document.ordinal + number)
+        pieces.append(Piece(piece, reading.tails.get(digest, split), digest, len(raw)))
+    return pieces
+
+
+def cut_tails(text: str, *, valid_share: float, test_share: float) -> list[tuple[str, str]]:
+    """(split, text) of the pieces, which together are the text: its beginning, and the shares at its end.
+
+    A text too short for that stays whole. A cut lies behind the paragraph, else the line, else the word that ends
+    nearest to its share, within a quarter of the smallest one; else between two characters.
+    """
+    shares = {split: share for split, share in ((VALID, valid_share), (TEST, test_share)) if share}
+    length, smallest = len(text), min(shares.values(), default=0.0)
+    if min(smallest, 1 - sum(shares.values())) * length < SHORTEST_TAIL:
+        return [(TRAIN, text)]
+    begins = {VALID: round(length * (1 - test_share - valid_share)), TEST: round(length * (1 - test_share))}
+    slack = int(smallest * length / 4)
+    borders = [0, *(_nearest_border(text, begins[split], slack) for split in shares), length]
+    pieces = [text[begin:end] for begin, end in pairwise(borders)]
+    return [(TRAIN, text)] if any(map(str.isspace, pieces)) else list(zip((TRAIN, *shares), pieces, strict=True))
+
+
+def _nearest_border(text: str, wanted: int, slack: int) -> int:
+    for separator in ("\n\n", "\r\n\r\n", "\n", " "):
+        before = text.rfind(separator, wanted - slack, wanted)
+        after = text.find(separator, max(wanted - len(separator), 0), wanted + slack)
+        found = [at + len(separator) for at in (before, after) if at >= 0]
+        if found:
+            return min(found, key=lambda at: (abs(at - wanted), at))
+    return wanted
 
 
 def is_learnt_from(digest: bytes, *, fraction: float) -> bool:
@@ -179,11 +237,9 @@ def _not_utf8(where: str, what: str) -> DataError:
 
 def _parse_record(line: str, *, field: str, where: str) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON ({error}), an object on each line. Mend or remove it.") from error
-    except RecursionError:
-        raise DataError(f"{where}: JSON nested too deeply. Mend or remove the line.") from None
     text: Any = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.lanes import hash64
+from txl_dist.files import open_new
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -179,7 +180,7 @@ def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) ->
         return
     paths = [folder / f"slice-{number:03d}" for number in range(num_files)]
     with ExitStack() as stack:
-        files = [stack.enter_context(path.open("wb")) for path in paths]
+        files = [stack.enter_context(open_new(path)) for path in paths]
         for own in entries:
             numbers = (own["value"] >> np.uint64(32)) * np.uint64(num_files) >> np.uint64(32)
             order = np.argsort(numbers, kind="stable")

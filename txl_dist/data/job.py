@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import (
     SPLITS,
     TEST,
     TRAIN,
     VALID,
-    content_digest,
+    Document,
+    Reading,
     documents_of,
     is_learnt_from,
-    split_of,
-    text_bytes_of,
+    pieces_of,
 )
+from txl_dist.data.held_out import hold_out
 from txl_dist.data.inputs import Cursor, Part, read_parts
 from txl_dist.data.named import materialise
 from txl_dist.data.progress import Progress
-from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE
+from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.settings import PrepareSettings
-from txl_dist.data.shards import TOKENIZER_NAME
+from txl_dist.data.shards import INDEX_NAME, TOKENIZER_NAME
 from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.split_names import split_by_name
 from txl_dist.data.streams import chunks_of
 from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import replace_file
+from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.text.importing import import_tokenizer
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
-from txl_dist.text.training import train_tokenizer
+from txl_dist.text.training import DEFAULT_SUBWORDS, check_training, train_tokenizer
 
 _MIB = 1 << 20
 _SMALL = 16 * _MIB
@@ -45,7 +52,14 @@ class Job:
     settings: PrepareSettings
     scratch: Path
     files: list[SourceFile]
+    remarks: list[str] = field(default_factory=list)
+    """Sentences on the splits, for people."""
     kept: Counter[str] = field(default_factory=Counter)
+    reading: Reading = field(init=False)
+    """How documents are read, and what of them is held out."""
+
+    def __post_init__(self) -> None:
+        self.reading = self.settings.reading(given={file.split for file in self.files})
 
     @property
     def total_bytes(self) -> int:
@@ -56,8 +70,8 @@ class Job:
     @property
     def splits(self) -> list[str]:
         """Splits that the corpus is to have."""
-        reading, given = self.settings.reading(), {file.split for file in self.files}
-        held_out = {"valid": reading.valid_fraction, "test": reading.test_fraction}
+        given = {file.split for file in self.files}
+        held_out = {VALID: self.reading.valid_fraction, TEST: self.reading.test_fraction}
         return [split for split in SPLITS if split in given or held_out.get(split)]
 
     def parts(self, begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
@@ -74,15 +88,32 @@ class Job:
         return 1 if 0 < self.total_bytes < _SMALL else num_cores()
 
 
-def list_files(settings: PrepareSettings) -> list[SourceFile]:
-    """All files, train first. Raises DataError if there are none, one is missing, or is given twice."""
+def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
+    """All files, train first, and sentences on the splits that their names say.
+
+    Raises DataError if there are none, or none to train on, one is missing, or is given twice; ConfigError if a share
+    is asked for of a split that has files.
+    """
     if not settings.inputs:
         raise DataError("there are no inputs. Give files, folders, globs, URLs, or stdlib for the built-in text.")
-    given = {TRAIN: settings.inputs, VALID: settings.valid_inputs, TEST: settings.test_inputs}
     listing = _listing(settings)
-    found = [(str(one), list_sources([one], listing, split=split)) for split, own in given.items() for one in own]
-    check_inputs(found)
-    return [file for _, files in found for file in files]
+    found = [(str(one), list_sources([one], listing, split=TRAIN)) for one in settings.inputs]
+    others = {VALID: settings.valid_inputs, TEST: settings.test_inputs}
+    held_out = [(str(one), list_sources([one], listing, split=split)) for split, own in others.items() for one in own]
+    remarks: list[str] = []
+    if not settings.ignore_split_names:
+        given = {os.path.realpath(file.path) for _, files in held_out for file in files}
+        by_name, remarks = split_by_name(found, given=given)
+        found = [(one, files) for (one, _), files in zip(found, by_name, strict=True)]
+    check_inputs([*found, *held_out])
+    files = sorted((file for _, own in [*found, *held_out] for file in own), key=lambda file: SPLITS.index(file.split))
+    if files[0].split != TRAIN:
+        raise DataError(
+            "the inputs hold no text for the train split: by their names all files are held out. Give the files to "
+            "train on too, or train on these with `--ignore-split-names`."
+        )
+    settings.check_given({file.split for file in files})
+    return files, remarks
 
 
 def _listing(settings: PrepareSettings) -> Listing:
@@ -101,11 +132,52 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
     return [file._replace(identity=name) for file in files]
 
 
+def check_in_the_way(job: Job, target: Path) -> None:
+    """Refuse to replace a corpus that is surely another one, before the work and not after it.
+
+    Another one has other splits or another kind of tokenizer, or its held-out text begins with another document.
+    The whole is compared at the end. Raises DataError.
+    """
+    if job.settings.overwrite or not (target / INDEX_NAME).exists():
+        return
+    try:
+        corpus = open_corpus(target)
+        tokenizer = corpus.load_tokenizer()
+        is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job.settings)
+        is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
+    except DataError:  # damaged: to prepare it again is the remedy
+        return
+    if is_another:
+        raise another_corpus(target)
+
+
+def _is_like(tokenizer: Tokenizer, settings: PrepareSettings) -> bool:
+    """Whether these settings could have made a tokenizer."""
+    if settings.tokenizer_path is not None:
+        return True
+    return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
+
+
+def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
+    """Whether a held-out split, which keeps the order of the input, may be that of these inputs."""
+    files = [file for file in job.files if file.split == split] or [file for file in job.files if file.split == TRAIN]
+    if split == TRAIN or job.settings.duplicates == "drop" or any(file.is_stream for file in files):
+        return True
+    for given_for, document in _each_document(replace(job, files=files), "comparing", SPLITS):
+        for piece in pieces_of(document, given_for=given_for, reading=job.reading):
+            if piece.split == split and piece.document.text:
+                ids = tokenizer.encode(piece.document.text)
+                if len(ids) or corpus.end_of_text is not None:
+                    ends = [] if corpus.end_of_text is None else [corpus.end_of_text]
+                    return np.array_equal([*ids, *ends], corpus.split(split).open_shard(0).document(0))
+    return True
+
+
 def make_tokenizer(job: Job) -> Tokenizer:
     """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
     settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
-    if path.exists() and done.exists() and done.read_text() == inputs:
+    if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
         return load_tokenizer(path)
     if settings.tokenizer_path is None:
         tokenizer = _learn(job)
@@ -123,17 +195,27 @@ def make_tokenizer(job: Job) -> Tokenizer:
 def _learn(job: Job) -> Tokenizer:
     settings = job.settings
     assert settings.kind != "auto"
-    _check_keeps(settings, settings.kind)
-    return train_tokenizer(
-        settings.kind,
-        lambda: _train_texts(job),
-        vocab_size=settings.vocab_size,
-        min_frequency=settings.min_frequency,
-        lower_case=settings.lower_case,
-        end_of_text=settings.end_of_text,
-        only_seen=settings.only_seen,
-        sentence_marks=settings.sentence_marks,
-    )
+    return train_tokenizer(settings.kind, lambda: _train_texts(job), **_learning(settings))
+
+
+def check_learning(settings: PrepareSettings) -> None:
+    """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
+    if settings.tokenizer_path is None:
+        _check_keeps(settings, settings.kind)
+        check_training(settings.kind, **_learning(settings))
+
+
+def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
+    """A sentence if the text has fewer pieces than were asked for."""
+    wanted = settings.vocab_size or DEFAULT_SUBWORDS
+    if settings.tokenizer_path or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
+        return []
+    return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
+
+
+def _learning(settings: PrepareSettings) -> dict[str, Any]:
+    names = ("vocab_size", "min_frequency", "lower_case", "end_of_text", "only_seen", "sentence_marks")
+    return {name: getattr(settings, name) for name in names}
 
 
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:
@@ -147,16 +229,32 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
 def _train_texts(job: Job) -> Iterator[str]:
     """One pass over the texts that a tokenizer is learnt from."""
     job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
-    reading, fraction = job.settings.reading(), job.settings.tokenizer_fraction
+    reading, fraction = job.reading, job.settings.tokenizer_fraction
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
-    with Progress("learning the tokenizer", total=job.total_bytes) as progress:
+    for given_for, document in _each_document(job, "learning the tokenizer", splits):
+        for piece in pieces_of(document, given_for=given_for, reading=reading):
+            if piece.document.text and piece.split in splits and is_learnt_from(piece.digest, fraction=fraction):
+                yield piece.document.text
+
+
+def choose_held_out(job: Job) -> None:
+    """Settle what is held out of the train files. Raises DataError if a split would get no text."""
+    if job.reading.valid_fraction or job.reading.test_fraction:
+        job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+        job.reading, remark = hold_out(
+            lambda: (document for _, document in _each_document(job, "looking for text to hold out", {TRAIN})),
+            job.reading,
+        )
+        job.remarks += [remark] if remark else []
+
+
+def _each_document(job: Job, what: str, splits: Collection[str]) -> Iterator[tuple[str, Document]]:
+    """One pass over the documents of files given for these splits, each with its file's split."""
+    with Progress(what, total=job.total_bytes) as progress:
         for part in job.parts():
             for block in part.blocks:
-                for document in documents_of(block, reading) if splits & {block.split} else ():
-                    digest = content_digest(text_bytes_of(document.text))
-                    is_chosen = split_of(digest, given_for=block.split, reading=reading) in splits
-                    if document.text and is_chosen and is_learnt_from(digest, fraction=fraction):
-                        yield document.text
+                if block.split in splits:
+                    yield from ((block.split, document) for document in documents_of(block, job.reading))
             progress.reach(part.stored_bytes)
 
 
@@ -165,7 +263,7 @@ def _spooled(job: Job, number: int, file: SourceFile) -> SourceFile:
     if not file.is_stream or file.spooled:
         return file
     path = job.scratch / f"spooled-{number}"
-    with path.open("wb") as stream:
+    with open_new(path) as stream:
         stream.writelines(chunks_of(file, job.settings.allow_protocols))
     return file._replace(spooled=str(path), size=path.stat().st_size)
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import sha256_of_file
+from txl_dist.files import open_new, sha256_of_file, write_bytes
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, 0 where that is unknown."""
@@ -121,11 +121,11 @@ def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path)
         content = stream.read()
         start = 0
         for split, end in corpus.ends:
-            (folder / names[member.name, split]).write_bytes(corpus.clean(content[start:end]))
+            write_bytes(folder / names[member.name, split], corpus.clean(content[start:end]))
             start = end
         return
     first, *others = [folder / names[member.name, split] for split in member.splits]
-    with first.open("wb") as file:
+    with open_new(first) as file:
         shutil.copyfileobj(stream, file, BLOCK_LEN)
     for other in others:
         shutil.copyfile(first, other)
@@ -244,7 +244,7 @@ def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress |
 def _fetch(url: str, path: Path, progress: Progress | None) -> None:
     # Some of these servers refuse Python's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0"})
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, path.open("wb") as file:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, open_new(path) as file:
         total, done = int(response.headers.get("Content-Length") or 0), 0
         while block := response.read(BLOCK_LEN):
             file.write(block)

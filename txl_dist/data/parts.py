@@ -27,12 +27,12 @@ import numpy.typing as npt
 
 from txl_dist.data.documents import (
     TRAIN,
-    Document,
+    Block,
+    Piece,
     Reading,
-    content_digest,
     count_characters,
     documents_of,
-    split_of,
+    pieces_of,
     text_bytes_of,
 )
 from txl_dist.data.duplicates import NUM_BANDS, band_keys
@@ -40,7 +40,7 @@ from txl_dist.data.inputs import Cursor, Part
 from txl_dist.data.lanes import hash64
 from txl_dist.data.shards import Tokens, token_dtype
 from txl_dist.errors import DataError
-from txl_dist.files import replace_file, write_bytes
+from txl_dist.files import read_json, replace_file, typed, write_bytes
 from txl_dist.text.tokenizer import Ids, Tokenizer, load_tokenizer
 
 PART_RECORD = np.dtype(
@@ -100,7 +100,7 @@ class PartInfo(NamedTuple):
     documents: dict[str, int]
     """Per split; a split without documents has no files."""
     counts: dict[str, int]
-    """Documents read, empty, replaced, skipped."""
+    """Documents read, empty, replaced, skipped, cut into train and held out."""
 
 
 def encode_part(task: PartTask) -> PartInfo:
@@ -113,8 +113,9 @@ def encode_part(task: PartTask) -> PartInfo:
     counts: Counter[str] = Counter()
     splits: dict[str, _SplitOfPart] = defaultdict(_SplitOfPart)
     for block in part.blocks:
-        for batch in _batches(_kept(documents_of(block, encoding.reading), counts)):
-            _encode_batch(batch, block.split, encoding, tokenizer, splits, counts)
+        pieces = _pieces(block, encoding.reading, counts)
+        for batch in _batches(pieces):
+            _encode_batch(batch, encoding, tokenizer, splits, counts)
     folder = Path(encoding.folder)
     (folder / f"{name_of_part(task.number)}.json").unlink(missing_ok=True)  # it may speak of another part
     for split, gathered in splits.items():
@@ -129,10 +130,11 @@ def encode_part(task: PartTask) -> PartInfo:
 def read_part_info(folder: Path, number: int) -> PartInfo | None:
     """What a finished part says; None if it is not there."""
     try:
-        values = json.loads((folder / f"{name_of_part(number)}.json").read_bytes())
-    except (FileNotFoundError, ValueError):
+        values = read_json(folder / f"{name_of_part(number)}.json")
+        begin, end = (typed(Cursor, values[key]) for key in ("begin", "end"))
+        return typed(PartInfo, {**values, "begin": begin, "end": end})
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return PartInfo(**{**values, "begin": Cursor(*values["begin"]), "end": Cursor(*values["end"])})
 
 
 def name_of_part(number: int, split: str = "") -> str:
@@ -208,24 +210,26 @@ def _tokenizer(path: str, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _kept(documents: Iterable[Document], counts: Counter[str]) -> Iterator[Document]:
-    """Documents that have text; the others, and the damaged ones, are counted."""
-    for document in documents:
+def _pieces(block: Block, reading: Reading, counts: Counter[str]) -> Iterator[Piece]:
+    """Of the documents that have text; the others, and the damaged ones, are counted."""
+    for document in documents_of(block, reading):
         counts["read"] += 1
         if document.damage:
             counts[document.damage] += 1
         elif not document.text:
             counts["empty"] += 1
         if document.text:
-            yield document
+            pieces = pieces_of(document, given_for=block.split, reading=reading)
+            counts["cut"] += len(pieces) > 1
+            yield from pieces
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
     held = 0
-    for document in documents:
-        batch.append(document)
-        held += len(document.text)
+    for piece in pieces:
+        batch.append(piece)
+        held += len(piece.document.text)
         if held >= _BATCH_LEN or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
             batch, held = [], 0
@@ -234,8 +238,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _encode_batch(
-    batch: Sequence[Document],
-    given_for: str,
+    batch: Sequence[Piece],
     encoding: Encoding,
     tokenizer: Tokenizer,
     splits: dict[str, _SplitOfPart],
@@ -244,29 +247,28 @@ def _encode_batch(
     encoded = _encode(batch, tokenizer)
     bands = band_keys(encoded, kind=tokenizer.kind) if encoding.has_bands else None
     dtype, end_of_text = token_dtype(tokenizer.vocab_size), tokenizer.end_of_text
-    for number, (document, ids) in enumerate(zip(batch, encoded, strict=True)):
+    for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
         tokens = ids.astype(dtype) if end_of_text is None else np.append(ids, end_of_text).astype(dtype)
         if not len(tokens):  # a text of nothing but blanks, in words
             counts["empty"] += 1
             continue
+        document, split = piece.document, splits[piece.split]
         raw = text_bytes_of(document.text)
-        digest = content_digest(raw)
-        split = splits[split_of(digest, given_for=given_for, reading=encoding.reading)]
         is_kept = tokenizer.keeps_text(num_unknown=int((ids == tokenizer.unknown_id).sum()))
         spelled = raw if is_kept else text_bytes_of(tokenizer.decode(ids.tolist()))
         sizes = len(tokens), len(spelled), count_characters(spelled)
-        split.records.append((document.ordinal, digest, *sizes, spelled != raw))
+        split.records.append((document.ordinal, piece.digest, *sizes, spelled != raw))
         split.documents.append(tokens)
         if bands is not None:
             split.bands.append(bands[number : number + 1])
 
 
-def _encode(batch: Sequence[Document], tokenizer: Tokenizer) -> list[Ids]:
-    texts = [document.text for document in batch]
+def _encode(batch: Sequence[Piece], tokenizer: Tokenizer) -> list[Ids]:
+    documents = [piece.document for piece in batch]
     try:
-        return tokenizer.encode_batch(texts)
+        return tokenizer.encode_batch([document.text for document in documents])
     except DataError:  # once more, one by one, to know which
-        for document in batch:
+        for document in documents:
             try:
                 tokenizer.encode(document.text)
             except DataError as error:

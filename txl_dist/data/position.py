@@ -129,7 +129,7 @@ class StreamState:
                 for one in values["corpora"]
             ]
             return StreamState(**{**values, "corpora": tuple(corpora)})
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
+        except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the stream state of the checkpoint is damaged: {error}.") from error
 
 
@@ -139,7 +139,10 @@ def _text_of(ranges: Ranges) -> str:
 
 
 def _ranges_of(text: str) -> Ranges:
-    bounds = np.cumsum([int(step) for step in text.split()], dtype=np.int64).reshape(-1, 2)
+    steps = np.array([int(step) for step in text.split()], np.int64)
+    bounds = np.cumsum(steps).reshape(-1, 2)
+    if steps.min(initial=0) < 0 or bounds.min(initial=0) < 0:  # the second: a sum that is no int64 any more
+        raise ValueError(f"the ranges {text[:40]!r} do not ascend")
     return tuple((first, end) for first, end in bounds.tolist())
 
 

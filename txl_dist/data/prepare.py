@@ -41,7 +41,16 @@ from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import SPLITS, TRAIN
 from txl_dist.data.inputs import Cursor
 from txl_dist.data.inspect import aligned
-from txl_dist.data.job import Job, files_of_named, list_files, make_tokenizer
+from txl_dist.data.job import (
+    Job,
+    check_in_the_way,
+    check_learning,
+    choose_held_out,
+    files_of_named,
+    list_files,
+    make_tokenizer,
+    remarks_on_size,
+)
 from txl_dist.data.parts import Encoding, PartInfo, PartTask, encode_part, read_part_info
 from txl_dist.data.progress import Progress
 from txl_dist.data.scratch import CORPUS, check_target, claim_scratch, move_into_place
@@ -64,7 +73,10 @@ from txl_dist.text.tokenizer import Tokenizer
 
 _PARTS_VERSION = 2
 """Of what the records of parts hold: parts of another version are made again."""
-_COUNTS = {"held_out_duplicates": "train documents that also stand in a held-out split"}
+_COUNTS = {
+    "held_out_duplicates": "train documents that also stand in a held-out split",
+    "documents_cut": "documents cut, their ends held out",
+}
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,8 @@ class PrepareSummary:
     """An identical corpus was already there and was left alone."""
     files_left_out: int
     """Files in the given folders whose suffix is none of a text. Not in the index: they change no content."""
+    remarks: tuple[str, ...] = ()
+    """Sentences on what is held out."""
     parts_kept: int = 0
     shards_kept: int = 0
     """What an interrupted preparation had finished."""
@@ -85,7 +99,7 @@ class PrepareSummary:
         corpus = self.corpus
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
-        lines += self._table()
+        lines += [*self._table(), *(f"  {remark}" for remark in self.remarks)]
         lines += self._losses()
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
@@ -126,22 +140,27 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
         raise ConfigError(f"the output {output} is a URL. Prepare into a folder, and copy that.")
     target = Path(output).resolve()  # of a link what it stands for is replaced
     check_target(target)
+    check_learning(job_settings)
     is_named = job_settings.name is not None
-    files = [] if is_named else list_files(job_settings)
+    files, remarks = ([], []) if is_named else list_files(job_settings)
     given = [*job_settings.inputs, *job_settings.valid_inputs, *job_settings.test_inputs]
     left_out = 0 if is_named else count_left_out(given)
     stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch:
-        job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files)
+        job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
+        choose_held_out(job)
+        check_in_the_way(job, target)
         tokenizer = make_tokenizer(job)
         with start_workers(job.num_workers()) as workers:
             parts = _encode(job, tokenizer, workers, stamp=stamp)
             _assemble(job, tokenizer, workers, parts)
+            job.remarks += remarks_on_size(job_settings, tokenizer)
         is_unchanged = move_into_place(scratch / CORPUS, target, overwrite=job_settings.overwrite)
     return PrepareSummary(
         corpus=open_corpus(output),
         is_unchanged=is_unchanged,
         files_left_out=left_out,
+        remarks=tuple(job.remarks),
         parts_kept=job.kept["parts"],
         shards_kept=job.kept["shards"],
     )
@@ -154,10 +173,10 @@ def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> 
         folder=str(job.scratch),
         tokenizer=str(job.scratch / TOKENIZER_NAME),
         fingerprint=tokenizer.fingerprint,
-        reading=settings.reading(),
+        reading=job.reading,
         seed=settings.seed,
         has_bands=settings.duplicates != "ignore",
-        stamp=hashlib.sha256(f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint}".encode()).hexdigest(),
+        stamp=hashlib.sha256(f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}".encode()).hexdigest(),
     )
 
     def hash_up_to(end: Cursor) -> str:
@@ -229,6 +248,7 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
             "documents_with_replacements": counts["replaced"],
             "documents_skipped": counts["skipped"],
             **duplicated.statistics,
+            **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
         },
     }
     write_hashed_json(folder / INDEX_NAME, index)

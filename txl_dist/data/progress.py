@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from txl_dist.log import logger
 
@@ -16,7 +16,7 @@ _MB = 1e6
 
 
 class Progress:
-    """Bytes done of a total. Use it as a context; `reach` may be called as often as one likes."""
+    """Bytes, or tokens, done of a total. Use it as a context; `reach` may be called as often as one likes."""
 
     def __init__(
         self,
@@ -25,13 +25,16 @@ class Progress:
         total: int,
         done: int = 0,
         every_s: float = 10.0,
+        unit: Literal["MB", "tokens"] = "MB",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total` 0: unknown. `done` was finished before and does not count for the rate."""
+        """`total` 0: unknown. `done` was finished before and does not count for the rate. `every_s` of infinity: no
+        lines, only the bar. With the unit MB everything is given in bytes."""
         self._what = what
         self._total = total
         self._first = self._done = done
         self._every_s = every_s
+        self._unit, self._scale = unit, _MB if unit == "MB" else 1.0
         self._clock = clock
         self._begin = self._last = clock()
         self._bar: Any = None
@@ -46,7 +49,7 @@ class Progress:
             self._bar.stop()
 
     def reach(self, done: int) -> None:
-        """So many bytes are done."""
+        """So much is done."""
         self._done = done
         now = self._clock()
         if sys.stderr.isatty():
@@ -56,19 +59,20 @@ class Progress:
             self._last = now
             logger.info("%s", self.line())
 
-    def advance(self, num_bytes: int) -> None:
-        """So many bytes more are done."""
-        self.reach(self._done + num_bytes)
+    def advance(self, more: int) -> None:
+        """So much more is done."""
+        self.reach(self._done + more)
 
     def line(self) -> str:
         """`encoding: 1,204 of 4,500 MB, 27 %, 8.3 MB/s, 0:06:37 left`."""
         rate = (self._done - self._first) / max(self._clock() - self._begin, 1e-9)
+        done, speed = f"{self._done / self._scale:,.0f}", f"{rate / self._scale:,.1f} {self._unit}/s"
         if not self._total:
-            return f"{self._what}: {self._done / _MB:,.0f} MB, {rate / _MB:.1f} MB/s"
+            return f"{self._what}: {done} {self._unit}, {speed}"
         left = timedelta(seconds=round((self._total - self._done) / rate)) if rate else "?"
         return (
-            f"{self._what}: {self._done / _MB:,.0f} of {self._total / _MB:,.0f} MB, "
-            f"{100 * self._done / self._total:.0f} %, {rate / _MB:.1f} MB/s, {left} left"
+            f"{self._what}: {done} of {self._total / self._scale:,.0f} {self._unit}, "
+            f"{100 * self._done / self._total:.0f} %, {speed}, {left} left"
         )
 
     def _show_bar(self) -> None:

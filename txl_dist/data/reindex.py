@@ -22,7 +22,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,13 +176,19 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
 
 @contextmanager
 def _temporaries(folder: Path) -> Iterator[None]:
-    """Records wait under another name until all tars were read; what is left of them after an error is removed."""
+    """Records wait under another name until all tars were read; what is left of them, now or before, is removed."""
+    _remove_temporaries(folder)
     try:
         yield
     except OSError as error:
         raise DataError(f"cannot index {folder}: {error}. Free some space, or make the folder writable.") from error
     finally:
-        for path in folder.glob(f"*{_TEMPORARY}"):
+        _remove_temporaries(folder)
+
+
+def _remove_temporaries(folder: Path) -> None:
+    for path in folder.glob(f"*{_TEMPORARY}"):
+        with suppress(OSError):
             path.unlink()
 
 

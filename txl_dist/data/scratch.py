@@ -27,7 +27,7 @@ from pathlib import Path
 from txl_dist.data.shards import INDEX_NAME
 from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import DataError
-from txl_dist.files import flush_folder, replace_file
+from txl_dist.files import flush_folder, read_bytes, read_json, replace_file, write_bytes
 from txl_dist.log import logger
 
 CORPUS, DOWNLOADS, TOKENIZER_DONE = "corpus", "named", "tokenizer-inputs"
@@ -48,9 +48,9 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
 
     scratch = target.with_name(f".{target.name}.prepare")
     try:
-        scratch.mkdir(parents=True, exist_ok=True)
+        _make_own(scratch)
         with FileLock(scratch / _LOCK, timeout=0):
-            (scratch / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            write_bytes(scratch / _OWNER, f"process {os.getpid()} on {socket.gethostname()}".encode())
             _put_back(scratch, target)
             _take_over(scratch, stamp=stamp, can_continue=can_continue)
             is_done = False
@@ -73,6 +73,16 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
         raise DataError(f"cannot write {target}: {error.strerror or error}. {remedy} another output folder.") from error
 
 
+def _make_own(scratch: Path) -> None:
+    """The folder, without links, by which others could lead what is written in it elsewhere."""
+    if scratch.is_symlink():
+        scratch.unlink()
+    scratch.mkdir(parents=True, exist_ok=True)
+    for path in scratch.iterdir():
+        if path.is_symlink():
+            path.unlink()
+
+
 def _put_back(scratch: Path, target: Path) -> None:
     """End the replacement of a corpus: remove the old one, or undo it if the new one did not come."""
     replaced = scratch / _REPLACED
@@ -91,7 +101,7 @@ def _holds_finished_work(scratch: Path) -> bool:
 def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
     """Discard what does not belong to this job."""
     try:
-        found = json.loads((scratch / _JOB).read_bytes())["stamp"]
+        found = read_json(scratch / _JOB)["stamp"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         found = None
     if found == stamp and can_continue:
@@ -110,8 +120,8 @@ def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
 
 def _owner(scratch: Path) -> str:
     try:
-        return (scratch / _OWNER).read_text() or "another process"
-    except OSError:
+        return read_bytes(scratch / _OWNER, max_bytes=300).decode() or "another process"
+    except (OSError, ValueError):
         return "another process"
 
 
@@ -126,17 +136,20 @@ def check_target(target: Path) -> None:
         raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
 
 
+def another_corpus(target: Path) -> DataError:
+    """The error where a corpus of other content would be replaced."""
+    return DataError(f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`.")
+
+
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
     """True if an identical, intact corpus is there already."""
     if (target / INDEX_NAME).exists():
-        is_same = (target / INDEX_NAME).read_bytes() == (written / INDEX_NAME).read_bytes()
+        is_same = read_bytes(target / INDEX_NAME) == read_bytes(written / INDEX_NAME)
         if is_same and not verify_corpus(target):
             return True
         # Preparing again is the remedy for a damaged corpus, so that one is replaced without asking.
         if not is_same and not overwrite:
-            raise DataError(
-                f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`."
-            )
+            raise another_corpus(target)
         target.rename(written.with_name(_REPLACED))
     written.rename(target)  # an empty folder in the way is replaced
     flush_folder(target.parent)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from txl_dist import __version__
-from txl_dist.data.documents import Cut, EncodingErrors, Reading
+from txl_dist.data.documents import TEST, VALID, Cut, EncodingErrors, Reading
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import read_bytes
 
 _HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
@@ -33,6 +34,8 @@ class PrepareSettings:
     """Share of the documents to hold out; 0 makes no such split."""
     test_fraction: float = 0.0
     """The same for a second held-out split."""
+    ignore_split_names: bool = False
+    """Train on all inputs. Else files and folders named train, valid, dev, val or test keep these splits."""
     source: str = ""
     """Local archive, file or folder of a named corpus, in place of a download."""
     kind: Literal["auto", "byte", "char", "word", "bpe", "unigram"] = "auto"
@@ -89,10 +92,7 @@ class PrepareSettings:
                 )
         if sum(fractions.values()) >= 1:
             raise ConfigError("valid_fraction and test_fraction leave nothing to train on: together stay below 1.")
-        for name in ("valid", "test"):
-            fraction = getattr(self, f"{name}_fraction")
-            if getattr(self, f"{name}_inputs") and fraction not in (0, _default(f"{name}_fraction")):
-                raise ConfigError(f"{name}_fraction={fraction} has no meaning beside given text for the split {name}.")
+        self.check_given([split for split in (VALID, TEST) if getattr(self, f"{split}_inputs")])
         if not 0 < self.tokenizer_fraction <= 1:
             raise ConfigError(f"tokenizer_fraction={self.tokenizer_fraction} must be above 0 and at most 1.")
         if self.shard_len < 1:
@@ -155,14 +155,24 @@ class PrepareSettings:
         completed = dataclasses.replace(self, **own)
         return completed if completed.kind != "auto" else dataclasses.replace(completed, kind="bpe")
 
-    def reading(self) -> Reading:
-        """How documents are read; held-out splits that have their own inputs take none from train."""
+    def reading(self, *, given: Collection[str]) -> Reading:
+        """How documents are read; splits that have files `given` for them take none from train."""
         return Reading(
             self.jsonl_field,
             self.encoding_errors,
-            valid_fraction=0.0 if self.valid_inputs else self.valid_fraction,
-            test_fraction=0.0 if self.test_inputs else self.test_fraction,
+            valid_fraction=0.0 if VALID in given else self.valid_fraction,
+            test_fraction=0.0 if TEST in given else self.test_fraction,
         )
+
+    def check_given(self, given: Collection[str]) -> None:
+        """Raises ConfigError if a share is asked for of a split that has files of its own."""
+        for split in (VALID, TEST):
+            name = f"{split}_fraction"
+            if split in given and getattr(self, name) not in (0, _default(name)):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} has no meaning beside given text for the split {split}. Leave it "
+                    "out; or, where the names of files say so, train on all of them with `--ignore-split-names`."
+                )
 
     def stamp(self) -> str:
         """Hash of everything that changes the parts of a preparation, but for the content of the inputs."""
@@ -171,7 +181,7 @@ class PrepareSettings:
         kept = {name: str(value) for name, value in values.items() if name not in left_out}
         if self.tokenizer_path is not None:
             try:
-                content = Path(self.tokenizer_path).read_bytes()
+                content = read_bytes(Path(self.tokenizer_path))
             except OSError as error:
                 reason = error.strerror or error
                 raise DataError(

@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.files import flush_to_disk, replace_file
+from txl_dist.files import replace_file, replacing, typed
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
@@ -85,8 +85,8 @@ class SplitInfo:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> SplitInfo:
-        """Back from index.json."""
-        return SplitInfo(**{**values, "shards": [ShardInfo(**shard) for shard in values["shards"]]})
+        """Back from index.json. Raises ValueError, KeyError or TypeError for other values."""
+        return typed(SplitInfo, {**values, "shards": [typed(ShardInfo, shard) for shard in values["shards"]]})
 
 
 def counts_name(split: str) -> str:
@@ -116,8 +116,7 @@ def write_shard(
     document, so a shard needs to know nothing about the shards before it.
     """
     counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
-    temporary = folder / f"{name}.tmp"
-    with temporary.open("wb") as stream:
+    with replacing(folder / name) as stream:
         tar = _TarStream(stream)
         table, number = np.empty(len(documents), dtype=RECORD), first_document
         for sample in _samples(documents):
@@ -132,8 +131,6 @@ def write_shard(
             own["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
             number += len(sample)
         tar.close()
-        flush_to_disk(stream)
-    temporary.replace(folder / name)
     replace_file(folder / f"{name}.idx", table.tobytes())
     info = ShardInfo(
         name=name,

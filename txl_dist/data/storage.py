@@ -22,7 +22,10 @@ import numpy.typing as npt
 
 from txl_dist.data.shards import ShardInfo
 from txl_dist.errors import DataError
+from txl_dist.files import inside, open_regular, read_bytes
 
+MAX_FILE_BYTES = 1 << 36
+"""Of a file that is read whole: records have 16 bytes for each document of a shard."""
 REMEDY = "Restore the file from a copy, or run `txl prepare` again."
 
 
@@ -78,7 +81,7 @@ class Storage(ABC):
 
 def check_size(name: str, num_bytes: int, info: ShardInfo) -> None:
     """Raises DataError if a shard has another size than the index says: other readers miss a cut at a member border."""
-    if num_bytes != info.bytes:
+    if num_bytes != info.bytes or not num_bytes:
         raise DataError(f"{name} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {REMEDY}")
 
 
@@ -92,7 +95,7 @@ class LocalStorage(Storage):
     def read(self, file: str, *, sha256: str = "") -> bytes:
         """See `Storage`."""
         try:
-            content = (self.folder / file).read_bytes()
+            content = read_bytes(self._path(file), max_bytes=MAX_FILE_BYTES)
         except OSError as error:
             raise _unreadable(self.folder / file, error) from error
         if sha256 and hashlib.sha256(content).hexdigest() != sha256:
@@ -102,16 +105,17 @@ class LocalStorage(Storage):
     def open_payload(self, info: ShardInfo) -> Payload:
         """Map the shard."""
         self.check_sizes([info])
-        path = self.folder / info.name
+        path = self._path(info.name)
         try:
-            return MappedPayload(path)
+            with open_regular(path) as stream:
+                return MappedPayload(stream)
         except OSError as error:
             raise _unreadable(path, error) from error
 
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
         """See `Storage`."""
         for info in infos:
-            path = self.folder / info.name
+            path = self._path(info.name)
             try:
                 num_bytes = path.stat().st_size
             except OSError as error:
@@ -120,6 +124,12 @@ class LocalStorage(Storage):
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
         """The kernel reads ahead by itself."""
+
+    def _path(self, file: str) -> Path:
+        try:
+            return inside(self.folder, file)
+        except ValueError as error:
+            raise DataError(f"{self.folder}: {error}. Copy the file to its place, or use another corpus.") from error
 
 
 class MappedPayload:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from txl_dist.data.storage import REMEDY, LocalStorage, StorageSettings, open_st
 from txl_dist.data.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.workers import start_workers
 from txl_dist.errors import DataError
-from txl_dist.files import hashed_json
+from txl_dist.files import hashed_json, parse_object
 
 P = ParamSpec("P")
 
@@ -56,7 +55,7 @@ def each_problem(
     hears how many bytes of tars were verified. Raises DataError if index.json is gone meanwhile or a worker died.
     """
     content = corpus.storage.read(INDEX_NAME)
-    if content != hashed_json(json.loads(content)):
+    if content != hashed_json(parse_object(content)):
         yield f"{corpus.storage.name_of(INDEX_NAME)} was edited or is damaged: it is not as it was written. {REMEDY}"
     yield from _problem_of(_check_tokenizer, corpus)
     for split in map(corpus.split, corpus.split_names):

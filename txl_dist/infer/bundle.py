@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
@@ -163,9 +164,9 @@ def write_bundle(
         temporary.mkdir(parents=True)
         save_file({k: p.detach().contiguous() for k, p in network.named_parameters()}, temporary / "model.safetensors")
         save_file(probe, temporary / "probe.safetensors")
-        (temporary / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         tokenizer.save(temporary / "tokenizer.json")
-        (temporary / "train.toml").write_text(_training_settings(content), encoding="utf-8")
+        write_bytes(temporary / "train.toml", _training_settings(content).encode())
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         error = probe_error(load(temporary).model, probe, memory_len=memory_len)
         replace_folder(temporary, folder)
@@ -191,7 +192,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
         )
     check_folder(folder, remedy="Copy it again or export it again.")
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = parse_object(read_bytes(folder / "config.json"))
         if content["format_version"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{folder} has format version {content['format_version']}; this program knows {FORMAT_VERSION}. "
@@ -217,7 +218,7 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
             probe=load_file(folder / "probe.safetensors", device=device),
             probe_dtype=content["probe_dtype"],
         )
-        tolerance = _tolerance(
+        tolerance = probe_tolerance(
             {content["dtype"], content["probe_dtype"]}, largest_loss=float(bundle.probe["losses"].max())
         )
     except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
@@ -239,7 +240,8 @@ def _training_settings(content: dict[str, Any]) -> str:
     return tomli_w.dumps({"data": border, "model": content["model"], "train": lengths})
 
 
-def _tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+    """Largest difference in nats on the probe between computations in these types; see `PROBE_TOLERANCE`."""
     scale = max(5.0, largest_loss)
     return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
 
@@ -248,8 +250,20 @@ def network_of(
     model: ModelSection, *, vocab_size: int, weights: dict[str, Tensor], dtype: str, where: str
 ) -> TransformerXL:
     """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
+        raise CheckpointError(
+            f"{where}: {len(weights)} tensors are no model of {model.num_layers} layers and {vocab_size} ids. "
+            "They were made with another configuration."
+        )
+    with torch.device("meta"):
+        _check_shapes(TransformerXL(model, vocab_size=vocab_size), weights, where=where)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
         network = TransformerXL(model, vocab_size=vocab_size).to(DTYPES[dtype])
+    copy_weights(network, weights)
+    return network.eval()
+
+
+def _check_shapes(network: TransformerXL, weights: dict[str, Tensor], *, where: str) -> None:
     parameters = dict(network.named_parameters())
     missing = sorted(parameters.keys() - weights.keys())
     surplus = sorted(weights.keys() - network.state_dict().keys())
@@ -263,8 +277,6 @@ def network_of(
             f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
             "They were made with another configuration."
         )
-    copy_weights(network, weights)
-    return network.eval()
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ class AdaptiveEmbedding(nn.Module):
         """
         if self.num_tables == 1:
             # Not on a GPU, where a sparse sum has no fixed order.
-            hidden = self._embed(0, tokens_BT, sparse=sparse_gradient and tokens_BT.device.type == "cpu")
+            hidden = self._embed(0, tokens_BT, sparse=sparse_gradient and tokens_BT.device.type != "cuda")
             return hidden * self.scale
         partition = partition_of(tokens_BT, edges=self.edges) if partition is None else partition
         # Each cluster's rows are written once and then fetched in token order. Going back each row gets one gradient,

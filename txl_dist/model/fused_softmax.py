@@ -191,7 +191,7 @@ class _Sums:
 def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
     """Tokens in a chunk, and the length of a row of logits in the buffer."""
     num_rows, stride = cluster.targets_R.shape[0], math.ceil(cluster.num_columns / ALIGNMENT) * ALIGNMENT
-    kind = "cpu" if device.type == "cpu" else "cuda"
+    kind = "cuda" if device.type == "cuda" else "cpu"
     most = max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // stride)
     return math.ceil(num_rows / math.ceil(num_rows / most)), stride
 

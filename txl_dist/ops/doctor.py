@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from txl_dist.console import escaped, say
 from txl_dist.dist import Ranks, gather_objects
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.ops import fabric
@@ -171,7 +172,7 @@ def _limit_threads() -> None:
 def show(report: Report) -> None:
     """A table on a terminal, else a line per finding."""
     if not sys.stdout.isatty():
-        sys.stdout.write("\n".join(report.lines()) + "\n")
+        say("\n".join(report.lines()))
         return
     from rich.console import Console
     from rich.table import Table
@@ -183,9 +184,9 @@ def show(report: Report) -> None:
     colours = {"ok": "green", "warning": "yellow", "problem": "bold red"}
     for node, finding in report.findings:
         words = (node, finding.name, finding.found + (f"\n-> {finding.remedy}" if finding.remedy else ""))
-        table.add_row(Text(finding.verdict, style=colours[finding.verdict]), *map(Text, words))
+        table.add_row(Text(finding.verdict, style=colours[finding.verdict]), *map(Text, map(escaped, words)))
     Console().print(table)
-    sys.stdout.write(report.summary() + "\n")
+    say(report.summary())
 
 
 def to_json(report: Report) -> bytes:

@@ -1,10 +1,11 @@
-"""Owns a run of the `deepspeed` launcher: signals arrive once, nothing stays behind, and the exit code is true.
+"""Owns a run of the `deepspeed` launcher: signals arrive once, nothing stays behind, and its end is told truly.
 
 By itself that launcher dies of a SIGTERM at once and leaves its ranks, exits 0 when its node launcher was killed, and
 on SIGTERM kills ranks that need more than 30 s to save. So here it runs in a process group of its own:
     a signal      goes to the ranks of this node; if there are none here, RUN/STOP is made, which every rank obeys
     the end       what is left of the group gets the time to save, then SIGKILL
     our own death is a SIGTERM for the launcher, whose end the ranks notice, save and leave
+    output        without the launcher's chatter (chatter.py); where a run is not done, the last word is ours
     exit code     0 only if this start wrote RUN/DONE; 75 to be started again; 76 if a rank was lost; else as it was
     other nodes   an ssh that hears nothing of its node gives up, or a lost node would keep the launcher for ever
 """
@@ -14,15 +15,19 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from txl_dist.console import say
 from txl_dist.errors import HANG, REQUEUE, ConfigError
+from txl_dist.ops.chatter import Strained, pattern_of_chatter
 from txl_dist.train.processes import command_of, group_members, parent_of, process_id
 from txl_dist.train.stopping import LAUNCHED_BY
 
@@ -42,47 +47,78 @@ def launch(
     run_dir: Path,
     grace_s: float = GRACE_S,
     seen_within_s: float = 0.0,
+    verbose: bool = False,
 ) -> int:
     """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
 
-    `seen_within_s`: how late a file that another node writes may show here.
+    `seen_within_s`: how late a file that another node writes may show here. `verbose`: its output as it is.
     Main thread only. Raises ConfigError if there is no `deepspeed` program.
     """
+    if shutil.which("deepspeed") is None:
+        raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
     done_before = _stamp(run_dir / "DONE")
-    command = ["deepspeed", *launcher_flags, "--module", "txl_dist", "train", *train_words]
-    try:
-        launcher = subprocess.Popen(
-            command,
-            env=os.environ | {LAUNCHED_BY: json.dumps(process_id()), SSH_ARGUMENTS: _ssh_arguments()},
-            start_new_session=True,
-            preexec_fn=_die_with_parent(),
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment."
-        ) from error
+    wants_hostfile = any(flag.startswith(("-H", "--hostfile")) for flag in launcher_flags)
+    strained = None if verbose else Strained(pattern_of_chatter(wants_hostfile=wants_hostfile))
+    launcher = subprocess.Popen(
+        ["deepspeed", *launcher_flags, "--module", "txl_dist", "train", *train_words],
+        env=os.environ | {LAUNCHED_BY: json.dumps(process_id()), SSH_ARGUMENTS: _ssh_arguments()},
+        stdout=strained.stdout if strained else None,
+        stderr=strained.stderr if strained else None,
+        start_new_session=True,
+        preexec_fn=_die_with_parent(),
+    )
     signals = _Forwarding(launcher.pid, run_dir / "STOP")
     try:
+        if strained:
+            strained.started()
         code = launcher.wait()
         _end_group(launcher.pid, grace_s=grace_s)
     finally:
         signals.close()
+        if strained:
+            strained.close()
     end_s = time.monotonic() + (seen_within_s if code == 0 else 0.0)
     while not (is_done := _stamp(run_dir / "DONE") not in (None, done_before)) and time.monotonic() < end_s:
         time.sleep(0.2)
     if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
-        return REQUEUE
-    return exit_code(code, is_done=is_done, sent=signals.sent)
+        code = REQUEUE
+    result = exit_code(code, is_done=is_done, sent=signals.sent)
+    if word := last_word(result, launcher_code=code, run_dir=run_dir):
+        with suppress(OSError):  # a terminal that is gone
+            say(f"txl launch: {word} (exit code {result})", to=sys.stderr)
+    return result
 
 
 def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
     """What to exit with. `code`: the launcher's; `is_done`: this start wrote DONE; `sent`: signals passed to ranks."""
     if is_done:
         return 0
-    died_by = code - 128 if 128 < code < 192 else 256 - code if code >= 192 else -code  # shell's way, sys.exit(-n)'s
-    if died_by > 0 and died_by < 65:
-        return REQUEUE if died_by in sent else HANG  # a rank that starts up dies of a stop signal: nothing is lost
+    if signal_of(code):
+        return REQUEUE if signal_of(code) in sent else HANG  # a rank that starts up dies of a stop signal: nothing lost
     return code or HANG  # 0 without DONE: a launcher between us and the ranks was killed
+
+
+def signal_of(code: int) -> int:
+    """The signal that an exit code tells of: the shell's way, that of sys.exit(-n), or Python's; 0 for none."""
+    number = code - 128 if 128 < code < 192 else 256 - code if code >= 192 else -code
+    return number if 0 < number < 65 else 0
+
+
+def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
+    """What became of a run; nothing where a rank has said it: it is done, or has refused to start."""
+    goes_on = "the same command goes on"
+    if code in (0, ConfigError.exit_code):
+        return ""
+    if code == REQUEUE:
+        return f"stopped; {goes_on}"
+    if code != HANG:
+        return f"training failed; the reason is above, and what led to it in {run_dir / 'log.txt'}"
+    if number := signal_of(launcher_code):
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = "; when memory runs out the system does that, see `dmesg`" if number == signal.SIGKILL else ""
+        return f"a rank died of {name}{hint}; {goes_on} from the last checkpoint"
+    lost = "a rank hung or was lost" if launcher_code == HANG else "the launcher ended before the run was done"
+    return f"{lost}; {goes_on} from the last checkpoint"
 
 
 class _Forwarding:

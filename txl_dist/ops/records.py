@@ -10,7 +10,6 @@ records take half a minute and less than a gigabyte: numbers are kept as arrays,
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections import deque
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from txl_dist.errors import DataError
+from txl_dist.files import open_regular, parse_object
 
 FloatArray = NDArray[np.float64]
 RECORDS = "metrics.jsonl"
@@ -137,7 +137,7 @@ def read_history(run_dir: Path) -> History:
     path = run_dir / RECORDS
     reader = _Reader()
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             for line in stream:
                 reader.take(line)
     except OSError as error:
@@ -203,11 +203,11 @@ class _Reader:
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
         try:
-            record = json.loads(line)
+            record = parse_object(line)
             kind, step = record["kind"], record["step"]
             if not (isinstance(kind, str) and type(step) is int and 0 <= step <= MOST):
                 raise ValueError(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError):
             self.num_damaged += bool(line.strip())
             return
         self.num_records += 1

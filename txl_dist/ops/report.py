@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from txl_dist.data.inspect import aligned
 from txl_dist.errors import ConfigError
-from txl_dist.files import replace_file
+from txl_dist.files import read_bytes, replace_file
 from txl_dist.ops.pictures import events_picture, marks_explained, pictures_of
 from txl_dist.ops.records import Event, Sample, clean
 from txl_dist.ops.summary import Fact, Run, defaults, duration, facts_of, lead, read_run
@@ -77,8 +76,6 @@ def write_page(path: Path, html: str) -> None:
     try:
         replace_file(target, html.encode("utf-8", errors="replace"))
     except OSError as error:
-        with suppress(OSError):  # a disk that is full need not keep the part that went onto it
-            target.with_name(target.name + ".tmp").unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
         ) from error
@@ -114,7 +111,7 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
         "num_events": len(run.history.events),
         "samples": [one._replace(text=cut(one.text), prompt=cut(one.prompt)) for one in _spread(samples)],
         "num_samples": len(samples),
-        "setting_rows": _setting_rows(run),
+        "setting_rows": setting_rows(run.settings),
         "config_text": _config_text(run.path),
         "files": _links(run.path, folder=folder),
     }
@@ -146,10 +143,11 @@ def _spread(samples: Sequence[Sample]) -> list[Sample]:
     return [samples[round(last * index / max(most - 1, 1))] for index in reversed(range(most))]
 
 
-def _setting_rows(run: Run) -> list[list[str]]:
+def setting_rows(settings: dict[str, Any]) -> list[list[str]]:
+    """A table of those that differ from the defaults."""
     usual = defaults()
     rows = [["setting", "this run", "default"]]
-    for name, value in run.settings.items():
+    for name, value in settings.items():
         if name not in usual:
             rows.append([name, cut(str(value), most=300), "unknown to this version"])
         elif value != usual[name]:
@@ -159,7 +157,7 @@ def _setting_rows(run: Run) -> list[list[str]]:
 
 def _config_text(run_dir: Path) -> str:
     try:
-        return cut((run_dir / "config.toml").read_text(encoding="utf-8", errors="replace"), most=_MAX_CONFIG)
+        return cut(read_bytes(run_dir / "config.toml").decode(errors="replace"), most=_MAX_CONFIG)
     except OSError:
         return ""
 

@@ -6,10 +6,8 @@ cannot be read is left out, and said; only a run without records is an error.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,10 +18,11 @@ import numpy as np
 
 from txl_dist.config import Config
 from txl_dist.errors import DataError
+from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.figures import compact
 from txl_dist.ops.records import MOST, FloatArray, History, Table, clean, read_history
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.processes import ProcessId
+from txl_dist.train.processes import process_of
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """A job on another machine touches its lock every few seconds."""
@@ -134,9 +133,8 @@ def _has_true_bits(run: Run) -> bool:
 
 def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-        str(sections)  # a hexadecimal number may have more digits than Python prints
-    except (OSError, ValueError, RecursionError) as error:
+        sections = parse_toml(read_bytes(path))
+    except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
     flat = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
     return {f"{section}.{key}": value for section, values in flat.items() for key, value in values.items()}, ""
@@ -144,10 +142,8 @@ def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
 
 def _newest_state(path: Path) -> dict[str, Any]:
     for folder in sorted((path / "checkpoints").glob("step_?????????"), reverse=True):
-        with suppress(OSError, ValueError, RecursionError):
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            if isinstance(state, dict):
-                return state
+        with suppress(OSError, ValueError):
+            return parse_object(read_bytes(folder / "state.json"))
     return {}
 
 
@@ -170,10 +166,10 @@ def _is_locked(path: Path) -> bool | None:
     """Whether the job that holds the run lives; None if none holds it."""
     try:
         age_s = time.time() - path.stat().st_mtime
-        lives = ProcessId(*json.loads(path.read_bytes())["process"]).lives()
+        lives = process_of(read_json(path)["process"]).lives()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     return age_s < _LOCK_IS_OLD_AFTER_S if lives is None else lives
 

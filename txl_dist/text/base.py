@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.errors import DataError
+from txl_dist.files import write_bytes
 
 Ids = npt.NDArray[np.int32]
 
@@ -104,7 +105,7 @@ class Tokenizer(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write the canonical JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_bytes(Path(path), self.to_json().encode())
 
     @classmethod
     @abstractmethod

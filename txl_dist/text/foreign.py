@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from txl_dist.errors import DataError
+from txl_dist.files import parse_object
 from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, Tokenizer, byte_symbols
 from txl_dist.text.subwords import PIECE_LEN, LibraryTokenizer
 
@@ -151,7 +152,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     def __init__(self, content: str, *, foreign_ids: Sequence[int], end_of_text: int) -> None:
         super().__init__(content, foreign_ids=foreign_ids, end_of_text=end_of_text)
-        pipeline = json.loads(content)
+        pipeline = parse_object(content)
         self._can_be_cut = _can_be_cut(pipeline, self._library)
         self._is_byte_level = _is_byte_level(pipeline, self._library)
 
@@ -183,7 +184,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
         return {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
 
     def _unknown(self) -> int | None:
-        model = json.loads(self.content)["model"]
+        model = parse_object(self.content)["model"]
         name, found = model.get("unk_token"), model.get("unk_id")
         found = self._library.token_to_id(name) if isinstance(name, str) else found
         return None if found is None else int(found)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from txl_dist.errors import DataError
+from txl_dist.files import read_bytes
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.foreign import ForeignTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from txl_dist.text.tokenizer import read_tokenizer
@@ -43,7 +44,7 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 def _content_of(path: str | Path) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_bytes(Path(path))
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. Check the path.") from error
 

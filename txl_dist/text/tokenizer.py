@@ -12,11 +12,11 @@ not know. What all share is in base.py, training in training.py.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from txl_dist.errors import DataError
+from txl_dist.files import parse_object, read_bytes
 from txl_dist.text.base import END_OF_TEXT, FORMAT_VERSION, UNKNOWN, Ids, Tokenizer, byte_symbols
 from txl_dist.text.characters import ByteTokenizer, CharTokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
@@ -64,7 +64,7 @@ _REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json. Raises DataError naming the file if it is missing, damaged or of another format."""
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(Path(path))
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. {_REMEDY}") from error
     return read_tokenizer(content, name=str(path))
@@ -73,7 +73,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
     """The tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
     try:
-        values = json.loads(content)
+        values = parse_object(content)
     except ValueError as error:
         raise DataError(f"the tokenizer {name} is not valid JSON: {error}. {_REMEDY}") from error
     try:

@@ -29,6 +29,8 @@ from txl_dist.text.words import END_OF_LINE, split_words
 Texts = Callable[[], Iterable[str]]
 
 DEFAULT_SUBWORDS = 4096
+MOST_IDS = 1 << 24
+"""That may be asked for; a library that learns pieces makes room for as many."""
 BATCH_LEN = 1 << 20
 """Characters that are encoded at once."""
 PLAIN_MARKS: dict[str, Any] = {"line_start": None, "line_end": END_OF_LINE, "unknown": UNKNOWN}
@@ -65,19 +67,17 @@ def train_tokenizer(
     `sentence_marks` are lm1b's: `<S>` on both sides of each line, and `<UNK>`.
     Raises ConfigError for an impossible size or a setting that the kind does not have, DataError without text.
     """
-    _refuse_impossible(
+    check_training(
         kind,
         vocab_size=vocab_size,
         min_frequency=min_frequency,
         lower_case=lower_case,
+        end_of_text=end_of_text,
         only_seen=only_seen,
         sentence_marks=sentence_marks,
     )
     marks = SENTENCE_MARKS if sentence_marks else PLAIN_MARKS
-    num_marks = end_of_text + (len({*marks.values()} - {None}) if kind == "word" else 0)
-    smallest = num_marks + (1 if kind == "word" else 256)
-    if vocab_size and vocab_size < smallest:
-        raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")
+    num_marks = _num_marks(kind, end_of_text=end_of_text, sentence_marks=sentence_marks)
     max_size = vocab_size - num_marks if vocab_size else 0
     documents = CountedTexts(texts, lower_case=lower_case)
     values: dict[str, Any] = {"lower_case": lower_case, "only_seen": only_seen, **marks}
@@ -119,7 +119,8 @@ class CountedTexts:
             raise DataError("there is no text to make a tokenizer from. Check the inputs and the split.")
 
 
-def _refuse_impossible(kind: str, **given: int) -> None:
+def check_training(kind: str, *, end_of_text: bool, **given: int) -> None:
+    """Refuse the arguments that `train_tokenizer` refuses, without any text. Raises ConfigError."""
     if kind not in get_args(TokenizerKind):
         raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(get_args(TokenizerKind))}.")
     if given["min_frequency"] < 1 or given["vocab_size"] < 0:
@@ -129,6 +130,18 @@ def _refuse_impossible(kind: str, **given: int) -> None:
         if given[name] != (name == "min_frequency") and kind not in kinds:
             known = " and ".join(kinds)
             raise ConfigError(f"{name} has no meaning for a {kind} tokenizer, only for {known}; leave it out.")
+    num_marks = _num_marks(kind, end_of_text=end_of_text, sentence_marks=bool(given["sentence_marks"]))
+    smallest, vocab_size = num_marks + (1 if kind == "word" else 256), given["vocab_size"]
+    if vocab_size and vocab_size < smallest:
+        raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")
+    if vocab_size > MOST_IDS:
+        raise ConfigError(f"vocab_size={vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids.")
+
+
+def _num_marks(kind: str, *, end_of_text: bool, sentence_marks: bool) -> int:
+    """Ids that are no pieces of text."""
+    marks = SENTENCE_MARKS if sentence_marks else PLAIN_MARKS
+    return end_of_text + (len({*marks.values()} - {None}) if kind == "word" else 0)
 
 
 def _number(kind: str, counts: dict[str, int], values: dict[str, Any], *, end_of_text: bool = False) -> Tokenizer:

@@ -14,11 +14,11 @@ proves whole is the one to start from, ordered by step, never by clock.
 
 from __future__ import annotations
 
-import json
-import re
+import fcntl
+import os
 import shutil
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,18 +32,15 @@ from txl_dist.data.position import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
-from txl_dist.manifest import problems_of
 from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.train.engine import Engine
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.run_dir import refuse_frozen_changes
+from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import FragmentFiles
-
-FORMAT_VERSION = 2
-"""1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
-_NAME = re.compile(r"step_(\d{9})")
 
 
 class CorpusFacts(NamedTuple):
@@ -60,22 +57,6 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
     return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
 
 
-def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return run_dir / "checkpoints" / f"step_{step:09d}"
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints by step, oldest first; not verified."""
-    folder = run_dir / "checkpoints"
-    return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
-
-
 def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
     """Which of the steps, in ascending order, to keep: the last ones, milestones and the best."""
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
@@ -86,7 +67,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
     """Take away checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
 
     Returns the folders that are left to be removed. They are renamed, so they are no checkpoints any more, and what a
-    crash leaves of them is collected at the next start.
+    crash leaves of them is collected at the next start. What somebody reads (`kept`) stays until the next time.
     """
     leaving = []
     for path in list_checkpoints(run_dir):
@@ -96,15 +77,48 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
         renamed = path.with_name(f"{path.name}.tmp-pruned")
         shutil.rmtree(renamed, ignore_errors=True)
         with suppress(OSError):  # then it stays until the next time; that is no reason to stop
-            path.rename(renamed)
-            leaving.append(renamed)
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if _may_be_taken(descriptor):
+                    path.rename(renamed)
+                    leaving.append(renamed)
+            finally:
+                os.close(descriptor)
     return leaving
+
+
+def _may_be_taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without such locks
+        pass
+    return True
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """Keep a checkpoint from being pruned while it is read, by a lock that ends with this process at the latest.
+
+    It may be gone already; and where the file system has no such locks it may go. So who cannot read it looks whether
+    it is still there.
+    """
+    descriptor = -1
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 Problems = Callable[[Path], list[str]]
 
 
-def newest_checkpoint(run_dir: Path, *, problems: Problems = problems_of) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(run_dir: Path, *, problems: Problems = checkpoint_problems) -> tuple[Path | None, list[str]]:
     """(the newest checkpoint that is whole, why newer ones were passed over)."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
@@ -115,7 +129,9 @@ def newest_checkpoint(run_dir: Path, *, problems: Problems = problems_of) -> tup
     return None, rejected
 
 
-def choose_checkpoint(run_dir: Path, resume: str, *, problems: Problems = problems_of) -> tuple[Path | None, list[str]]:
+def choose_checkpoint(
+    run_dir: Path, resume: str, *, problems: Problems = checkpoint_problems
+) -> tuple[Path | None, list[str]]:
     """(where to start from by `--resume auto|must|never|PATH`, what the user should know). A run that has begun at PATH
     goes on from its own checkpoints.
 
@@ -177,23 +193,9 @@ def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path |
 
 
 def problems_together(folder: Path, ranks: Ranks) -> list[str]:
-    """`problems_of`, each rank hashing its share of the files. All ranks call it."""
-    parts = gather_objects(problems_of(folder, part=ranks.rank, num_parts=ranks.world_size))
+    """`checkpoint_problems`, each rank hashing its share of the files. All ranks call it."""
+    parts = gather_objects(checkpoint_problems(folder, part=ranks.rank, num_parts=ranks.world_size))
     return [problem for part in parts for problem in part]
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint. Raises CheckpointError."""
-    try:
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'state.json'} cannot be read: {error}. Use another checkpoint.") from error
-    if state.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder} has format version {state.get('format_version')}; this program reads {FORMAT_VERSION}. "
-            "Use the version of txl_dist that wrote it."
-        )
-    return state
 
 
 def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:

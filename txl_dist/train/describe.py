@@ -17,7 +17,7 @@ from txl_dist.model.kernels.launch import obstacle
 from txl_dist.text.clusters import cluster_edges
 from txl_dist.train.footprint import bytes_per_rank
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import check_job, first_stream, remarks, train_splits
+from txl_dist.train.job import check_job, first_stream, remarks, remarks_on_evaluation, train_splits
 
 
 def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
@@ -95,4 +95,5 @@ def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
     yield from describe_data(config, splits=train_splits(config, corpora), stream=first_stream(config, corpora))
     yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size, on_gpu=device.type == "cuda")
-    yield from (f"warning: {sentence}" for sentence in remarks(config, plan=plan))
+    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpora)
+    yield from (f"warning: {sentence}" for sentence in warnings)

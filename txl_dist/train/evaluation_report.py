@@ -3,62 +3,54 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl_dist.config import Config, check_config, config_from_dict
 from txl_dist.data.baselines import order0_and_bigram
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.corpus import Corpus, Split, open_corpus
+from txl_dist.data.progress import Progress
 from txl_dist.data.units import TextUnits, text_units
 from txl_dist.dist import joined_ranks, this_rank
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import write_output
 from txl_dist.infer.bundle import DTYPES, is_bundle, load, network_of
-from txl_dist.log import start_logging
+from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.evaluate import evaluate
+from txl_dist.train.evaluation_settings import Overrides
 from txl_dist.train.export import read_trained
 from txl_dist.train.job import storage_settings
+from txl_dist.train.places import require_corpus
 
 Result = dict[str, Any]
 
 
-class Overrides(NamedTuple):
-    """How an evaluation differs from training; the defaults change nothing. Weights are never touched."""
-
-    split: str = ""
-    memory_len: int = -1
-    """-1: as trained."""
-    segment_len: int = 0
-    num_lanes: int = 0
-    overlap_len: int = 0
-    clamp_len: int = -1
-    """-1: as trained; 0: none."""
-    same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
-    zero_memory: bool = False
-    """Begin with a memory of zeros that is attended, as Hugging Face and TensorFlow do, instead of an empty one."""
-    without_memory: bool = False
-    """Score a second time, with memory off."""
-
-
 def evaluate_trained(
-    target: Path, *, data: Path | None, overrides: Overrides, baselines: bool, json_path: Path | None
+    target: Path, *, data: str | Path, overrides: Overrides, baselines: bool, json_path: Path | None
 ) -> list[str]:
     """Score a run, a checkpoint or a bundle; several ranks share the lanes. Returns lines for people.
+
+    `data` is the corpus; empty takes that of the run.
 
     Raises ConfigError if the overrides contradict each other or the model, CheckpointError or DataError if the target
     or the corpus cannot be read or do not belong together.
     """
     start_logging()
+    overrides.check()
     if json_path is not None:
         _check_writable(json_path)
     model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
-    config = _with_overrides(config, overrides, target=target)
+    configs = [_with_overrides(config, overrides, memory_len=one, target=target) for one in overrides.memory_len]
+    config = configs[0]
     model = _as_evaluated(model, config.model, where=where)
     corpus = open_corpus(config.data.path, storage_settings(config))
     if corpus.tokenizer_sha256 != tokenizer_fingerprint:
@@ -66,8 +58,15 @@ def evaluate_trained(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
         )
+    if config.data.eval_split not in corpus.split_names:
+        known = ", ".join(corpus.split_names)
+        raise DataError(
+            f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {known}. "
+            "Name one with --split; or, with --data, a corpus that has it, prepared with --tokenizer-file and the "
+            f"tokenizer.json of {target}."
+        )
     units = text_units([corpus.split(config.data.eval_split)], mask_documents=config.data.document_border == "mask")
-    results = _score_model(model, corpus, config, overrides)
+    results = _score_model(model, corpus, configs, overrides)
     if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
@@ -75,7 +74,7 @@ def evaluate_trained(
     if units.problem:
         results = {name: {**values, "no_bits": units.problem} for name, values in results.items()}
     if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_output(json_path, json.dumps(results, indent=1).encode() + b"\n")
     return [f"scored: {where}", *_table(results, units)]
 
 
@@ -91,10 +90,10 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --json.") from error
 
 
-def _with_overrides(config: Config, overrides: Overrides, *, target: Path) -> Config:
+def _with_overrides(config: Config, overrides: Overrides, *, memory_len: int, target: Path) -> Config:
     """The settings of the evaluation. Raises ConfigError if they contradict each other."""
     values = config.model_dump(mode="json")
-    memory_len = config.train.memory_len if overrides.memory_len < 0 else overrides.memory_len
+    memory_len = config.train.memory_len if memory_len < 0 else memory_len
     values["data"]["eval_split"] = overrides.split or config.data.eval_split
     values["eval"] |= {
         "memory_len": memory_len,
@@ -135,10 +134,10 @@ def _as_evaluated(model: TransformerXL, section: ModelSection, *, where: str) ->
     return network_of(section, vocab_size=model.vocab_size, weights=weights, dtype=dtype, where=where)
 
 
-def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str, Config, str]:
+def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str, Config, str]:
     """(model, fingerprint of its tokenizer, settings, what it is) of a bundle, a run or a checkpoint."""
     if is_bundle(target):
-        if data is None:
+        if not data:
             raise DataError(f"{target} is a bundle and knows no corpus. Name one with --data.")
         bundle = load(target)
         values = {
@@ -157,8 +156,8 @@ def _open_target(target: Path, *, data: Path | None) -> tuple[TransformerXL, str
         where=str(trained.folder),
     )
     config = trained.config
-    if data is not None:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(data)})})
+    path = str(data) or require_corpus(trained.folder, config)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
     return model, trained.tokenizer.fingerprint, config, str(trained.folder)
 
 
@@ -166,10 +165,32 @@ def _origin(source: dict[str, Any]) -> str:
     return f", step {source['step']}" if "step" in source else f", imported from {source.get('file', 'elsewhere')}"
 
 
-def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides: Overrides) -> dict[str, Result]:
-    results = {}
-    split = corpus.split(config.data.eval_split)
-    with joined_ranks(timeout_s=config.engine.timeout_s, num_threads=config.engine.num_threads) as ranks:
+def _score_model(
+    model: TransformerXL, corpus: Corpus, configs: Sequence[Config], overrides: Overrides
+) -> dict[str, Result]:
+    """A result per configuration, which differ in their memories, and one with memory off if that is asked for."""
+    results: dict[str, Result] = {}
+    first = configs[0]
+    split = corpus.split(first.data.eval_split)
+    rows = {
+        "model" if len(configs) == 1 else f"memory {memory_len}": (config, memory_len)
+        for config in configs
+        for memory_len in [_fitting(config, split, overrides)]
+    }
+    if overrides.without_memory:
+        rows["memory off"] = first, 0
+    segment_len = first.eval.segment_len or first.train.segment_len
+    num_passes = -(-_lane_len(first, split) // segment_len)
+    pass_tokens = first.eval.num_lanes * segment_len
+    with (
+        joined_ranks(timeout_s=first.engine.timeout_s, num_threads=first.engine.num_threads) as ranks,
+        Progress("scoring", total=len(rows) * num_passes * pass_tokens, every_s=math.inf, unit="tokens") as progress,
+    ):
+
+        def advance() -> None:
+            if ranks.is_first:
+                progress.advance(pass_tokens)
+
         module = SegmentLoss(model).to(ranks.device).eval()
 
         @torch.no_grad()
@@ -181,14 +202,38 @@ def _score_model(model: TransformerXL, corpus: Corpus, config: Config, overrides
             empty = model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
             return attended(empty) if overrides.zero_memory else empty
 
-        maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
-        for name, memory_len in {"model": config.eval.memory_len, "memory off": 0}.items():
-            if name == "model" or overrides.without_memory:
-                result = evaluate(
-                    losses, first_memory, split, maker=maker, config=config, ranks=ranks, memory_len=memory_len
-                )
-                results[name] = result.numbers()
+        maker = batch_maker(model, mask_documents=first.data.document_border == "mask")
+        for name, (config, memory_len) in rows.items():
+            result = evaluate(
+                losses,
+                first_memory,
+                split,
+                maker=maker,
+                config=config,
+                ranks=ranks,
+                memory_len=memory_len,
+                before_segment=advance,
+            )
+            results[name] = result.numbers() | {"memory_len": float(memory_len)}
     return results
+
+
+def _fitting(config: Config, split: Split, overrides: Overrides) -> int:
+    """The memory, no longer than what a lane of the split can put into it: the same scores, for less work."""
+    wanted, num_lanes = config.eval.memory_len, config.eval.num_lanes
+    lane_len = _lane_len(config, split)
+    if wanted <= lane_len or overrides.zero_memory:  # zeros are attended, as many as there are
+        return wanted
+    longer = " --num-lanes 1 makes it longer." if num_lanes > 1 else ""
+    logger.warning(
+        "a lane of split %r has %s tokens, and a memory of %s never holds more: it is cut to that.%s",
+        *(split.name, f"{lane_len:,}", f"{wanted:,}", longer),
+    )
+    return lane_len
+
+
+def _lane_len(config: Config, split: Split) -> int:
+    return -(-(split.tokens - 1) // config.eval.num_lanes)
 
 
 def _score_baselines(corpus: Corpus, config: Config, units: TextUnits) -> dict[str, Result]:

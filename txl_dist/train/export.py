@@ -1,28 +1,33 @@
 """From a committed checkpoint to an inference bundle, offline and proven by the engine's own probe; and from either, or
-from a bundle, to a Hugging Face folder."""
+from a bundle, to a Hugging Face folder. The probe is made, and looked at again when a run goes on, here too."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.data.stream import plain_segment
-from txl_dist.errors import CheckpointError
-from txl_dist.infer.bundle import is_bundle, load, network_of, write_bundle
+from txl_dist.dist import from_first, gather_objects, together
+from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.infer.bundle import Bundle, is_bundle, load, network_of, probe_tolerance, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.log import logger
-from txl_dist.manifest import check_folder
+from txl_dist.run_files import list_checkpoints
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.checkpoint import consolidated_weights, newest_checkpoint, read_state, scores_first_tokens
+from txl_dist.train.checkpoint import consolidated_weights, kept, scores_first_tokens
 from txl_dist.train.engine import Engine
+from txl_dist.train.soundness import checkpoint_problems, read_state
 
 
 class Trained(NamedTuple):
@@ -33,13 +38,17 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
     step: int
+    probe: dict[str, Tensor]
     begins_documents: bool
     """See `Bundle`."""
 
 
-def make_probe(engine: Engine, maker: BatchMaker, *, memory_len: int) -> dict[str, Tensor]:
-    """The engine's losses on the probe's tokens. All ranks take part, since parameters may be sharded."""
-    tokens = probe_tokens(engine.model.vocab_size)
+def make_probe(
+    engine: Engine, maker: BatchMaker, *, memory_len: int, tokens: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The engine's losses on tokens [1, 2 * PROBE_LEN + 1], by default the probe's. All ranks take part, since
+    parameters may be sharded."""
+    tokens = probe_tokens(engine.model.vocab_size) if tokens is None else tokens
     memory = engine.empty_memory(num_lanes=1, memory_len=memory_len)
     losses = []
     for start in (0, PROBE_LEN):
@@ -50,25 +59,91 @@ def make_probe(engine: Engine, maker: BatchMaker, *, memory_len: int) -> dict[st
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
 
 
+def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: str) -> str:
+    """Hold what the engine has loaded from a checkpoint against the losses that were computed when it was saved: one
+    pass over 64 tokens, of the memory length of then. All ranks call it. Returns what it showed, in words.
+
+    Raises CheckpointError on every rank if the two differ by more than their precisions do: an export's tolerance.
+    """
+    start_s = time.perf_counter()
+    saved, config = together(
+        lambda: (
+            _read_probe(folder, vocab_size=engine.model.vocab_size),
+            load_config(folder / "config.toml"),
+        )
+    )
+    tokens, expected = from_first((saved["tokens"], saved["losses"]))
+    losses = make_probe(engine, maker, memory_len=config.train.memory_len, tokens=tokens)["losses"]
+
+    def compare() -> float:
+        worst = float((losses.float() - expected.float()).abs().max())
+        tolerance = probe_tolerance({precision, config.engine.precision}, largest_loss=float(expected.max()))
+        if not worst <= tolerance:
+            raise CheckpointError(
+                f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "
+                f"saved with, more than {tolerance:.3g}. Its weights are another's. Move it away, and the same command "
+                "goes on from the checkpoint before it; if none reproduces its probe, report it."
+            )
+        return worst
+
+    worst = max(gather_objects(together(compare)))
+    return f"its weights reproduce its probe to {worst:.1e} nats; this took {time.perf_counter() - start_s:.2f} s"
+
+
+def _read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
+    path = folder / "probe.safetensors"
+    try:
+        probe = load_file(path)
+        tokens, losses = probe["tokens"], probe["losses"]
+        is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
+        if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
+            return probe
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
+    raise CheckpointError(f"{path} holds no probe. Use another checkpoint.")
+
+
 def read_trained(run: Path) -> Trained:
-    """Weights and settings of a run's newest whole checkpoint, or of a checkpoint folder. Raises CheckpointError."""
+    """Weights and settings of a run's newest whole checkpoint, or of a checkpoint folder. Raises CheckpointError.
+
+    The run may be training: what is read is kept from being pruned, and what was pruned before that was no choice.
+    """
     if (run / "state.json").is_file():
-        folder = run
-        check_folder(folder, remedy="Use another checkpoint of the run.")
-    else:
-        newest, rejected = newest_checkpoint(run)
-        for reason in rejected if newest is not None else []:
-            logger.warning("passed over a damaged checkpoint, %s", reason)
-        if newest is None:
-            why = f" ({'; '.join(rejected)})" if rejected else ""
+        with kept(run):
+            if problems := checkpoint_problems(run):
+                raise CheckpointError(
+                    f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
+                )
+            return _read_checkpoint(run)
+    while True:
+        listed, rejected = list_checkpoints(run), list[str]()
+        for folder in reversed(listed):
+            with kept(folder):
+                try:
+                    if not (problems := checkpoint_problems(folder)):
+                        trained = _read_checkpoint(folder)
+                        for reason in rejected:
+                            logger.warning("passed over a damaged checkpoint, %s", reason)
+                        return trained
+                except (TxlError, OSError):
+                    if folder.is_dir():
+                        raise
+                if folder.is_dir():
+                    rejected.append(f"{folder.name}: {'; '.join(problems[:3])}")
+        if len(rejected) == len(listed):
+            why = f" ({'; '.join(rejected[:3])})" if rejected else ""
             raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
-        folder = newest
+
+
+def _read_checkpoint(folder: Path) -> Trained:
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     return Trained(
         folder=folder,
         config=load_config(folder / "config.toml"),
-        tokenizer=load_tokenizer(folder / "tokenizer.json"),
+        tokenizer=tokenizer,
         weights=consolidated_weights(folder),
         step=read_state(folder)["step"],
+        probe=_read_probe(folder, vocab_size=tokenizer.vocab_size),
         begins_documents=scores_first_tokens(load_config(folder / "config.toml"), read_state(folder)),
     )
 
@@ -139,6 +214,25 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
     return found.folder
 
 
+def load_trained(source: Path) -> Bundle:
+    """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold.
+
+    Nothing is written. Raises CheckpointError if nothing whole is found.
+    """
+    if is_bundle(source):
+        return load(source)
+    found = _read(source)
+    network = network_of(
+        found.model,
+        vocab_size=found.tokenizer.vocab_size,
+        weights=found.weights,
+        dtype="fp32",
+        where=str(found.folder),
+    )
+    same: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(Bundle)}
+    return Bundle(**(same | {"model": network, "dtype": "fp32"}))
+
+
 def _read(source: Path) -> Exportable:
     if is_bundle(source):
         bundle = load(source)
@@ -163,7 +257,7 @@ def _read(source: Path) -> Exportable:
         model=trained.config.model,
         weights=trained.weights,
         tokenizer=trained.tokenizer,
-        probe=load_file(trained.folder / "probe.safetensors"),
+        probe=trained.probe,
         probe_dtype=precision,
         segment_len=train.segment_len,
         memory_len=train.memory_len,

@@ -1,19 +1,22 @@
 """Bytes alive in forward and backward of one micro-batch, followed on tensors without storage.
 
-The step itself runs on torch's fake tensors, so no formula has to follow the code. Around it lies what DeepSpeed does
+The step itself runs on torch's meta tensors, so no formula has to follow the code. Around it lies what DeepSpeed does
 with each gradient: kept to the end (`stays`), or put into a bucket of `BUCKET_LEN` that is exchanged when it is full,
 behind a flat copy of it, while the backward pass goes on (`sharded` at stage 2, `gathered` at stage 3). At stage 3 also
 the weights count that are gathered: those of one block and those of none.
 
-Two pools are followed apart, as the C library has them (`allocator`): large storages go back when freed, small ones
+    follow   runs the step and notes each storage that is made or freed, each gradient that is complete; slow, kept
+    replay   adds the bytes up, by what becomes of the gradients; so stages share what was followed
+
+Two pools are added up apart, as the C library has them (`allocator`): large storages go back when freed, small ones
 stay in its heap. The Triton kernels do not run here; something that keeps what they keep stands for them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -69,79 +72,170 @@ class Peak(NamedTuple):
     """The most of the small ones alone."""
 
 
-@lru_cache(maxsize=64)
+class Made(NamedTuple):
+    """A storage; `key` is its own among all events."""
+
+    key: int
+    size: int
+    is_score: bool
+
+
+class Freed(NamedTuple):
+    """A storage that was made before."""
+
+    key: int
+
+
+class Complete(NamedTuple):
+    """The gradient of a parameter, in a storage that is freed thereafter."""
+
+    key: int
+    length: int
+
+
+Event = Made | Freed | Complete
+
+
+class Trace(NamedTuple):
+    """A step that was followed."""
+
+    events: tuple[Event, ...]
+    num_values: int
+    """Of all parameters, alignment included."""
+    gathered_bytes: float
+    """Of weights that a rank has whole at stage 3."""
+
+
 def micro_step_peak(step: MicroStep) -> Peak:
-    """Follow the step. Allocates nothing."""
+    """Follow the step, or take what was followed of another exchange. Allocates nothing."""
+    trace = follow(step._replace(exchange="dropped", num_owners=1))
+    return replay(trace, exchange=step.exchange, num_owners=step.num_owners, size=step.dtype.itemsize, gpu=step.on_gpu)
+
+
+@lru_cache(maxsize=16)
+def follow(step: MicroStep) -> Trace:
+    """Run a step whose gradients are dropped when they are complete."""
     is_relative = step.model.positions == "relative"
     unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=is_relative)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
-    with FakeTensorMode(), _made_in(step.dtype):
+    with _without_storage(step.model), _made_in(step.dtype):
         model = TransformerXL(
             step.model,
             vocab_size=step.vocab_size,
             recompute_every=step.recompute_every,
             attention="plain" if step.attention == "plain" else "fused",
         )
-        live = _LiveBytes()
+        events = _Events()
         for block in model.blocks:
             attention: Any = block.attention
-            attention.attend = live.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
+            attention.attend = events.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
         memory = empty_memory(
             num_layers=step.model.num_layers,
             num_lanes=step.lanes,
             memory_len=step.memory_len,
             width=step.model.width,
             dtype=step.dtype,
+            device=torch.get_default_device(),
         )
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
         if step.is_flat:
             module = FlatModule(module, prefix="model.")
-        lengths = [parameter.numel() for parameter in module.parameters()]
-        own_len = sum(lengths) / step.num_owners if step.exchange == "sharded" else 0.0
-        is_exchanged = step.exchange in ("sharded", "gathered")
-        # gloo's reduce-scatter, which stage 3 calls, takes a copy of what it is given; its reduce does not.
-        num_copies = 2 if step.exchange == "gathered" and not step.on_gpu else 1
-        size = step.dtype.itemsize
-        buckets = _Buckets(live, size=size, num_copies=num_copies, own_len=own_len) if is_exchanged else None
-        if step.exchange != "stays":
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(_gradient_hook(buckets))
-        if step.exchange == "gathered":
-            live.add(_gathered_bytes(model))
-        with live:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(events.complete)
+        events.ignore(tree_iter((list(module.parameters()), list(module.buffers()), memory, batch)))
+        with events:
             loss, _ = module(batch, memory, 1.0)
             loss.backward()
-        if buckets is not None:
-            buckets.flush()
-    return live.peak()
+        num_values = sum(parameter.numel() for parameter in module.parameters())
+        return Trace(tuple(events.noted), num_values, _gathered_bytes(model))  # the new memory is alive at the end
 
 
-def _gradient_hook(buckets: _Buckets | None) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        if buckets is not None:
-            buckets.take(parameter.numel())
-        parameter.grad = None
+def replay(trace: Trace, *, exchange: Exchange, num_owners: int, size: int, gpu: bool) -> Peak:
+    """Add the bytes up. `size` is that of a value; gradients are cut up for `num_owners` ranks where they are sharded.
 
-    return hook
+    A rank keeps its part of the gradients, those exchanged first at worst. At stage 3 that is a buffer which is there
+    from the start, so it is not counted.
+    """
+    live, alive = _Sum(), dict[int, Made]()
+    stays = exchange == "stays"
+    if exchange == "gathered":
+        live.add(trace.gathered_bytes)
+    # gloo's reduce-scatter, which stage 3 calls, takes a copy of what it is given; its reduce does not.
+    num_copies = 2 if exchange == "gathered" and not gpu else 1
+    own_left = trace.num_values / num_owners if exchange == "sharded" else 0.0
+    filled, kept = 0, set[int]()
+
+    def flush() -> None:
+        nonlocal filled, own_left
+        copies = num_copies * filled * size
+        live.add(copies)
+        live.add(-copies)
+        own = min(filled, own_left)
+        live.add(own * size)
+        own_left -= own
+        filled = 0
+
+    for event in trace.events:
+        match event:
+            case Made(key, bytes_made, is_score):
+                alive[key] = event
+                live.add(bytes_made, is_large=bytes_made >= MAPPED_BYTES, is_score=is_score)
+            case Freed(key) if key not in kept:
+                _, bytes_made, is_score = alive.pop(key)
+                live.add(-bytes_made, is_large=bytes_made >= MAPPED_BYTES, is_score=is_score)
+            case Complete(key, length) if stays:
+                kept.add(key)
+            case Complete(key, length) if exchange in ("sharded", "gathered"):
+                if filled + length > BUCKET_LEN:
+                    flush()
+                filled += length
+    if exchange in ("sharded", "gathered"):
+        flush()
+    return live.peak
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations make."""
+class _Sum:
+    """Bytes alive, and the most of them so far."""
+
+    def __init__(self) -> None:
+        self.large = self.small = self.scores = 0.0
+        self.peak = Peak(0.0, 0.0, 0.0, 0.0)
+
+    def add(self, size: float, *, is_large: bool = True, is_score: bool = False) -> None:
+        """So many bytes more; negative if less."""
+        if is_large:
+            self.large += size
+        else:
+            self.small += size
+        if is_score:
+            self.scores += size
+        if size > 0:
+            alive, scores, large, small = self.peak
+            if self.large + self.small > alive:
+                alive, scores = self.large + self.small, self.scores
+            self.peak = Peak(alive, scores, max(large, self.large), max(small, self.small))
+
+
+class _Events(TorchDispatchMode):
+    """Notes the storages that operations make."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._now = {"large": 0.0, "small": 0.0, "scores": 0.0}
-        self._peak = {"alive": 0.0, "scores": 0.0, "large": 0.0, "small": 0.0}
-        self._known: set[int] = set()
+        self.noted: list[Event] = []
+        self._keys: dict[int, int] = {}
+        """Of the storages that are alive, by where torch has them."""
+        self._next_key = 0
         self._makes_scores = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if _has_storage(value)}
-        for value in tree_iter(result):
-            if _has_storage(value) and value.untyped_storage()._cdata not in self._known | given:
-                self._follow(value.untyped_storage())
+        if func is torch.ops.aten.add.Tensor and isinstance(args[1], Tensor) and args[0].layout != args[1].layout:
+            result = torch.empty_like(args[0] if _has_storage(args[0]) else args[1])  # meta lacks dense + sparse
+        else:
+            result = func(*args, **(kwargs or {}))
+        for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if _has_storage(value) and (storage := value.untyped_storage())._cdata not in self._keys:
+                self._note(storage)
         return result
 
     def as_scores(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -156,55 +250,29 @@ class _LiveBytes(TorchDispatchMode):
 
         return called
 
-    def add(self, size: float, *, pool: str = "large", is_scores: bool = False) -> None:
-        """So many bytes more; negative if less."""
-        now, peak = self._now, self._peak
-        now[pool] += size
-        now["scores"] += size if is_scores else 0.0
-        peak[pool] = max(peak[pool], now[pool])
-        if (alive := now["large"] + now["small"]) > peak["alive"]:
-            peak["alive"], peak["scores"] = alive, now["scores"]
+    def ignore(self, given: Iterable[object]) -> None:
+        """What was there before."""
+        for value in given:
+            if _has_storage(value):
+                self._keys[value.untyped_storage()._cdata] = -1
 
-    def peak(self) -> Peak:
-        """Up to now."""
-        return Peak(**self._peak)
+    def complete(self, parameter: Tensor) -> None:
+        """The gradient of a parameter: note and drop it."""
+        assert parameter.grad is not None
+        key = self._keys[parameter.grad.untyped_storage()._cdata]
+        self.noted.append(Complete(key, parameter.numel()))
+        parameter.grad = None
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        pool, is_scores = "large" if size >= MAPPED_BYTES else "small", self._makes_scores
-        self._known.add(key)
-        self.add(size, pool=pool, is_scores=is_scores)
-        weakref.finalize(storage, self._forget, key, size, pool, is_scores)
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place, key = storage._cdata, self._next_key
+        self._next_key += 1
+        self._keys[place] = key
+        self.noted.append(Made(key, storage.nbytes(), self._makes_scores))
+        weakref.finalize(storage, self._forget, place, key)
 
-    def _forget(self, key: int, size: int, pool: str, is_scores: bool) -> None:
-        self._known.discard(key)
-        self.add(-size, pool=pool, is_scores=is_scores)
-
-
-class _Buckets:
-    """Stages 2 and 3: gradients are exchanged a bucket at a time, behind a flat copy of it; a part stays here."""
-
-    def __init__(self, live: _LiveBytes, *, size: int, num_copies: int, own_len: float) -> None:
-        """`size` of a value in bytes; `num_copies` of a bucket while it is exchanged; `own_len` values stay here, those
-        exchanged first at worst. At stage 3 they go into a buffer that is there from the start, so none are counted."""
-        self._live, self._size, self._num_copies, self._own_left = live, size, num_copies, own_len
-        self._filled = 0
-
-    def take(self, length: int) -> None:
-        """The gradient of a parameter is moved into the bucket."""
-        if self._filled + length > BUCKET_LEN:
-            self.flush()
-        self._filled += length
-
-    def flush(self) -> None:
-        """Exchange what the bucket holds."""
-        copies = self._num_copies * self._filled * self._size
-        self._live.add(copies)
-        self._live.add(-copies)
-        kept = min(self._filled, self._own_left)
-        self._live.add(kept * self._size)
-        self._own_left -= kept
-        self._filled = 0
+    def _forget(self, place: int, key: int) -> None:
+        del self._keys[place]
+        self.noted.append(Freed(key))
 
 
 def _gathered_bytes(model: TransformerXL) -> float:
@@ -212,6 +280,15 @@ def _gathered_bytes(model: TransformerXL) -> float:
     of_blocks = {id(parameter) for parameter in model.blocks.parameters()}
     others = (p.nbytes for p in model.parameters() if id(p) not in of_blocks and p.numel() > PERSISTENT_LEN)
     return float(2 * sum(p.nbytes for p in model.blocks[0].parameters()) + sum(others))
+
+
+@contextmanager
+def _without_storage(model: ModelSection) -> Iterator[None]:
+    """Meta tensors, or fake ones, which take four times as long, where torch chooses the function by the device: its
+    own attention, which absolute positions call, would keep the scores of meta tensors."""
+    is_absolute = model.positions == "absolute"
+    with FakeTensorMode() if is_absolute else nullcontext(), torch.device("cpu" if is_absolute else "meta"):
+        yield
 
 
 @contextmanager

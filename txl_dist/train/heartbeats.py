@@ -20,7 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from txl_dist.train.processes import ProcessId
+from txl_dist.files import parse_object, typed
+from txl_dist.train.processes import ProcessId, process_of
 
 EXCHANGE_EVERY_S = 1.0
 TICK_S = 0.25
@@ -84,10 +85,7 @@ class Connection:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             raise ValueError("a line without end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not a message")
-        return messages
+        return [parse_object(line) for line in lines]
 
 
 class Hub:
@@ -139,7 +137,7 @@ class Hub:
                 connection.send({"beat": own})
                 if "notice" in message:
                     notices.append(message["notice"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError):
             self._drop(connection)
         return notices
 
@@ -205,7 +203,7 @@ class Spoke:
                     self.seen[0] = Seen(_beat(message["beat"]), time.monotonic())
                 else:
                     notices.append(message)
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, TypeError):
             self._drop()
         return notices
 
@@ -219,4 +217,4 @@ class Spoke:
 
 
 def _beat(values: list[Any]) -> Beat:
-    return Beat(ProcessId(*values[0]), *values[1:])
+    return typed(Beat, [process_of(values[0]), *values[1:]])

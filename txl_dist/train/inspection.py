@@ -22,11 +22,13 @@ from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.manifest import problems_of
-from txl_dist.train.checkpoint import continued_stream, list_checkpoints, read_state, step_of
+from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.train.checkpoint import continued_stream
 from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, open_corpora, train_splits
+from txl_dist.train.places import with_corpora_found
 from txl_dist.train.run_dir import evaluated_losses
+from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.tensor_files import FragmentFiles
 
 _BESIDE = {
@@ -49,6 +51,8 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     before = [folder for folder in checkpoints if step_of(folder) < step]
     behind = [folder for folder in checkpoints if step_of(folder) >= step]
     config = load_config((behind[0] if behind else run_dir) / "config.toml")
+    if checkpoints:
+        config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
     corpora = open_corpora(config)
     splits = train_splits(config, corpora)
     state, start = first_stream(config, corpora), 0
@@ -86,24 +90,10 @@ def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> l
     return found
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether it is, or was, a checkpoint, rather than a run."""
-    return (folder / "state.json").is_file() or (folder / "engine").is_dir()
-
-
-def what_is_missing(folder: Path) -> str:
-    """For people: that there is neither corpus, run nor checkpoint, and where one of a run is missing, which it has."""
-    lacks = "it lacks index.json, config.toml and state.json" if folder.is_dir() else "there is no such folder"
-    remedy = "Name what `txl prepare` or `txl train` wrote"
-    if folder.parent.name == "checkpoints":
-        names = [path.name for path in list_checkpoints(folder.parent.parent)]
-        remedy = f"{folder.parent} has {', '.join(names) or 'no checkpoint'}"
-    return f"{folder} is no corpus, run or checkpoint: {lacks}. {remedy}."
-
-
 def run_facts(run_dir: Path) -> dict[str, Any]:
     """The checkpoints of a run, each compared with its manifest, which reads all of it; and what lies beside them."""
-    checkpoints = [_summary(folder) for folder in list_checkpoints(run_dir)]
+    summaries = {folder: _summary(folder) for folder in list_checkpoints(run_dir)}
+    checkpoints = [one for folder, one in summaries.items() if folder.is_dir()]  # a run may remove some meanwhile
     losses = evaluated_losses(run_dir, up_to=sys.maxsize)
     for one in checkpoints:
         one["eval_loss"] = losses.get(one["step"])
@@ -120,18 +110,20 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": folder.name, "step": step_of(folder), "problems": problems_of(folder)}
+    facts: dict[str, Any] = {"name": folder.name, "step": step_of(folder), "problems": checkpoint_problems(folder)}
     keys = ("tokens_seen", "world_size", "zero_stage", "precision")
     facts |= dict.fromkeys(keys) | {"bytes": _bytes_of(folder)}
     try:
         state = read_state(folder)
     except CheckpointError as error:
-        return facts | {"problems": [*facts["problems"], str(error)]}
+        return facts | {"problems": facts["problems"] or [str(error)]}
     return facts | {key: state.get(key) for key in keys}
 
 
 def _bytes_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    with suppress(OSError):  # a run may remove it meanwhile
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return 0
 
 
 def _what_is(name: str) -> str:
@@ -163,7 +155,7 @@ def _or_dash(value: Any) -> str:
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds, and what is wrong with it by its manifest. Raises CheckpointError without state.json."""
-    state, problems = read_state(folder), problems_of(folder)
+    state, problems = read_state(folder), checkpoint_problems(folder)
     kinds: list[str] = []
     lanes: list[dict[str, Any]] = []
     try:
@@ -208,7 +200,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     """Per corpus; how often it has been read is known only where it lies on this machine."""
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
-        config = load_config(folder / "config.toml")
+        config = with_corpora_found(load_config(folder / "config.toml"), folder)
         if all(Path(path).is_dir() for path in (config.data.path, *config.data.more_paths)):
             splits = train_splits(config, open_corpora(config))
             tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}

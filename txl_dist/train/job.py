@@ -85,10 +85,34 @@ def train_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]
 
 
 def eval_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
-    """What is evaluated: the split of data.path, which must be there, and of each further corpus that has it."""
+    """What is evaluated: the split of data.path, and of each further corpus that has it.
+
+    None where data.path was prepared without it and the settings name no other. Raises DataError if they do, and it is
+    not there.
+    """
     name = config.data.eval_split
+    if not name or lacks_eval_split(config, corpora[0]):
+        return ()
     more = tuple(corpus.split(name) for corpus in corpora[1:] if name in corpus.split_names)
-    return (corpora[0].split(name), *more) if name else ()
+    return (corpora[0].split(name), *more)
+
+
+def lacks_eval_split(config: Config, corpus: Corpus) -> bool:
+    """Whether text was prepared without the split that is evaluated where the settings name none."""
+    name = config.data.eval_split
+    return name == type(config.data)().eval_split and name not in corpus.split_names
+
+
+def remarks_on_evaluation(config: Config, corpora: Sequence[Corpus]) -> list[str]:
+    """A sentence if there is nothing to evaluate on, though evaluation was not switched off."""
+    if not lacks_eval_split(config, corpora[0]):
+        return []
+    without = " and checkpoint.keep_best without effect" if config.checkpoint.keep_best else ""
+    return [
+        f"{corpora[0].location} has no split {config.data.eval_split!r} (it has {', '.join(corpora[0].split_names)}): "
+        f"training goes without evaluation{without}. Held-out text comes from `txl prepare` with --valid PATH or a "
+        '--valid-fraction; --data.eval_split names another split, or "" to silence this'
+    ]
 
 
 def first_stream(config: Config, corpora: Sequence[Corpus]) -> StreamState:

@@ -25,17 +25,14 @@ from txl_dist.data.units import text_units
 from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
+from txl_dist.files import replace_file
 from txl_dist.log import logger, warn_for_all
+from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import (
-    CorpusFacts,
-    list_checkpoints,
-    load_checkpoint,
-    problems_together,
-    step_of,
-)
+from txl_dist.train.checkpoint import CorpusFacts, load_checkpoint, problems_together
 from txl_dist.train.engine import Engine
+from txl_dist.train.export import check_probe
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
@@ -143,6 +140,7 @@ class Run:
             ranks=ranks,
             reporter=self.reporter,
             newest=job.start.checkpoint,
+            stops=job.stops,
             evaluated=lambda: self.observer.evaluated,
             beat=self._beat,
         )
@@ -164,7 +162,8 @@ class Run:
             while not stopped and state.step < self.max_steps:
                 state, stopped = self._train_from(state)
             if state.step > 0:
-                self.saving.finish_last(state, patience_s=_PATIENCE_S["stopped" if stopped else "done"])
+                patience_s = _PATIENCE_S["stopped" if stopped else "done"]
+                self.saving.finish_last(state, patience_s=patience_s, stopped=stopped)
             self.reporter.write("event", {"event": "stopped" if stopped else "done", "step": state.step})
         finally:
             self.reporter.close()
@@ -186,7 +185,7 @@ class Run:
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=tuple(memories))
 
     def _load(self, checkpoint: Path, stream: StreamState) -> TrainState:
-        return load_checkpoint(
+        state = load_checkpoint(
             checkpoint,
             self.engine,
             stream=stream,
@@ -195,6 +194,9 @@ class Run:
             memory_len=self.config.train.memory_len,
             ranks=self.ranks,
         )
+        shown = check_probe(self.engine, self.maker, checkpoint, precision=self.config.engine.precision)
+        logger.info("%s: %s", checkpoint.name, shown)
+        return state
 
     def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
         """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""
@@ -384,7 +386,7 @@ class Run:
             try:
                 self.job.stops.clear()
                 if not stopped:
-                    (self.run_dir / "DONE").write_text(f"{state.step}\n", encoding="utf-8")
+                    replace_file(self.run_dir / "DONE", f"{state.step}\n".encode())
             except OSError as error:
                 warn_for_all("the state is saved, but %s cannot be written: %s", self.run_dir, error.strerror)
             if not stopped:

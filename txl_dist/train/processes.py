@@ -11,6 +11,10 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
+from txl_dist.files import typed
+
+_MAX_NAME = 512
+
 
 class ProcessId(NamedTuple):
     """One process in the world. JSON keeps it as a list."""
@@ -28,6 +32,14 @@ class ProcessId(NamedTuple):
             return None
         status = _status(self.pid)
         return status is not None and status.start_ticks == self.start_ticks and status.state not in "ZX"
+
+
+def process_of(values: object) -> ProcessId:
+    """A process as JSON has it. Raises ValueError for anything else."""
+    process = typed(ProcessId, values)
+    if max(len(process.host), len(process.place)) > _MAX_NAME or process.pid >= 1 << 31:
+        raise ValueError(f"{process!r:.80} is no process")
+    return process
 
 
 def process_id(pid: int = 0) -> ProcessId:

@@ -5,22 +5,31 @@ runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  sta
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.files import free_name, replace_file
+from txl_dist.files import free_name, open_regular, parse_object, replace_file
+
+_CHECKPOINTS = "step_" + 9 * "[0-9]"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `txl train` made it, and can go on in it: its settings are there, or a checkpoint, which has them too."""
+    return (folder / "config.toml").is_file() or any((folder / "checkpoints").glob(f"{_CHECKPOINTS}/MANIFEST.json"))
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
-    """Raise ConfigError if another configuration made it (with the differences), or if it is something else."""
+    """Raise ConfigError if another configuration made it (with the differences), or if it is something else.
+
+    Where its settings are lost, those in the checkpoint that it goes on from decide (`check_checkpoint`).
+    """
     path = run_dir / "config.toml"
     try:
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
-        elif run_dir.is_dir() and any(not _is_early(entry.name) for entry in run_dir.iterdir()):
+        elif run_dir.is_dir() and not is_run(run_dir) and not all(_is_early(one.name) for one in run_dir.iterdir()):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
     except OSError as error:
         raise _unusable(run_dir, error) from error
@@ -63,18 +72,17 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
 
 
 def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
-    """Loss of each evaluation of the run's first corpus in metrics.jsonl, by step, up to a step."""
+    """Loss of each evaluation of the run's first corpus by step, up to a step; none if metrics.jsonl cannot be read."""
     losses: dict[int, float] = {}
     try:
-        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+        with open_regular(run_dir / "metrics.jsonl") as stream:
+            lines = [line for line in stream if b'"eval"' in line]
+    except OSError:
         return {}
     for line in lines:
-        if '"eval"' not in line:
-            continue
         try:
-            record = json.loads(line)
-            if record["kind"] == "eval" and record["step"] <= up_to and record["loss"] is not None:
+            record = parse_object(line)
+            if record["kind"] == "eval" and record["step"] <= up_to and type(record["loss"]) in (int, float):
                 losses[record["step"]] = record["loss"]
         except (ValueError, KeyError, TypeError):
             continue  # a line that a crash tore

@@ -23,12 +23,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from txl_dist.dist import Ranks, from_first, gather_objects, together
 from txl_dist.errors import ConfigError
+from txl_dist.files import open_regular, parse_object
 from txl_dist.log import logger
-from txl_dist.train.processes import ProcessId, process_id
+from txl_dist.train.processes import ProcessId, process_id, process_of
 
 NAME = "RUN.lock"
 BEAT_EVERY_S = 5.0
@@ -36,6 +37,7 @@ STALE_AFTER_S = 60.0
 """A holder on another machine counts as dead after so many seconds without a heartbeat."""
 SEEN_WITHIN_S = 30.0
 """A network file system may show a new file to other nodes so late."""
+_MAX_BYTES, _MAX_NONCE = 1 << 16, 64
 
 
 class Holder(NamedTuple):
@@ -162,8 +164,12 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: Ranks, seen_within_s: floa
 def _end_of_chain(head: Path) -> tuple[Holder | None, Path]:
     """(who holds the lock now, if anyone; the file that its successor has to make)."""
     holder, successor = None, head
+    passed: set[str] = set()
     while (found := _read(successor)) is not None:
-        holder, successor = found, _successor(head, found.nonce)
+        # A chain that leads back to itself is nobody's: who takes over makes a file behind it, as behind any other.
+        holder = _nobody(successor.stat()) if found.nonce in passed else found
+        passed.add(holder.nonce)
+        successor = _successor(head, holder.nonce)
     return holder, successor
 
 
@@ -179,22 +185,24 @@ def _holds(head: Path, nonce: str) -> bool:
 def _read(path: Path) -> Holder | None:
     """A file without content belongs to a job that has just made it, or died there: only its time can tell."""
     try:
-        with path.open("rb") as stream:
-            mtime_ns, inode, content = (
-                os.fstat(stream.fileno()).st_mtime_ns,
-                os.fstat(stream.fileno()).st_ino,
-                stream.read(),
-            )
+        with open_regular(path) as stream:
+            facts, content = os.fstat(stream.fileno()), stream.read(_MAX_BYTES)
     except FileNotFoundError:
         return None
     try:
-        values: dict[str, Any] = json.loads(content)
-        nonce = str(values["nonce"])
-        if nonce.isalnum():
-            return Holder(ProcessId(*values["process"]), nonce, str(values["started"]), mtime_ns)
+        values = parse_object(content)
+        nonce, started = str(values["nonce"]), f"{values['started']:.40}"
+        if nonce.isascii() and nonce.isalnum() and len(nonce) <= _MAX_NONCE:
+            return Holder(process_of(values["process"]), nonce, started, facts.st_mtime_ns)
     except (ValueError, KeyError, TypeError):
         pass
-    return Holder(ProcessId("an unknown host", "", 0, 0), f"unknown{inode}x{mtime_ns}", "an unknown time", mtime_ns)
+    return _nobody(facts)
+
+
+def _nobody(facts: os.stat_result) -> Holder:
+    """Who holds a file of which only inode and time can be known."""
+    nonce = f"unknown{facts.st_ino}x{abs(facts.st_mtime_ns)}"
+    return Holder(ProcessId("an unknown host", "", 0, 0), nonce, "an unknown time", facts.st_mtime_ns)
 
 
 def _create(path: Path, content: bytes) -> bool:

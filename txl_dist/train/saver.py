@@ -24,13 +24,16 @@ from torch import Tensor
 
 import txl_dist
 from txl_dist.config import Config, config_fingerprint, config_to_toml
-from txl_dist.dist import Ranks, gather_objects, on_first, together
+from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
-from txl_dist.train.checkpoint import FORMAT_VERSION, CorpusFacts, checkpoint_folder
+from txl_dist.run_files import checkpoint_folder
+from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.engine import Engine
+from txl_dist.train.places import absolute_paths
+from txl_dist.train.soundness import FORMAT_VERSION, STATE_KEY
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import file_bytes, fragment_tensors, write_tensors
 
@@ -103,6 +106,8 @@ class Saver:
         own = self._own_files(state, engine) if self._ranks.is_first else {}
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
         self._needed = sum(gather_objects(needed))
+        # All files of this save name its state.json, so that none is ever taken for one of another save.
+        saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get("state.json", b"")))}
         try:
             on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
@@ -110,7 +115,9 @@ class Saver:
             return
         tensors = self._on_host(tensors)
         fault_point("save-copied", step=state.step)
-        files: dict[str, Write] = {name: self._tensor_writer(*content) for name, content in tensors.items()}
+        files: dict[str, Write] = {
+            name: self._tensor_writer(content, metadata | saved_with) for name, (content, metadata) in tensors.items()
+        }
         files |= {name: _bytes_writer(data) for name, data in own.items()}
         self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -195,6 +202,7 @@ class Saver:
             "precision": self._config.engine.precision,
             "loss_scale": engine.loss_scale(),
             "parameters": engine.shapes,
+            "corpora": absolute_paths(self._config),
             "vocab_size": self._corpus.vocab_size,
             "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
             "config_fingerprint": config_fingerprint(self._config),
@@ -209,7 +217,7 @@ class Saver:
     def _check_space(self) -> None:
         folder = self._run_dir / "checkpoints"
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
             flush_folder(self._run_dir)
         free = shutil.disk_usage(folder).free
         if free < self._needed:
@@ -233,7 +241,8 @@ class Saver:
         try:
             for name, write in files.items():
                 path = temporary / name
-                path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in (temporary.parent, temporary, path.parent):  # all but the run directory
+                    folder.mkdir(exist_ok=True)
                 fault_point("save-file", step=step)
                 self._written[name] = write(path)
                 fault_point("save-file-done", step=step)

@@ -8,29 +8,29 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from txl_dist.config import Config
-from txl_dist.dist import Ranks, gather_objects
+from txl_dist.dist import Ranks, gather_objects, on_first
 from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
+from txl_dist.files import is_gone
 from txl_dist.log import warn_for_all
+from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
 from txl_dist.train.batch import BatchMaker
-from txl_dist.train.checkpoint import (
-    checkpoint_folder,
-    list_checkpoints,
-    prune_checkpoints,
-    retained,
-    step_of,
-)
+from txl_dist.train.checkpoint import prune_checkpoints, retained
 from txl_dist.train.engine import Engine
 from txl_dist.train.export import make_probe
 from txl_dist.train.metrics import Reporter, check_finite
 from txl_dist.train.saver import Saver
 from txl_dist.train.state import TrainState
+from txl_dist.train.step import poll
+from txl_dist.train.stopping import StopRequests
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
+_POLL_S = 0.2
 
 
 class Saving:
@@ -46,6 +46,7 @@ class Saving:
         ranks: Ranks,
         reporter: Reporter,
         newest: Path | None,
+        stops: StopRequests,
         evaluated: Callable[[], Mapping[int, float]],
         beat: Callable[[str], None],
     ) -> None:
@@ -53,6 +54,7 @@ class Saving:
         so far; `beat` is told what is being done."""
         self._saver, self._engine, self._maker, self._config = saver, engine, maker, config
         self._ranks, self._reporter, self._evaluated, self._beat = ranks, reporter, evaluated, beat
+        self._stops = stops
         self._run_dir = Path(config.run.dir)
         self._newest = newest
         self._retry_at = 0
@@ -117,41 +119,79 @@ class Saving:
         self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
         return True
 
-    def finish_last(self, state: TrainState, *, patience_s: float) -> None:
-        """Before the run ends: the state is saved. Raises CheckpointError if it cannot be for so long."""
-        retry_s, left_s = _FIRST_RETRY_S, patience_s
-        while True:
-            self.begin(state)
-            self.finish(state.step)
-            if self._newest == checkpoint_folder(self._run_dir, state.step):
-                return self._wait_for_removal()
-            if left_s <= 0:
+    def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
+        """Before the run ends: the state is saved. A save that fails is tried again for so long; whoever asks to stop
+        meanwhile (where the run was `stopped` already: asks once more) gets one last try at once.
+
+        Raises CheckpointError on every rank if it could not be saved, or the run directory is gone.
+        """
+        is_saved, is_asked = self._save(state), False
+        # What has led here, and what the launcher repeats of it.
+        heeded = self._stops.count if stopped else 0
+        for number, rest_s in enumerate(_rests(patience_s)):
+            if is_saved or is_asked:
                 break
-            self._rest(min(retry_s, left_s))
-            retry_s, left_s = min(2 * retry_s, _LONGEST_RETRY_S), left_s - retry_s
-        kept = f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
+            if number == 0:
+                self._announce(state.step, patience_s=patience_s, stopped=stopped)
+            is_asked = self._rest(rest_s, heeded=heeded)
+            is_saved = self._save(state)
+        if is_saved:
+            return self._wait_for_removal(heeded=heeded)
+        reasons = dict.fromkeys(reason for reason in gather_objects(self._stops.reason) if reason)
+        when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
+        if self._ranks.is_first:
+            with suppress(OSError):
+                self._stops.clear()  # it was obeyed
         raise of_all(
             CheckpointError(
-                f"step {state.step} could not be saved in {patience_s:g} s; the log says why. Mend that; the same "
-                f"command then {kept}."
+                f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
+                f"{self._goes_on()}."
             )
         )
 
-    def _rest(self, seconds: float) -> None:
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
+    def _save(self, state: TrainState) -> bool:
+        on_first(lambda: _check_is_there(self._run_dir))
+        self.begin(state)
+        self.finish(state.step)
+        return self._newest == checkpoint_folder(self._run_dir, state.step)
+
+    def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
+        limit = f"{patience_s / 60:g} min" if patience_s >= 60 else f"{patience_s:g} s"
+        how = "a second SIGTERM or Ctrl-C" if stopped else f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
+        warn_for_all(
+            "step %d, the last, is not saved yet: it is tried for up to %s more. To leave earlier: %s; it is then "
+            "tried once more. Where that fails, the same command %s.",
+            *(step, limit, how, self._goes_on()),
+        )
+
+    def _goes_on(self) -> str:
+        return f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
+
+    def _rest(self, seconds: float, *, heeded: int) -> bool:
+        """Wait, all ranks equally long. Returns whether any was asked to stop more often than `heeded` says."""
+        end_s, is_over, is_asked = time.monotonic() + seconds, False, False
+        while not is_over and not is_asked:
             self._beat("wait for the disk")
-            time.sleep(min(1.0, seconds))
+            time.sleep(min(_POLL_S, seconds))
+            is_asked, is_over = poll(
+                stop=self._stops.count > heeded,
+                written=time.monotonic() >= end_s,
+                world_size=self._ranks.world_size,
+            )
+        return is_asked
 
     def newest_is(self, folder: Path) -> None:
         """After a rewind: that one is saved, and steps that are made again have to be."""
         self._newest = folder
 
-    def _wait_for_removal(self) -> None:
-        """Of older checkpoints, on rank 0."""
+    def _wait_for_removal(self, *, heeded: int | None = None) -> None:
+        """Of older checkpoints, on rank 0; not for whoever asks to stop more often than `heeded` says, since the next
+        start removes what is left."""
         while self._removal is not None and self._removal.is_alive():
             self._beat("prune")
-            self._removal.join(1.0)
+            if heeded is not None and self._stops.count > heeded:
+                return
+            self._removal.join(_POLL_S)
 
     def _prune(self, newest: Path) -> None:
         """On rank 0. A file system that cannot is no reason to stop."""
@@ -175,3 +215,20 @@ def _remove(folders: list[Path], step: int) -> None:
     for folder in folders:
         fault_point("prune-half", step=step)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rests(patience_s: float) -> Iterator[float]:
+    """Seconds between attempts, growing, that make up the patience."""
+    rest_s = _FIRST_RETRY_S
+    while patience_s > 0:
+        yield min(rest_s, patience_s)
+        rest_s, patience_s = min(2 * rest_s, _LONGEST_RETRY_S), patience_s - rest_s
+
+
+def _check_is_there(run_dir: Path) -> None:
+    if is_gone(run_dir):
+        raise CheckpointError(
+            f"the run directory {run_dir} was removed or moved while the run was going on, and is not made anew: "
+            "nothing more can be saved. Bring it back, or name its new place with --run.dir: the same command goes on "
+            "from its newest whole checkpoint."
+        )

@@ -14,13 +14,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from txl_dist.log import GrowingFile, logger
+from txl_dist.log import FIT, GrowingFile, logger
+from txl_dist.train.metric_table import Cell, cells_of, line_of
 
 Record = dict[str, Any]
 
@@ -95,7 +96,7 @@ class TensorBoard:
         piece = io.BytesIO()
         for event in events:
             RecordWriter(piece).write(Event(wall_time=time.time(), **event).SerializeToString())
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)
         self._file.append(piece.getvalue())
         self._again_from = 0
 
@@ -179,7 +180,7 @@ class WeightsAndBiases:
 
 
 class Console:
-    """A line per record in the log; on a terminal also a progress bar below the lines."""
+    """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
 
     def __init__(self, *, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -195,7 +196,8 @@ class Console:
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """See `Sink`."""
-        logger.info(format_record(kind, record, max_steps=self._max_steps))
+        cells = record_cells(kind, record, max_steps=self._max_steps)
+        logger.info(line_of(cells), extra={FIT: lambda width: line_of(cells, width=width)})
         if self._bar is not None and kind == "train":
             self._bar.update(self._task, completed=record["step"])
 
@@ -206,31 +208,22 @@ class Console:
 
 
 def format_record(kind: str, record: Record, *, max_steps: int) -> str:
-    """The console line of a record; a sample has a line per line of text."""
+    """The whole line of a record, as log files have it; a sample has a line per line of text."""
+    return line_of(record_cells(kind, record, max_steps=max_steps))
+
+
+def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
+    """What the line of a record is made of."""
     if kind == "event":
-        return " ".join(f"{key}={value}" for key, value in record.items())
-    parts = [f"step {record['step']:>{len(str(max_steps))}}/{max_steps}", f"{kind}"]
+        return [Cell(" ".join(f"{key}={value}" for key, value in record.items()))]
+    head = [Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"), Cell(kind)]
     if kind == "sample":
-        return "\n".join(["  ".join(parts), *(f"  | {line}" for line in _lines(record))])
+        return [Cell("\n".join([line_of(head), *(f"  | {line}" for line in _lines(record))]))]
     if kind == "look":
         shares = [value for name, value in record.items() if name.startswith("memory_attention_pct")]
-        parts.append(f"memory gains {record['memory_gain']:.4f} nats per token")
-        parts.append(f"attention on memory by layer {' '.join(f'{share:.0f}%' for share in shares)}")
-        return "  ".join(parts)
-    parts += [
-        f"loss {record['loss']:.4f}",
-        f"ppl {record['ppl']:.2f}",
-    ]
-    # Only where a loss is a cost of the text.
-    short = {"bits_per_byte": "bpb", "bits_per_character": "bpc"}
-    parts += [f"{word} {record[name]:.4f}" for name, word in short.items() if name in record]
-    if "unknown_pct" in record:
-        parts.append(f"unknown {record['unknown_pct']:.2f}%")
-    if kind == "train":
-        parts += _progress(record)
-    else:
-        parts.append(f"{record['tokens']:,} tokens in {record['seconds']:.1f} s")
-    return "  ".join(parts)
+        by_layer = f"attention on memory by layer {' '.join(f'{share:.0f}%' for share in shares)}"
+        return [*head, Cell(f"memory gains {record['memory_gain']:.4f} nats per token"), Cell(by_layer, drop=1)]
+    return head + cells_of(record)
 
 
 def _lines(sample: Record) -> list[str]:
@@ -238,22 +231,3 @@ def _lines(sample: Record) -> list[str]:
     text = (sample["prompt"] + sample["text"]).rstrip("\n")
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown).split("\n")
-
-
-def _progress(record: Record) -> Iterator[str]:
-    """What a line of training says besides losses; some of it only where there is something to say."""
-    eta = int(record["eta_s"])
-    yield f"lr {record['lr']:.3e}"
-    yield f"gnorm {record['grad_norm']:.3f}"
-    yield f"{record['tokens_per_s']:,.0f} tok/s"
-    if "mfu_pct" in record:
-        yield f"mfu {record['mfu_pct']:.1f}%"
-    yield f"peak {record['peak_gib']:.2f} GiB"
-    yield f"wait {record['data_wait_pct']:.1f}%"
-    if "save_s" in record:
-        yield f"saved in {record['save_s']:.2f} s"
-    yield f"eta {eta // 3600:d}:{eta // 60 % 60:02d}:{eta % 60:02d}"
-    if record["skipped_steps"]:
-        yield f"skipped {record['skipped_steps']}"
-    if record["skipped_documents"]:
-        yield f"damaged documents {record['skipped_documents']}"

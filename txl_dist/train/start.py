@@ -21,16 +21,24 @@ from txl_dist.train.checkpoint import (
     choose_together,
     continued_stream,
     corpus_facts,
-    read_state,
 )
 from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import check_job, eval_splits, first_stream, remarks, remarks_on_cache, train_splits
+from txl_dist.train.job import (
+    check_job,
+    eval_splits,
+    first_stream,
+    remarks,
+    remarks_on_cache,
+    remarks_on_evaluation,
+    train_splits,
+)
 from txl_dist.train.loop import Job, Run, Start
 from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
 from txl_dist.train.run_lock import RunLock, prove_shared
+from txl_dist.train.soundness import read_state
 from txl_dist.train.stopping import StopRequests
 from txl_dist.train.watchdog import Watchdog
 
@@ -133,6 +141,7 @@ def _check_run(
     step = read_state(checkpoint)["step"] if checkpoint else 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
     warnings += remarks_on_cache(config, splits, lanes_per_rank=plan.lanes_per_rank)
+    warnings += remarks_on_evaluation(config, corpora)
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
         stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)

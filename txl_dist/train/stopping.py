@@ -1,23 +1,25 @@
 """Why this process was asked to stop. Nothing here stops it: the loop reads `reason` once a step and all ranks agree.
 
-Asked by: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP that a person makes; a time limit; the death of the launcher.
-The last one matters because `deepspeed` dies of a SIGTERM at once and leaves its ranks running, and so does its node
-launcher when it is killed: every rank watches the launchers among its ancestors. A shell that ends is none.
+Asked by: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP that a person makes; a time limit; the loss of the run
+directory; the death of the launcher. The last one matters because `deepspeed` dies of a SIGTERM at once and leaves its
+ranks running, and so does its node launcher when it is killed: every rank watches the launchers among its ancestors. A
+shell that ends is none.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from txl_dist.errors import ConfigError
+from txl_dist.files import is_gone, parse_json
 from txl_dist.log import logger
-from txl_dist.train.processes import ProcessId, command_of, parent_of, process_id
+from txl_dist.train.processes import ProcessId, command_of, parent_of, process_id, process_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LOOK_EVERY_S = 1.0
@@ -29,15 +31,17 @@ MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 
 
 class StopRequests:
-    """Watches for signals, a stop file, a time limit and the death of the launcher. Made and read by the main thread.
+    """Watches for all that asks for a stop. Made and read by the main thread.
 
-    `stop_file` and `max_time_s` (from the start of this process; 0 means none) are for rank 0 only.
+    `stop_file`, in the run directory, and `max_time_s` (from the start of this process; 0 means none) are for rank 0
+    only.
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
         self._stop_file, self._max_time_s = stop_file, max_time_s
         self._reason = ""
         self._signals: list[int] = []
+        self._others: list[str] = []  # reasons besides signals
         self._num_told = 0
         self._next_look_s = 0.0
         self._start_s = time.monotonic() - _age_s()
@@ -50,24 +54,38 @@ class StopRequests:
     @property
     def reason(self) -> str:
         """Empty until asked to stop; then the first reason, for instance "SIGTERM"."""
-        if self._num_told < len(self._signals):
-            self._tell_signals()
-        if not self._reason and time.monotonic() >= self._next_look_s:
-            self._next_look_s = time.monotonic() + LOOK_EVERY_S
-            self._reason = self._look()
-            if self._reason:
-                logger.info("asked to stop by %s", self._reason)
+        self._notice()
         return self._reason
+
+    @property
+    def count(self) -> int:
+        """How often this process was asked so far, each signal counted: who waits sees whether it grows."""
+        self._notice()
+        return self._num_told + len(self._others)
 
     def clear(self) -> None:
         """Take the stop file away once it was obeyed, so that the next start is not stopped by it."""
-        if self._stop_file is not None:
+        if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
+            self._stop_file.rmdir()  # somebody's mkdir
+        elif self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _notice(self) -> None:
+        if self._num_told < len(self._signals):
+            self._tell_signals()
+        if time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + LOOK_EVERY_S
+        for reason in self._look():
+            if reason not in self._others:
+                self._others.append(reason)
+                self._reason = self._reason or reason
+                logger.info("asked to stop by %s", reason)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
@@ -82,20 +100,21 @@ class StopRequests:
             logger.info("%s again; stopping is under way", names[1])
         self._num_told = len(names)
 
-    def _look(self) -> str:
+    def _look(self) -> Iterator[str]:
         if self._stop_file is not None and os.path.exists(self._stop_file):
-            return f"the file {self._stop_file}"
+            yield f"the file {self._stop_file}"
+        if self._stop_file is not None and is_gone(self._stop_file.parent):
+            yield f"the loss of its directory {self._stop_file.parent}"
         if self._max_time_s and time.monotonic() - self._start_s >= self._max_time_s:
-            return f"the time limit of {self._max_time_s:g} s"
+            yield f"the time limit of {self._max_time_s:g} s"
         if self._is_orphan or any(launcher.lives() is False for launcher in self._launchers):
-            return "the end of its launcher"
-        return ""
+            yield "the end of its launcher"
 
 
 def parse_duration(text: str) -> float:
     """Seconds of "90", "90s", "15m", "2h30m", "1d" or "1:30:00". Raises ConfigError for anything else, and for 0."""
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text) or re.fullmatch(
-        r"()(\d+):([0-5]\d):([0-5]\d)", text
+    match = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text) or re.fullmatch(
+        r"()(\d{1,9}):([0-5]\d):([0-5]\d)", text
     )
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
@@ -107,7 +126,7 @@ def parse_duration(text: str) -> float:
 def _launchers() -> list[ProcessId]:
     """The launchers that this process descends from."""
     named = os.environ.get(LAUNCHED_BY)
-    found, pid = [ProcessId(*json.loads(named))] if named else [], os.getppid()
+    found, pid = [process_of(parse_json(named))] if named else [], os.getppid()
     while pid > 1:
         if _is_launcher(command_of(pid)):
             found.append(process_id(pid))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError
-from txl_dist.files import flush_to_disk
+from txl_dist.files import flush_to_disk, open_new, parse_object
 from txl_dist.train.partitions import Fragment
 
 _CHUNK_BYTES = 16 << 20
@@ -36,7 +36,7 @@ def write_tensors(
     `on_progress` is told of each chunk how long it was. Raises OSError.
     """
     digest, num_bytes = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
+    with open_new(path, buffering=0) as file:
         for chunk in _chunks(tensors, metadata or {}):
             digest.update(chunk)
             written = 0
@@ -140,8 +140,8 @@ class _FragmentFile:
             opened: Any = safe_open(path, "pt", device="cpu")
             self._file = opened
             metadata = opened.metadata() or {}
-            self._starts: dict[str, int] = json.loads(metadata["starts"])
-            self.steps: dict[str, float] = json.loads(metadata["steps"])
+            self._starts: dict[str, int] = parse_object(metadata["starts"])
+            self.steps: dict[str, float] = parse_object(metadata["steps"])
             self.kinds = sorted({name.partition("/")[0] for name in opened.keys()})  # noqa: SIM118  no mapping
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(f"cannot read the weights in {path}: {error}. Use another checkpoint.") from error

@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 
 from txl_dist.dist import Ranks, from_first
 from txl_dist.errors import HANG, TxlError
+from txl_dist.files import open_to_append
 from txl_dist.log import logger
 from txl_dist.train.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
-from txl_dist.train.processes import ProcessId, process_id
+from txl_dist.train.processes import ProcessId, process_id, process_of
 
 SILENT_AFTER_S = 3.0
 """Seconds without a word after which a rank counts as frozen, once another one is stuck."""
@@ -99,7 +100,7 @@ class Watchdog:
             folder.mkdir(parents=True, exist_ok=True)
             self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
             # Opened now: the net in C can open nothing. Appended to: the next start must not erase what was found.
-            self._stacks_fd = os.open(self._stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._stacks_fd = open_to_append(self._stacks)
         self._arm()
         faulthandler.enable(file=self._stacks_fd, all_threads=True)
 
@@ -291,4 +292,4 @@ def _abort(processes: list[ProcessId]) -> None:
 
 def _verdict(values: list[Any]) -> Verdict:
     kind, ranks, line, frozen = values
-    return Verdict(kind, ranks, line, [ProcessId(*process) for process in frozen])
+    return Verdict(kind, ranks, line, [process_of(process) for process in frozen])

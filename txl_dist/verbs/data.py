@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from txl_dist.console import say
 from txl_dist.data.settings import PrepareSettings
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
 
 if TYPE_CHECKING:
     from txl_dist.data.storage import StorageSettings
@@ -43,6 +45,8 @@ class PrepareArguments(PrepareSettings):
 
 def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
     """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
+    if kind_of(arguments.out) is not Kind.NOTHING:
+        require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
     if arguments.reindex:
         return _reindex(arguments)
     from txl_dist.data.prepare import prepare_corpus
@@ -50,7 +54,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
     start_logging()
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
-    print("\n".join(prepare_corpus(arguments.out, **settings).lines()))
+    say("\n".join(prepare_corpus(arguments.out, **settings).lines()))
 
 
 def _reindex(arguments: PrepareArguments) -> None:
@@ -75,7 +79,7 @@ def _reindex(arguments: PrepareArguments) -> None:
             overwrite=arguments.overwrite,
             on_bytes=progress.advance,
         )
-    print("\n".join(summary.lines()))
+    say("\n".join(summary.lines()))
 
 
 def verify(
@@ -98,33 +102,37 @@ def verify(
     num_problems = 0
     settings = StorageSettings(cache_dir=cache_dir, allow_protocols=allow_protocols)
     for problem in _each_problem(path, settings, num_workers=num_workers):
-        print(problem, flush=True)
+        say(problem, flush=True)
         num_problems += 1
     if num_problems:
         raise SystemExit(1)
-    print(f"{path}: whole")
+    say(f"{path}: whole")
 
 
 def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
-    from txl_dist.manifest import MANIFEST, problems_of
+    from txl_dist.manifest import problems_of
 
-    folder = Path(path)
-    if "://" in path or path.startswith("pipe:"):
+    no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
+    instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
+    kind = require(path, Kind.CORPUS, *TRAINED, remedies=instead)
+    if kind is Kind.CORPUS:
         yield from _problems_of_corpus(path, settings, num_workers=num_workers)
-    elif not folder.is_dir():
-        raise DataError(f"{path} is no folder. Name a corpus, a run, a checkpoint or a bundle.")
-    elif (folder / "txl_tokenizer.json").is_file():
-        raise DataError(f"{path} is an export to Hugging Face, which has no manifest. Verify the bundle it came from.")
-    elif any((folder / name).exists() for name in (MANIFEST, "state.json", "engine", "model.safetensors")):
-        yield from problems_of(folder)  # a checkpoint or a bundle, perhaps without its manifest
-    elif (folder / "config.toml").is_file():  # a run
-        checkpoints = sorted((folder / "checkpoints").glob("step_?????????"))
+    elif kind is Kind.RUN:
+        checkpoints = list_checkpoints(Path(path))
         if not checkpoints:
             yield f"{path} is a run without checkpoints"
         for checkpoint in checkpoints:
-            yield from (f"{checkpoint}: {problem}" for problem in problems_of(checkpoint))
+            problems = _checkpoint_problems(checkpoint)
+            if checkpoint.is_dir():  # a run may remove it meanwhile
+                yield from (f"{checkpoint}: {problem}" for problem in problems)
     else:
-        yield from _problems_of_corpus(path, settings, num_workers=num_workers)
+        yield from (_checkpoint_problems if kind is Kind.CHECKPOINT else problems_of)(Path(path))
+
+
+def _checkpoint_problems(folder: Path) -> list[str]:
+    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+
+    return checkpoint_problems(folder)
 
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
@@ -145,4 +153,4 @@ def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers
     with Progress("verifying", total=total) as progress:
         yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
     if names := strangers(corpus):
-        print(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")
+        say(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")

@@ -21,7 +21,7 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
     """
     if timeout_s < 1:
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
-    from txl_dist.files import write_bytes
+    from txl_dist.files import write_output
     from txl_dist.ops.doctor import examine, show, to_json
 
     report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
@@ -30,7 +30,7 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
     show(report)
     if json is not None:
         try:
-            write_bytes(json, to_json(report))
+            write_output(json, to_json(report))
         except OSError as error:
             raise ConfigError(f"cannot write {json}: {error.strerror or error}. Choose another file.") from error
     if report.num_problems:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import Positional
 
+from txl_dist.console import say
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.run_files import Kind, require
 
 if TYPE_CHECKING:
     from txl_dist.data.corpus import Corpus
@@ -64,55 +66,45 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
     """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step."""
     import json
 
-    from txl_dist.files import write_bytes
+    from txl_dist.files import write_output
 
     facts, lines = _answer(question)
-    print("\n".join(lines))
+    say("\n".join(lines))
     if question.json is not None:
         try:
-            write_bytes(question.json, json.dumps(facts, indent=1).encode() + b"\n")
+            write_output(question.json, json.dumps(facts, indent=1).encode() + b"\n")
         except OSError as error:
             raise DataError(f"cannot write {question.json}: {error.strerror or error}. Choose another file.") from error
 
 
 def _answer(question: Question) -> Answer:
     from txl_dist.data.corpus import open_corpus
-    from txl_dist.data.shards import INDEX_NAME
     from txl_dist.data.storage import StorageSettings
 
     if question.document >= 0 and not question.shard:
         raise ConfigError(f"--document {question.document} is one of a shard. Name the shard with `--shard`.")
     if question.lane >= 0 and question.step < 1:
         raise ConfigError(f"there is no step {question.step}: 1 is the first. Name the step as the log does.")
-    folder = Path(question.path)
-    if any((folder / name).exists() for name in ("config.toml", "state.json", "engine")):
-        return _run_or_checkpoint(question, folder)
-    settings = StorageSettings(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols)
-    try:
-        corpus = open_corpus(question.path, settings)
-    except DataError as error:
-        is_url = any(mark in question.path for mark in ("://", "::", "pipe:"))
-        if is_url or (folder / INDEX_NAME).exists():
-            raise
-        from txl_dist.train.inspection import what_is_missing
-
-        raise ConfigError(what_is_missing(folder)) from error
+    kind = require(question.path, Kind.CORPUS, Kind.RUN, Kind.CHECKPOINT)
+    if kind is not Kind.CORPUS:
+        return _run_or_checkpoint(question, Path(question.path), kind)
+    corpus = open_corpus(question.path, StorageSettings(question.cache_dir, allow_protocols=question.allow_protocols))
     if question.lane >= 0:
         return _lane_of_corpus(question, corpus)
     return _shard(question, corpus) if question.shard else _corpus(question, corpus)
 
 
-def _run_or_checkpoint(question: Question, folder: Path) -> Answer:
+def _run_or_checkpoint(question: Question, folder: Path, kind: Kind) -> Answer:
     from txl_dist.data.inspect import lane_facts, lane_lines
     from txl_dist.train import inspection as view
 
     for_corpora = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
     if any(getattr(question, name) for name in for_corpora):
         raise ConfigError(
-            f"{folder} is no corpus but a run or a checkpoint, which knows its lanes and seed itself: leave out "
+            f"{folder} is no corpus but {kind.value}, which knows its lanes and seed itself: leave out "
             f"{', '.join('--' + name.replace('_', '-') for name in for_corpora)}, or inspect the corpus that it reads."
         )
-    if view.is_checkpoint(folder):
+    if kind is Kind.CHECKPOINT:
         if question.lane >= 0:
             raise ConfigError(f"{folder} is a checkpoint: name the run that it is of to see what a lane reads.")
         facts = view.checkpoint_facts(folder)

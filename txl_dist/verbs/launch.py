@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from txl_dist.config import Config
+from txl_dist.console import say
 from txl_dist.errors import ConfigError
 
 SEEN_WITHIN_S = 30.0
@@ -20,7 +21,7 @@ USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 Train on all GPUs of this machine, or on the nodes of a hostfile: words before the configuration go to the
 `deepspeed` launcher (deepspeed --help), words behind it to `txl train` (txl train CONFIG.toml --help).
 Without GPUs and launcher flags it starts one rank on the CPU; --num_accelerators 2 starts two. On one machine the
-ranks meet at a free port, unless --master_port names one.
+ranks meet at a free port, unless --master_port names one. --verbose shows what the launcher says of itself too.
 
 Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, leaves no process behind, and exits
   0   the run is done (RUN/DONE)          75  it was stopped and saved: start the same command again
@@ -29,11 +30,13 @@ Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks,
 
 def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
     """Train under the `deepspeed` launcher, stopping and exiting cleanly."""
+    verbose = "--verbose" in words
+    words = [word for word in words if word != "--verbose"]
     config_at = next((index for index, word in enumerate(words) if word.endswith(".toml")), None)
     if config_at is None:
         if not {"-h", "--help"} & set(words):
             raise ConfigError(f"no word ends in .toml, which would be the configuration.\n\n{USAGE}")
-        print(USAGE)
+        say(USAGE)
         return 0
     flags, train_words = list(words[:config_at]), list(words[config_at:])
     settings = read_settings(train_words)
@@ -46,11 +49,12 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Con
         os.environ["DS_ACCELERATOR"] = "cpu"
         if not flags:
             flags = ["--num_accelerators", "1"]  # its own choice would be one per NUMA node
-            print("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", file=sys.stderr)
+            say("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
     if not is_other_machines and not any(flag.startswith("--master_port") for flag in flags):
         flags += ["--master_port", str(_free_port())]  # its own is always 29500, which another run may have
     seen_within_s = SEEN_WITHIN_S if is_other_machines else 0.0
-    return run_launcher(flags, train_words, run_dir=Path(settings.run.dir), seen_within_s=seen_within_s)
+    run_dir = Path(settings.run.dir)
+    return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
 
 
 def _free_port() -> int:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
+from txl_dist.console import say, write_text
 from txl_dist.errors import ConfigError
+from txl_dist.run_files import TRAINED, Kind, kind_of, require
+from txl_dist.train.evaluation_settings import Overrides
 
 
 def evaluate(
     target: Positional[Path],
     /,
-    data: Path | None = None,
-    split: str = "",
-    memory_len: int = -1,
-    segment_len: int = 0,
-    num_lanes: int = 0,
-    overlap_len: int = 0,
-    clamp_len: int = -1,
-    same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained",
-    zero_memory: bool = False,
-    without_memory: bool = False,
+    overrides: Annotated[Overrides, arg(name="")],
+    data: str = "",
     baselines: bool = False,
     json: Path | None = None,
 ) -> None:
@@ -31,37 +29,23 @@ def evaluate(
 
     Args:
         target: Run directory, checkpoint folder or bundle.
-        data: Corpus; a run knows its own.
-        split: Split to score; the default is the run's.
-        memory_len: Tokens of memory; -1 means as trained.
-        segment_len: Tokens per forward pass; 0 means as trained.
-        num_lanes: Stripes that the split is cut into; 0 means as configured.
-        overlap_len: Tokens before each segment that are run again, not scored, as context; only with --memory-len 0.
-            0 means as configured.
-        clamp_len: Distances above this many tokens share one encoding; -1 means as trained, 0 no clamping.
-        same_length: Keys that a query sees: memory_len of them (memory: original PyTorch code and Hugging Face), one
-            more (memory_and_self: NVIDIA and TensorFlow), all (off), or as trained.
-        zero_memory: Begin with a memory of zeros that is attended, as Hugging Face and TensorFlow do.
-        without_memory: Also score with memory off, to see what memory brings.
+        overrides: How the evaluation differs from training.
+        data: Corpus, a folder or URL; a run knows its own.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
         json: Write the results to this file too.
     """
-    from txl_dist.train.evaluation_report import Overrides, evaluate_trained
+    kind = require(target, *TRAINED)
+    overrides.check()
+    if data:
+        require(data, Kind.CORPUS, what="--data")
+    elif kind is Kind.BUNDLE:
+        raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
+    _say(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
+    from txl_dist.train.evaluation_report import evaluate_trained
 
-    overrides = Overrides(
-        split=split,
-        memory_len=memory_len,
-        segment_len=segment_len,
-        num_lanes=num_lanes,
-        overlap_len=overlap_len,
-        clamp_len=clamp_len,
-        same_length=same_length,
-        zero_memory=zero_memory,
-        without_memory=without_memory,
-    )
     lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, json_path=json)
     if lines:
-        print("\n".join(lines))
+        say("\n".join(lines))
 
 
 def export(
@@ -79,13 +63,16 @@ def export(
         format: bundle: ours. huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights.
     """
+    kind = require(source, *TRAINED)
+    _require_output(out, Kind.BUNDLE if format == "bundle" else Kind.HUGGINGFACE)
+    _say(f"exporting {source}, {kind.value}")
     from txl_dist.train.export import export_bundle, export_to_huggingface
 
     if format == "huggingface":
-        print(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
+        say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
         return
     folder, error = export_bundle(source, out, dtype=dtype)
-    print(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
+    say(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
 
 
 def import_(
@@ -112,6 +99,8 @@ def import_(
         memory_len: Tokens of memory; -1 means as the file says.
         dtype: Type of the weights.
     """
+    _require_foreign(path, format=format)
+    _require_output(out, Kind.BUNDLE)
     from txl_dist.convert.importer import import_model
 
     made = import_model(
@@ -124,16 +113,16 @@ def import_(
         memory_len=memory_len,
         dtype=dtype,
     )
-    print(
+    say(
         f"{out}: {made.num_parameters:,} parameters, vocabulary {made.vocab_size:,}, segment {made.segment_len}, "
         f"memory {made.memory_len}"
     )
     if not made.has_vocabulary:
-        print("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+        say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
 
 
 def generate(
-    bundle: Positional[Path],
+    source: Positional[Path],
     /,
     prompt: str = "",
     max_tokens: int = 200,
@@ -142,10 +131,10 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> None:
-    """Continue a prompt with a bundle, streaming the text.
+    """Continue a prompt with a bundle, a run or a checkpoint, streaming the text.
 
     Args:
-        bundle: Folder that `txl export` wrote.
+        source: Bundle, run directory (its newest whole checkpoint) or checkpoint folder.
         prompt: Text to continue; empty begins a document.
         max_tokens: Most tokens to make.
         temperature: 0 takes the likeliest token; 1 samples from the model as it is.
@@ -153,21 +142,55 @@ def generate(
         top_p: Keep only the likeliest tokens whose probabilities sum to this.
         seed: Seed of the sampling.
     """
-    from txl_dist.infer import load
-
-    if any((bundle / name).exists() for name in ("config.toml", "state.json")):
-        raise ConfigError(
-            f"{bundle} is a run or a checkpoint. Write `txl export {bundle} BUNDLE`, then generate with BUNDLE."
-        )
+    kind = require(source, *TRAINED)
+    rules = {
+        "max_tokens": (max_tokens >= 0, "0 or more tokens"),
+        "temperature": (0 <= temperature < math.inf, "0 or more"),
+        "top_k": (top_k >= 0, "0 or more tokens; 0 keeps all"),
+        "top_p": (0 < top_p <= 1, "above 0 and at most 1; 1 keeps all"),
+        "seed": (0 <= seed < 2**63, "0 or more and below 2**63"),
+    }
+    given = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: it must be {rule}.")
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
-    pieces = load(bundle).generate(
+    _say(f"generating up to {max_tokens} tokens with {source}, {kind.value}; seed {seed}")
+    from txl_dist.log import start_logging
+    from txl_dist.train.export import load_trained
+
+    start_logging()
+    pieces = load_trained(source).generate(
         prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    sys.stdout.write(prompt)
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    for piece in itertools.chain([prompt], pieces, ["\n"]):
+        write_text(piece)
+
+
+def _say(what: str) -> None:
+    """Before torch is imported, which takes seconds: that it begins, and with what. One process of a job says it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"{what} ...", to=sys.stderr)
+
+
+def _require_output(out: Path, kind: Kind) -> None:
+    """Only what is of the same kind is ever replaced."""
+    another = "Choose another output folder."
+    if kind_of(out) is not Kind.NOTHING:  # what is no folder of ours at all, the writer refuses
+        require(out, kind, remedies=dict.fromkeys(Kind, another))
+
+
+def _require_foreign(path: Path, *, format: str) -> None:
+    """Refuse what is ours already. Raises ConfigError."""
+    kind = kind_of(path)
+    if kind is Kind.HUGGINGFACE and format != "huggingface":
+        raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")
+    ours = "It is ours already: `txl export {path} BUNDLE` makes a bundle of it."
+    if kind not in (Kind.HUGGINGFACE, Kind.NOTHING):
+        instead = {Kind.RUN: ours, Kind.CHECKPOINT: ours}
+        require(path, Kind.HUGGINGFACE, remedies=instead)
+    if not os.path.lexists(path):
+        raise ConfigError(f"{path} does not exist. Name the file or folder with the weights.")

@@ -10,8 +10,11 @@ from typing import Annotated
 import tyro
 
 from txl_dist.config import Config
+from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.suggest import did_you_mean
+from txl_dist.verbs.train import require_corpora
+from txl_dist.verbs.words import parse
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
-    arguments, words = tyro.cli(
-        Annotated[PlanArguments, tyro.conf.arg(name="")], prog="txl plan", args=argv, return_unknown_args=True
+    arguments, words = parse(
+        Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
     own = ["--" + field.name.replace("_", "-") for field in fields(PlanArguments)[1:]]
     for word in words:
@@ -78,11 +81,11 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
         price_usd=arguments.price,
     )
     facts = make_plan(config, question=question)
-    print("\n".join(plan_lines(facts)))
+    say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
         _write(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
     if arguments.png is not None and facts["scaling"] is None:
-        print(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
+        say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
     elif arguments.png is not None:
         title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
         _write(arguments.png, picture(curves_of(facts), title=title))
@@ -90,6 +93,10 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
+    try:
+        require_corpora(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
     from txl_dist.train.job import open_corpora, train_splits
 
     try:
@@ -100,9 +107,9 @@ def _corpus(config: Config) -> tuple[int, int]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    from txl_dist.files import write_bytes
+    from txl_dist.files import write_output
 
     try:
-        write_bytes(path, content)
+        write_output(path, content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error

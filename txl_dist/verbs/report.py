@@ -6,17 +6,21 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from txl_dist.console import say
+from txl_dist.run_files import TRAINED, Kind, require
 
-def report(run: Positional[Path], /, out: Path | None = None) -> None:
+
+def report(path: Positional[Path], /, out: Path | None = None) -> None:
     """Show a run, finished or in progress: a few lines here, and one HTML page with pictures, readable offline.
 
     Args:
-        run: Folder of the run (--run.dir).
-        out: Page to write; RUN/report.html if not given.
+        path: Folder of the run (--run.dir); or a checkpoint, which shows its run, or a bundle: what it holds itself.
+        out: Page to write; RUN/report.html if not given, and for a bundle BUNDLE.html beside it.
     """
-    from txl_dist.ops.report import write_report
+    kind = require(path, *TRAINED)
+    from txl_dist.ops.model_page import report_of
 
-    print("\n".join(write_report(run, out=out)))
+    say("\n".join(report_of(path, kind, out=out)))
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
@@ -26,6 +30,9 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
         runs: Folders of the runs.
         out: Page to write.
     """
+    run = "Name its run: it has no records of its own."
+    for path in runs:
+        require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
     from txl_dist.ops.compare import write_comparison
 
-    print("\n".join(write_comparison(runs, out=out)))
+    say("\n".join(write_comparison(runs, out=out)))

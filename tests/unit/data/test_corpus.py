@@ -215,7 +215,7 @@ def test_a_failed_preparation_leaves_nothing_but_finished_work(tmp_path: Path) -
         prepare_corpus(tmp_path / "out", inputs=[source], kind="byte")
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(DataError, match="line 51"):
-        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, part_bytes=100)
+        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, part_bytes=100, valid_fraction=0.0)
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / ".out.prepare"])
 
 

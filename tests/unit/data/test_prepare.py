@@ -359,8 +359,9 @@ def test_a_document_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
     given = train_tokenizer("byte", lambda: ["abc"], only_seen=True)
     given.save(tmp_path / "tokenizer.json")
     source = write_jsonl(tmp_path / "a.jsonl", ["abc"] * 20 + ["abcd"])
+    settings: dict[str, Any] = {"tokenizer_path": tmp_path / "tokenizer.json", "valid_fraction": 0.0}
     with pytest.raises(DataError, match=r"a\.jsonl, line 21: "):
-        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=tmp_path / "tokenizer.json")
+        prepare_corpus(tmp_path / "out", inputs=[source], **settings)
 
 
 def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(

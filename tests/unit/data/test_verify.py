@@ -49,8 +49,12 @@ def test_a_whole_corpus_has_the_exit_code_0_and_a_damaged_one_1_with_a_line_per_
 
 def test_what_is_no_corpus_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of("verify", str(tmp_path / "missing")) == 2
-    assert "missing is no folder" in capsys.readouterr().err
-    assert exit_code_of("verify", str(tmp_path)) == 1
+    assert "missing does not exist" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert exit_code_of("verify", str(tmp_path / "empty")) == 2
+    assert "index.json" in capsys.readouterr().err
+    (tmp_path / "train-000000.tar.idx").touch()
+    assert exit_code_of("verify", str(tmp_path)) == 1, "a corpus that has lost its index"
     assert "index.json" in capsys.readouterr().out
 
 

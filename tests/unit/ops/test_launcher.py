@@ -252,7 +252,7 @@ def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.Mo
     assert launch(words, read_settings=lambda _: Config()) == 75
     assert seen["flags"][:-1] == ["--num_accelerators", "2", "--master_port"]
     assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
-    assert seen["rest"] == {"run_dir": Path(Config().run.dir), "seen_within_s": 0.0}
+    assert seen["rest"] == {"run_dir": Path(Config().run.dir), "seen_within_s": 0.0, "verbose": False}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     launch(["c.toml"], read_settings=lambda _: Config())
     assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]

@@ -200,4 +200,4 @@ def test_both_verbs_answer_and_name_their_page(
         assert f"page: {tmp_path / name}" in printed
         assert (tmp_path / name).stat().st_size > 10_000
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "is no run with records" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The page of a run: complete, escaped, small, the same twice; and its errors."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.made_runs import HOSTILE, make_run
+from txl_dist import files
 from txl_dist.cli import main
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.ops.compare import write_comparison
@@ -321,10 +323,15 @@ def test_what_is_no_file_is_left_alone(run: Path, tmp_path: Path, kind: str) -> 
     assert os.path.samestat(before, out.lstat())
 
 
-def test_a_disk_that_is_full_leaves_the_old_page_and_no_part_of_the_new(run: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_leaves_the_old_page_and_no_part_of_the_new(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flush(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     out = tmp_path / "page.html"
     out.write_text("old", encoding="utf-8")
-    (tmp_path / "page.html.tmp").symlink_to("/dev/full")
+    monkeypatch.setattr(files, "flush_to_disk", flush)
     with pytest.raises(ConfigError, match="No space left"):
         write_report(run, out=out)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -24,7 +24,8 @@ from txl_dist.infer.score import log_probabilities
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.evaluation_report import Overrides, evaluate_trained
+from txl_dist.train.evaluation_report import evaluate_trained
+from txl_dist.train.evaluation_settings import Overrides
 
 SEGMENT_LEN, MEMORY_LEN = 16, 24
 POSITIONS: dict[str, dict[str, Any]] = {
@@ -85,7 +86,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
     out = made.bundle.parent / "result.json"
-    overrides = Overrides(num_lanes=1)._replace(**changes)
+    if isinstance(changes.get("memory_len"), int):
+        changes["memory_len"] = (changes["memory_len"],)
+    overrides = Overrides(**({"num_lanes": 1} | changes))
     evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, json_path=out)
     results: dict[str, dict[str, float]] = json.loads(out.read_text())
     return results
@@ -155,7 +158,7 @@ def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
         ({"same_length": "memory", "memory_len": 0}, "Give --same-length off"),
         ({"same_length": "memory_and_self", "without_memory": True}, "Give --same-length off"),
         ({"overlap_len": 8}, "eval.overlap_len=8 .* eval.memory_len=0"),
-        ({"overlap_len": -1}, "eval.overlap_len"),
+        ({"overlap_len": -1}, "--overlap-len -1: it must be 0 or more tokens"),
     ],
     ids=str,
 )

@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
@@ -20,6 +23,7 @@ from txl_dist.data.stream import plain_segment
 from txl_dist.model.flops import count_parameters, typical_shares
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares
+from txl_dist.train import footprint_step
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint import bytes_per_rank
@@ -168,6 +172,49 @@ def test_what_saves_memory_is_foreseen_to() -> None:
 
     assert activations(attention="auto") < 0.6 * activations(attention="fused") <= activations(attention="plain")
     assert activations(attention="fused", activation_checkpointing=True) < 0.9 * activations(attention="fused")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"cutoffs": [], "attention_dropout": 0.1}},
+        {"model": {"num_layers": 5}, "engine": {"activation_checkpointing": True, "recompute_every": 2}},
+        {"model": {"tie_weights": False, "pre_norm": True}, "engine": {"attention": "plain"}},
+        {"model": {"positions": "absolute"}, "train": {"memory_len": 0}},
+        {"model": {"positions": "learned_relative", "num_distances": 16}},
+    ],
+)
+def test_the_fast_way_to_follow_a_step_shows_the_same_bytes_at_every_stage(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors, which know their device, and on meta tensors, which do not."""
+
+    @contextmanager
+    def fake(model: object) -> Iterator[None]:
+        with FakeTensorMode(), torch.device("cpu"):
+            yield
+
+    def at_all_stages() -> list[dict[str, float]]:
+        return [
+            held(tiny_config(**changes | {"engine": changes.get("engine", {}) | {"zero_stage": stage}}), world_size=2)
+            for stage in range(4)
+        ]
+
+    footprint_step.follow.cache_clear()
+    fast = at_all_stages()
+    footprint_step.follow.cache_clear()
+    monkeypatch.setattr(footprint_step, "_without_storage", fake)
+    assert at_all_stages() == fast
+    footprint_step.follow.cache_clear()
+
+
+def test_stages_share_what_was_followed() -> None:
+    """Whatever becomes of the gradients, the step is run once; again at stage 3, whose parameters are not flat."""
+    footprint_step.follow.cache_clear()
+    for stage in range(4):
+        held(tiny_config(engine={"zero_stage": stage}), world_size=2, on_gpu=True)
+    assert footprint_step.follow.cache_info().misses == 2
 
 
 def test_predicting_leaves_the_process_as_it_was() -> None:

@@ -18,8 +18,8 @@ from txl_dist.config import load_config
 from txl_dist.errors import CheckpointError
 from txl_dist.files import write_hashed_json
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
-from txl_dist.train.checkpoint import read_state
 from txl_dist.train.export import export_bundle
+from txl_dist.train.soundness import read_state
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
 CHECKPOINT = GOLDEN / "step_000000016"
@@ -54,6 +54,7 @@ def test_training_goes_on_from_it_as_it_did_then(tmp_path: Path, stage: int) -> 
     words = ["train", str(GOLDEN / "settings.toml"), "--data.path", str(GOLDEN / "corpus"), "--run.dir", "run"]
     done = txl(*words, "--resume", str(CHECKPOINT), "--engine.zero_stage", str(stage), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "step_000000016: its weights reproduce its probe to " in done.stderr
     losses = losses_of(tmp_path / "run")
     assert sorted(losses) == [17, 18, 19, 20]
     # One rank adds up in another order than two, and another machine may round otherwise.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.checkpoints import GOLDEN, GOLDEN_CHECKPOINT, golden_at
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, config_from_dict, config_to_toml
@@ -16,7 +17,7 @@ from txl_dist.data.inspect import lane_facts
 from txl_dist.data.position import StreamState, continued
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.train.checkpoint import FORMAT_VERSION, checkpoint_folder
+from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.inspection import checkpoint_facts, stream_before_step
 from txl_dist.train.job import first_stream, open_corpora, train_splits
 
@@ -71,7 +72,8 @@ class Run:
         checkpoint.mkdir(parents=True)
         (checkpoint / "config.toml").write_text(config_to_toml(config))
         assert self.state is not None
-        values = {"format_version": FORMAT_VERSION, "step": self.step, "stream": self.state.to_dict()}
+        values = json.loads((GOLDEN_CHECKPOINT / "state.json").read_text())
+        values |= {"step": self.step, "stream": self.state.to_dict()}
         (checkpoint / "state.json").write_text(json.dumps(values))
 
 
@@ -144,27 +146,34 @@ def test_what_is_nothing_known_is_said_to_be_so_and_a_missing_checkpoint_with_th
     golden_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
+    checkpoints = golden_run / "checkpoints"
     for path, sentence in (
-        (tmp_path / "missing", "there is no such folder. Name what `txl prepare` or `txl train` wrote."),
-        (tmp_path / "empty", "it lacks index.json, config.toml and state.json. Name what"),
-        (
-            golden_run / "checkpoints" / "step_12",
-            f"there is no such folder. {golden_run}/checkpoints has step_000000008, step_000000012, step_000000016.",
-        ),
-        (tmp_path / "empty" / "checkpoints" / "step_000000001", "has no checkpoint."),
+        (tmp_path / "missing", f"does not exist. Name a corpus, a run or a checkpoint: {tmp_path} has {golden_run}."),
+        (tmp_path / "empty", "it has no index.json (a corpus), config.toml (a run), state.json (a checkpoint). "),
+        (checkpoints / "step_12", f"{checkpoints} has {checkpoints}/step_000000008, {checkpoints}/step_000000012, "),
+        (checkpoints / "step_00000012", f"Did you mean {checkpoints}/step_000000012?"),
+        (tmp_path / "empty" / "checkpoints" / "step_000000001", "does not exist. Name a corpus"),
     ):
         assert main(["inspect", str(path)]) == 2
         message = capsys.readouterr().err
-        assert f"{path} is no corpus, run or checkpoint: " in message
+        assert f"error: {path} " in message
         assert sentence in message
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/step_000000008"])
-def test_who_generates_with_a_run_or_a_checkpoint_is_told_to_export_it(
-    golden_run: Path, part: str, capsys: pytest.CaptureFixture[str]
+def test_a_run_and_a_checkpoint_generate_what_their_bundle_generates(
+    golden_run: Path, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", str(golden_run / part)]) == 2
-    assert f"Write `txl export {golden_run / part} BUNDLE`" in capsys.readouterr().err
+    words = ["--prompt", "ab", "--max-tokens", "12", "--seed", "3"]
+    assert main(["export", str(golden_run / part), str(tmp_path / "bundle")]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "bundle"), *words]) == 0
+    expected = capsys.readouterr().out
+    assert main(["generate", str(golden_run / part), *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected
+    kind = "a checkpoint" if part else "a run"
+    assert captured.err.startswith(f"generating up to 12 tokens with {golden_run / part}, {kind}; seed 3 ...")
 
 
 def test_the_verb_names_corpus_shard_and_document_and_refuses_what_a_run_knows_itself(
@@ -186,15 +195,12 @@ def test_the_verb_names_corpus_shard_and_document_and_refuses_what_a_run_knows_i
     assert "the lanes are 0 to 7" in capsys.readouterr().err
 
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
-
-
 @pytest.fixture
 def golden_run(tmp_path: Path) -> Path:
     """A run of three copies of the golden checkpoint, one of them damaged, with what may lie beside them."""
     run = tmp_path / "run"
     for step in (8, 12, 16):
-        shutil.copytree(GOLDEN / "step_000000016", checkpoint_folder(run, step))
+        golden_at(run, step)
     flip_bit(checkpoint_folder(run, 16) / "engine" / "00001.safetensors")
     for name in ("step_000000020.tmp-a1b2", "step_000000012.damaged-1", "step_000000014.rewound-1", "step_x"):
         (run / "checkpoints" / name).mkdir()

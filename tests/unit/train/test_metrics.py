@@ -202,7 +202,7 @@ def test_the_line_of_a_training_record() -> None:
 
 def test_the_line_of_an_evaluation_and_of_an_event() -> None:
     assert format_record("eval", EVAL_RECORD, max_steps=99) == (
-        "step 40/99  eval  loss 2.0000  ppl 7.39  bpb 1.5000  bpc 1.7500  1,234,567 tokens in 3.1 s"
+        "step 40/99  eval  loss 2.0000  ppl 7.39  bpb 1.5000  bpc 1.7500  1,234,567 tokens  in 3.1 s"
     )
     assert format_record("event", {"event": "saved", "step": 40}, max_steps=99) == "event=saved step=40"
 

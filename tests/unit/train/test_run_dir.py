@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.checkpoints import golden_at
 from txl_dist.config import Config, config_from_dict, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, refuse_frozen_changes, set_aside
+from txl_dist.train.checkpoint import choose_checkpoint
+from txl_dist.train.run_dir import (
+    check_run_dir,
+    evaluated_losses,
+    is_run,
+    open_run_dir,
+    refuse_frozen_changes,
+    set_aside,
+)
 
 
 def with_values(**sections: dict[str, Any]) -> Config:
@@ -104,6 +113,27 @@ def test_what_a_run_left_that_ended_before_it_began_is_no_obstacle(tmp_path: Pat
     (tmp_path / "config.toml").unlink()
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="is no run directory"):
+        check_run_dir(tmp_path, Config())
+
+
+def test_a_folder_with_a_whole_checkpoint_is_a_run_and_goes_on_whatever_else_was_lost(tmp_path: Path) -> None:
+    folder = golden_at(tmp_path, 16)
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "RUN.lock").touch()
+    assert is_run(tmp_path)
+    check_run_dir(tmp_path, Config())
+    assert choose_checkpoint(tmp_path, "must") == (folder, [])
+    config = load_config(folder / "config.toml")
+    open_run_dir(tmp_path, config)
+    assert load_config(tmp_path / "config.toml") == config
+
+
+def test_a_folder_named_checkpoints_that_holds_none_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_000000016").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000000016.damaged-1").mkdir()
+    (tmp_path / "checkpoints" / "step_000000016.damaged-1" / "MANIFEST.json").touch()
+    assert not is_run(tmp_path)
+    with pytest.raises(ConfigError, match="is not empty and is no run directory"):
         check_run_dir(tmp_path, Config())
 
 

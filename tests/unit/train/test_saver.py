@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.helpers.checkpoints import sign
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config
@@ -26,15 +30,19 @@ from txl_dist.data.lanes import lanes_of_rank
 from txl_dist.data.position import CorpusState, StreamState
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import CheckpointError
+from txl_dist.log import logger
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
+from txl_dist.run_files import checkpoint_folder, list_checkpoints
 from txl_dist.train import saving as saving_module
-from txl_dist.train.checkpoint import CorpusFacts, checkpoint_folder, list_checkpoints, read_state
+from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT, Fragment
 from txl_dist.train.saver import HostCopy, Saver
 from txl_dist.train.saving import Saving
+from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
+from txl_dist.train.stopping import StopRequests
 
 PROBE = {"tokens": torch.arange(4), "losses": torch.ones(1, 4)}
 FACTS = CorpusFacts(tokenizer_json="{}", tokenizer_fingerprint="f" * 64, vocab_size=7)
@@ -43,10 +51,10 @@ FACTS = CorpusFacts(tokenizer_json="{}", tokenizer_fingerprint="f" * 64, vocab_s
 class FakeEngine:
     """Weights of one parameter, a slice per rank."""
 
-    def __init__(self, *, size: int = 1000, rank: int = 0) -> None:
+    def __init__(self, *, size: int = 1000, rank: int = 0, world_size: int = 1) -> None:
         self.weight = torch.arange(float(size)) + rank * size
         self._start = rank * size
-        self.shapes = {"w": [2 * size]}
+        self.shapes = {"w": [world_size * size]}
 
     def fragments(self) -> list[Fragment]:
         return [Fragment("w", self._start, {WEIGHT: self.weight, "exp_avg": self.weight}, 1.0)]
@@ -83,7 +91,7 @@ def parts(ranks: Ranks, run_dir: Path, *, size: int = 1000, **checkpoint: Any) -
     config = tiny_config(run={"dir": str(run_dir)}, engine={"zero_stage": 1}, checkpoint=checkpoint)
     lanes = lanes_of_rank(4, rank=ranks.rank, world_size=ranks.world_size)
     saver = Saver(run_dir, config=config, corpus=FACTS, lanes=lanes, ranks=ranks, nonce="nonce")
-    return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank), saver)
+    return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank, world_size=ranks.world_size), saver)
 
 
 @pytest.fixture
@@ -221,6 +229,7 @@ def test_a_damaged_folder_in_the_way_is_moved_aside(alone: Ranks, tmp_path: Path
 
 def save_with_a_limit(ranks: Ranks, folder: str) -> tuple[str, list[str], str, list[str], int]:
     """(error of a save in which rank 1 may write no large file, files then; error of the next, problems, lanes)."""
+    Path(folder).mkdir(exist_ok=True)
     it = parts(ranks, Path(folder), size=1 << 16)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if ranks.rank == 1:
@@ -243,6 +252,35 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_commi
     assert (again, problems, num_lane_files) == ("", [], 2)
 
 
+@pytest.mark.parametrize(
+    ("swapped", "found"),
+    [
+        (["engine/00000.safetensors"], ["engine/00000.safetensors"]),
+        (["lanes/00000-00003.safetensors"], ["lanes/00000-00003.safetensors"]),
+        (["probe.safetensors"], ["probe.safetensors"]),
+        (["state.json"], ["engine/00000.safetensors", "lanes/00000-00003.safetensors", "probe.safetensors"]),
+        (["engine/00000.safetensors", "probe.safetensors"], ["engine/00000.safetensors", "probe.safetensors"]),
+    ],
+)
+def test_files_of_two_saves_are_never_taken_for_one_checkpoint_though_the_manifest_fits(
+    alone: Ranks, tmp_path: Path, swapped: list[str], found: list[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    it, other = parts(alone, tmp_path), parts(alone, tmp_path / "other")
+    other.engine.weight += 1
+    state = it.state(2)
+    assert it.save(2) == ""
+    other.saver.begin(replace(state, tokens_seen=state.tokens_seen + 1), other.engine, probe=PROBE)
+    assert other.saver.finish().error == ""
+    assert checkpoint_problems(it.folder(2)) == checkpoint_problems(other.folder(2)) == []
+    for name in swapped:
+        shutil.copy(other.folder(2) / name, it.folder(2) / name)
+    sign(it.folder(2))
+    assert problems_of(it.folder(2)) == []
+    reasons = [f"{name} was not saved together with this state.json" for name in found]
+    assert checkpoint_problems(it.folder(2)) == reasons
+
+
 class Records:
     """A reporter that remembers."""
 
@@ -254,8 +292,27 @@ class Records:
         self.events.append((record["event"], record["step"]))
 
 
+class Requests:
+    """Requests to stop, as many as a test makes."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    @property
+    def reason(self) -> str:
+        return "SIGTERM" if self.count else ""
+
+    def clear(self) -> None:
+        pass
+
+
 def saving(
-    it: Parts, monkeypatch: pytest.MonkeyPatch, *, losses: dict[int, float] | None = None
+    it: Parts,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    losses: dict[int, float] | None = None,
+    requests: Any = None,
+    beat: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Saving, Records]:
     monkeypatch.setattr(saving_module, "make_probe", lambda *_, **__: PROBE)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
@@ -269,8 +326,9 @@ def saving(
         ranks=it.ranks,
         reporter=records,
         newest=None,
+        stops=requests or Requests(),
         evaluated=lambda: losses or {},
-        beat=lambda phase: None,
+        beat=beat,
     )
     return one, records
 
@@ -337,6 +395,90 @@ def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it
     assert set(records.events[1:]) == {("save_failed", 52)}
     one.finish_last(it.state(52), patience_s=0.0)
     assert records.events[-1] == ("saved", 52)
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_who_asks_to_stop_while_the_last_save_is_retried_is_told_how_and_heard_after_one_more_attempt(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_before: int
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.INFO, logger="txl_dist")
+    it, requests = parts(alone, tmp_path), Requests(num_before)
+
+    def ask_once(phase: str) -> None:
+        requests.count += phase == "wait for the disk"
+
+    one, records = saving(it, monkeypatch, requests=requests, beat=ask_once)
+    monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 1e9)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=r"step 7 could not be saved before SIGTERM ended the attempts"):
+        one.finish_last(it.state(7), patience_s=900.0, stopped=num_before > 0)
+    assert records.events == [("save_failed", 7)] * 2
+    how = "a second SIGTERM or Ctrl-C" if num_before else f"SIGTERM, Ctrl-C or the file {tmp_path / 'STOP'}"
+    assert f"it is tried for up to 15 min more. To leave earlier: {how}; it is then tried once more" in caplog.text
+
+
+def test_room_that_is_made_before_the_last_attempt_is_used(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, requests, free = parts(alone, tmp_path), Requests(), [0]
+
+    def make_room(phase: str) -> None:
+        requests.count += phase == "wait for the disk"
+        free[0] = 1 << 40 if requests.count else 0
+
+    one, records = saving(it, monkeypatch, requests=requests, beat=make_room)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    one.finish_last(it.state(7), patience_s=900.0)
+    assert records.events == [("save_failed", 7), ("saved", 7)]
+
+
+def hear_one_rank(ranks: Ranks, folder: str) -> tuple[str, list[tuple[str, int]], list[str]]:
+    """(how a last save on a full disk ends when rank 1 alone gets a signal, the attempts, what is left of them)."""
+    os.makedirs(folder, exist_ok=True)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if ranks.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    it, stops = parts(ranks, Path(folder), size=1 << 16), StopRequests()
+
+    def ask_once(phase: str) -> None:
+        if phase == "wait for the disk" and ranks.rank == 1 and not stops.count:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        one, records = saving(it, patch, requests=stops, beat=ask_once)
+        patch.setattr(saving_module, "_FIRST_RETRY_S", 1e9)
+        with pytest.raises(CheckpointError) as caught:
+            one.finish_last(it.state(7), patience_s=1e9)
+    gather_objects(None)
+    stops.close()
+    return str(caught.value), records.events, files_below(Path(folder))
+
+
+@pytest.mark.dist
+def test_a_signal_to_one_rank_ends_the_attempts_on_all(tmp_path: Path) -> None:
+    results = run_ranks(hear_one_rank, str(tmp_path / "run"), world_size=2, folder=tmp_path / "results")
+    assert results == [results[0]] * 2
+    message, attempts, left = results[0]
+    assert message.startswith("step 7 could not be saved before SIGTERM ended the attempts; the log says why")
+    assert (attempts, left) == ([("save_failed", 7)] * 2, ["checkpoints"])
+
+
+def test_a_save_rebuilds_no_run_directory_that_is_gone_and_the_last_one_says_so(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    one, records = saving(it, monkeypatch)
+    one.begin(it.state(1))
+    assert one.finish(1)
+    (tmp_path / "run").rename(tmp_path / "away")
+    one.begin(it.state(2))
+    assert not one.finish(2)
+    with pytest.raises(CheckpointError, match=r"the run directory .*run was removed or moved .* is not made anew"):
+        one.finish_last(it.state(2), patience_s=900.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["away"]
+    assert records.events == [("saved", 1), ("save_failed", 2)]
 
 
 def test_who_lowers_what_is_kept_gets_the_room_also_where_the_next_save_has_none(

@@ -1,0 +1,34 @@
+"""Checkpoints for tests that need no training: copies of the golden one, changed and signed anew."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
+from txl_dist.run_files import checkpoint_folder
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v2"
+GOLDEN_CHECKPOINT = GOLDEN / "step_000000016"
+
+
+def golden_at(run_dir: Path, step: int) -> Path:
+    """A sound copy as the checkpoint of another step."""
+    folder = checkpoint_folder(run_dir, step)
+    shutil.copytree(GOLDEN_CHECKPOINT, folder)
+    if step != 16:
+        change_state(folder, step=step)
+    return folder
+
+
+def change_state(folder: Path, **values: Any) -> None:
+    """Put other values into state.json, and sign the folder."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8")) | values
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    sign(folder)
+
+
+def sign(folder: Path) -> None:
+    """Write a manifest that fits whatever lies in a folder."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_manifest(folder, {name: describe_file(folder / name) for name in files_of(folder)})

@@ -1,0 +1,167 @@
+"""Files that are named for a split belong to it, and test text is never trained on without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from txl_dist.data.corpus import open_corpus
+from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.sources import Listing, list_sources
+from txl_dist.data.split_names import split_by_name
+from txl_dist.errors import ConfigError, DataError
+
+
+def laid_out(folder: Path, *names: str) -> Path:
+    """Files that hold their own names."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {name}")
+    return folder
+
+
+def splits_of(*inputs: str | Path) -> tuple[dict[str, set[str]], str]:
+    """(names of the files by split, all sentences)."""
+    found = [(str(one), list_sources([one], Listing(), split="train")) for one in inputs]
+    named = split_by_name(found)
+    splits: dict[str, set[str]] = {"train": set(), "valid": set(), "test": set()}
+    for file in (file for own in named.files for file in own):
+        splits[file.split].add(Path(file.path).read_text().removeprefix("text of "))
+    return splits, "\n".join(named.remarks)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("test.txt", "test"),
+        ("TEST.TXT", None),  # not taken from a folder: its suffix
+        ("Test.txt", "test"),
+        ("valid.txt", "valid"),
+        ("validation.txt", "valid"),
+        ("val.jsonl", "valid"),
+        ("dev.jsonl", "valid"),
+        ("Dev/a.txt", "valid"),
+        ("deep/below/VALIDATION/a.txt", "valid"),
+        ("test/deep/a.txt", "test"),
+        ("test/train.txt", "test"),
+        ("train/test.txt", "test"),
+        ("wiki.valid.tokens", "valid"),
+        ("wiki.test.tokens", "test"),
+        ("test.en.txt", "test"),
+        ("train-00001.jsonl.gz", "train"),
+        ("test-00001.jsonl.gz", "test"),
+        ("test-00001-of-00041.parquet", "test"),
+        ("validation_part_3.txt", "valid"),
+        ("valid2.txt", "valid"),
+        ("test-01/a.txt", "test"),
+        ("latest.txt", "train"),
+        ("contest.txt", "train"),
+        ("invalid.txt", "train"),
+        ("developer.txt", "train"),
+        ("tests/a.txt", "train"),
+        ("protest/a.txt", "train"),
+    ],
+)
+def test_a_name_says_the_split_or_not(tmp_path: Path, name: str, split: str | None) -> None:
+    splits, said = splits_of(laid_out(tmp_path / "data", "novel.txt", name))
+    assert {own for own, names in splits.items() if name in names} == ({split} if split else set())
+    assert (name in said) == (split in ("valid", "test"))
+    assert ("--ignore-split-names" in said) == (split in ("valid", "test"))
+
+
+@pytest.mark.parametrize("name", ["test_clean.txt", "enwik8-test.txt", "dev-notes.md", "x_test_2.py", "train_test.txt"])
+def test_a_name_with_more_than_the_split_counts_only_beside_its_like_of_train_and_else_is_said(
+    tmp_path: Path, name: str
+) -> None:
+    splits, said = splits_of(laid_out(tmp_path / "alone", "novel.txt", name))
+    assert name in splits["train"]
+    assert f"trained on, though named like held-out text: {tmp_path}/alone/{name}." in said
+    assert "--test PATH" in said
+    if name != "train_test.txt":
+        like = name.replace("test", "train").replace("dev", "train")
+        splits, said = splits_of(laid_out(tmp_path / "both", "novel.txt", name, like))
+        assert name not in splits["train"]
+        assert {"novel.txt", like} == splits["train"]
+        assert "not trained on" in said
+
+
+def test_files_given_one_by_one_count_beside_each_other_as_the_shell_expands_a_pattern(tmp_path: Path) -> None:
+    laid_out(tmp_path, "train.txt", "test.txt", "novel.txt", "train/a.txt", "test/a.txt")
+    assert splits_of(tmp_path / "train.txt", tmp_path / "test.txt")[0]["test"] == {"test.txt"}
+    assert splits_of(tmp_path / "train", tmp_path / "test")[0]["test"] == {"test/a.txt"}
+    for alone in ([tmp_path / "test.txt"], [tmp_path / "novel.txt", tmp_path / "test.txt"], [tmp_path / "test"]):
+        splits, said = splits_of(*alone)
+        assert not splits["test"]
+        assert "though named like held-out text" in said
+    assert splits_of(f"{tmp_path}/t*.txt")[0]["test"] == {"test.txt"}
+    assert splits_of(f"{tmp_path}/**/*.txt")[0]["test"] == {"test.txt", "test/a.txt"}
+    assert splits_of(tmp_path / "train.txt") == ({"train": {"train.txt"}, "valid": set(), "test": set()}, "")
+
+
+def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
+    splits, said = splits_of(laid_out(tmp_path, "train.txt", "dev.txt", "val.txt"))
+    assert splits == {"train": {"train.txt"}, "valid": {"dev.txt", "val.txt"}, "test": set()}
+    assert "dev and val both make this split" in said
+
+
+def test_the_built_in_text_has_no_splits() -> None:
+    found = [("stdlib", list_sources(["stdlib"], Listing(), split="train"))]
+    named = split_by_name(found)
+    assert named.remarks == []
+    assert {file.split for file in named.files[0]} == {"train"}
+
+
+def texts_of(folder: Path) -> dict[str, list[str]]:
+    corpus = open_corpus(folder)
+    decode = corpus.load_tokenizer().decode
+    return {
+        split: [decode(tokens[:-1].tolist()).removeprefix("text of ") for tokens in corpus.split(split).each_document()]
+        for split in corpus.split_names
+    }
+
+
+def test_a_folder_of_splits_keeps_them_and_says_so(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "train.txt", "valid.txt", "test.txt")
+    summary = prepare_corpus(tmp_path / "out", inputs=[data], kind="byte")
+    assert texts_of(tmp_path / "out") == {"train": ["train.txt"], "valid": ["valid.txt"], "test": ["test.txt"]}
+    said = "\n".join(summary.lines())
+    assert f"{data}/test.txt are the split test, not trained on" in said
+    assert f"{data}/valid.txt are the split valid, not trained on" in said
+
+
+def test_with_train_and_test_but_no_valid_a_share_of_train_is_valid_and_test_text_stays_out_of_it(
+    tmp_path: Path,
+) -> None:
+    names = [f"train/{number}.txt" for number in range(100)]
+    data = laid_out(tmp_path / "data", *names, "test/1.txt")
+    prepare_corpus(tmp_path / "out", inputs=[data], kind="byte", valid_fraction=0.2)
+    texts = texts_of(tmp_path / "out")
+    assert texts["test"] == ["test/1.txt"]
+    assert 5 < len(texts["valid"]) < 40
+    assert sorted(texts["train"] + texts["valid"]) == sorted(names)
+
+
+def test_the_flag_takes_all_as_training_text(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "train.txt", "valid.txt", "test.txt")
+    settings: dict[str, Any] = {"inputs": [data], "kind": "byte", "valid_fraction": 0.0}
+    summary = prepare_corpus(tmp_path / "out", ignore_split_names=True, **settings)
+    assert sorted(texts_of(tmp_path / "out")["train"]) == ["test.txt", "train.txt", "valid.txt"]
+    assert summary.remarks == ()
+
+
+def test_held_out_text_that_is_given_and_lies_in_the_folder_too_goes_where_it_was_given_for(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "train.txt", "valid.txt", "test.txt")
+    settings: dict[str, Any] = {"valid_inputs": [data / "test.txt"], "test_inputs": [data / "valid.txt"]}
+    prepare_corpus(tmp_path / "out", inputs=[data], kind="byte", **settings)
+    assert texts_of(tmp_path / "out") == {"train": ["train.txt"], "valid": ["test.txt"], "test": ["valid.txt"]}
+
+
+def test_a_share_beside_named_held_out_files_and_a_folder_without_training_text_are_refused(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "train.txt", "dev.txt")
+    with pytest.raises(ConfigError, match=r"valid_fraction=0.3 has no meaning .*--ignore-split-names"):
+        prepare_corpus(tmp_path / "out", inputs=[data], valid_fraction=0.3)
+    data = laid_out(tmp_path / "others", "test.txt", "dev.txt")
+    with pytest.raises(DataError, match=r"no text for the train split.*--ignore-split-names"):
+        prepare_corpus(tmp_path / "out", inputs=[data])

@@ -1,0 +1,162 @@
+"""What the `deepspeed` launcher and its libraries say to nobody in particular, taken out of a run's output.
+
+Only lines known to say nothing that people need, or that is not said in other words, are left out, each by its exact
+form; everything else passes as it is: tracebacks, errors of other programs, what a dying library prints. Standard error
+stays a terminal for the ranks if ours is one, as wide as ours is, so that they draw their progress bar.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from contextlib import suppress
+from types import FrameType
+
+from txl_dist.errors import HANG, REQUEUE, ConfigError
+
+_DEEPSPEED = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\] "
+_SAID_BY_US = "|".join(map(str, (ConfigError.exit_code, REQUEUE, HANG)))
+_CHATTER = [
+    _DEEPSPEED + r"\[(DEBUG|INFO)\] \[\w+\.py:\d+:\w+\] .*",
+    # On a node without GPUs; `device=` of the run's first line says it too.
+    _DEEPSPEED + r"\[WARNING\] \[real_accelerator\.py:\d+:\w+\] Setting accelerator to CPU\. .*",
+    # Exit codes that only a rank gives, after it has said why.
+    _DEEPSPEED + rf"\[ERROR\] \[launch\.py:\d+:sigkill_handler\] \[.*\] exits with return code = ({_SAID_BY_US})",
+    rf"pdsh@\S+: \S+: ssh exited with exit code ({_SAID_BY_US})",
+    r"Detected VISIBLE_DEVICES=\S+: setting --include=\S+",
+    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+",
+    # A machine without IPv6 or reverse names; the connection is made another way, or fails with an error of its own.
+    r"(\[rank\d+\]:)?\[W[^\]]* socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved\. .*",
+    r"(\[rank\d+\]:)?\[W[^\]]* socket\.cpp:\d+\] \[c10d\] The (server|client) socket cannot be initialized .*"
+    r"\(errno: 97 - Address family not supported by protocol\)\.",
+]
+_NO_HOSTFILE = _DEEPSPEED + r"\[WARNING\] \[runner\.py:\d+:fetch_hostfile\] Unable to find hostfile, .*"
+"""Chatter unless somebody has named a hostfile."""
+_OF_A_NODE = r"(?:\S+: )?"
+"""What pdsh writes before a line of another machine."""
+_PATIENCE_S = 0.1
+"""How long the beginning of a line waits for its end: a progress bar has none."""
+_LONGEST_LINE = 1 << 16
+
+
+def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
+    """Matches whole lines, without their end, that are left out."""
+    patterns = _CHATTER if wants_hostfile else [*_CHATTER, _NO_HOSTFILE]
+    return re.compile(f"{_OF_A_NODE}(?:{'|'.join(patterns)})".encode(), re.DOTALL)
+
+
+class Strainer:
+    """Takes lines out of a stream of bytes that comes in any pieces."""
+
+    def __init__(self, chatter: re.Pattern[bytes]) -> None:
+        self._chatter = chatter
+        self._held = b""
+        self.is_inside = False
+        """The beginning of the present line has passed, and so does its end."""
+
+    def feed(self, piece: bytes) -> bytes:
+        """What of the stream so far is to pass now; the beginning of a line is held."""
+        *whole, self._held = (self._held + piece).split(b"\n")
+        passed = b""
+        for line in whole:
+            if self.is_inside or not self._chatter.fullmatch(line.removesuffix(b"\r")):
+                passed += line + b"\n"
+            self.is_inside = False
+        return passed + (self.flush() if self.is_inside or len(self._held) > _LONGEST_LINE else b"")
+
+    def flush(self) -> bytes:
+        """What is held, though its line has not ended."""
+        held, self._held = self._held, b""
+        self.is_inside = self.is_inside or bool(held)
+        return held
+
+
+class Strained:
+    """Standard output and error for a process to be started, whose lines come out of ours without the chatter."""
+
+    def __init__(self, chatter: re.Pattern[bytes]) -> None:
+        output, self.stdout = os.pipe()
+        error, self.stderr = _terminal_like(2) if os.isatty(2) else os.pipe()
+        self._width_before = signal.signal(signal.SIGWINCH, self._resize) if os.isatty(2) else None
+        self._streams = {output: (1, Strainer(chatter)), error: (2, Strainer(chatter))}
+        self._ends_at_s = float("inf")
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def started(self) -> None:
+        """The process has its ends of the streams: carry what it writes."""
+        os.close(self.stdout)
+        if self._width_before is None:  # a terminal is kept to be resized
+            os.close(self.stderr)
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError, ValueError):
+                stream.flush()  # what was said before comes before
+        self._thread.start()
+
+    def close(self) -> None:
+        """The process has ended: what it has written comes out. Who lives on and still writes is not waited for."""
+        self._ends_at_s = time.monotonic()
+        self._thread.join()
+        for descriptor, (target, strainer) in self._streams.items():
+            os.close(descriptor)
+            if target == 2 and strainer.is_inside:
+                _write(target, b"\n")  # what we say behind it begins a line
+        if self._width_before is not None:
+            signal.signal(signal.SIGWINCH, self._width_before)
+            os.close(self.stderr)
+
+    def _carry(self) -> None:
+        open_ends = set(self._streams)
+        while open_ends:
+            is_over = time.monotonic() >= self._ends_at_s
+            ready, _, _ = select.select(open_ends, [], [], 0 if is_over else _PATIENCE_S)
+            for source in ready:
+                target, strainer = self._streams[source]
+                if piece := _read(source):
+                    _write(target, strainer.feed(piece))
+                else:
+                    _write(target, strainer.flush())
+                    open_ends.discard(source)
+            if not ready:
+                for target, strainer in self._streams.values():
+                    _write(target, strainer.flush())
+                if is_over:
+                    return
+
+    def _resize(self, number: int, frame: FrameType | None) -> None:
+        with suppress(OSError, termios.error):
+            termios.tcsetwinsize(self.stderr, termios.tcgetwinsize(2))
+
+
+def _terminal_like(descriptor: int) -> tuple[int, int]:
+    """(the end to read, the end to write) of a terminal as wide as this one, which changes no byte on the way."""
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    with suppress(termios.error):
+        termios.tcsetwinsize(slave, termios.tcgetwinsize(descriptor))
+    return master, slave
+
+
+def _read(source: int) -> bytes:
+    """Empty at the end, which a terminal tells by an error."""
+    try:
+        return os.read(source, 1 << 16)
+    except OSError:
+        return b""
+
+
+def _write(target: int, data: bytes) -> None:
+    """A terminal or pipe that is gone gets nothing, and the run goes on."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except BlockingIOError:  # whoever shares it with us has made it so
+            select.select([], [target], [])
+        except OSError:
+            return

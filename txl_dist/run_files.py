@@ -1,0 +1,183 @@
+"""What a path is, told by the names that lie in it: corpus, run, checkpoint, bundle, Hugging Face folder, or nothing.
+
+Every verb asks here, before torch is imported, and refuses the wrong kind in one line that names what it is and what
+one does with that. Nothing is opened or proven: a damaged folder is still of its kind, and what reads it says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+from txl_dist.errors import ConfigError
+from txl_dist.suggest import nearest
+
+_CHECKPOINT_NAME = re.compile(r"step_(\d{9})")
+_MOST_NAMES = 4
+"""Folders that a message names at most."""
+
+
+class Kind(Enum):
+    """What a path is; the value is its name in messages."""
+
+    CORPUS = "a corpus"
+    RUN = "a run"
+    CHECKPOINT = "a checkpoint"
+    BUNDLE = "a bundle"
+    HUGGINGFACE = "a Hugging Face folder"
+    NOTHING = "none of them"
+
+
+TRAINED = (Kind.RUN, Kind.CHECKPOINT, Kind.BUNDLE)
+"""What holds a trained model."""
+
+_USES = {
+    Kind.CORPUS: "Train on it with `txl train CONFIG --data.path {path}`, score a model on it with `txl evaluate MODEL "
+    "--data {path}`, look into it with `txl inspect {path}`.",
+    Kind.RUN: "Continue it with `txl train {path}/config.toml`, score it with `txl evaluate {path}`, show it with "
+    "`txl report {path}`, make a bundle of it with `txl export {path} BUNDLE`.",
+    Kind.CHECKPOINT: "Score it with `txl evaluate {path}`, make a bundle of it with `txl export {path} BUNDLE`, look "
+    "into it with `txl inspect {path}`.",
+    Kind.BUNDLE: "Generate with `txl generate {path}`, score it with `txl evaluate {path} --data CORPUS`, begin a run "
+    "with its weights: `txl train {path}/train.toml --init {path} --data.path CORPUS`.",
+    Kind.HUGGINGFACE: "Make a bundle of it with `txl import {path} BUNDLE --format huggingface`.",
+}
+_MAKERS = {
+    Kind.CORPUS: "`txl prepare` writes a corpus",
+    Kind.RUN: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
+    Kind.CHECKPOINT: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
+    Kind.BUNDLE: "`txl export` writes a bundle",
+    Kind.HUGGINGFACE: "save_pretrained writes a Hugging Face folder",
+}
+_MARKS = {
+    Kind.CORPUS: "index.json",
+    Kind.RUN: "config.toml",
+    Kind.CHECKPOINT: "state.json",
+    Kind.BUNDLE: "model.safetensors",
+    Kind.HUGGINGFACE: "config.json",
+}
+
+
+def kind_of(path: str | Path) -> Kind:
+    """What a path is. A URL can only be a corpus; whatever cannot be looked into is nothing.
+
+    A folder with a checkpoint under checkpoints/ is a run even when its config.toml is gone.
+    """
+    if is_url(path):
+        return Kind.CORPUS
+
+    def has(*names: str) -> bool:
+        return any(os.path.exists(os.path.join(path, name)) for name in names)
+
+    if has("state.json") or os.path.isdir(os.path.join(path, "engine")):
+        return Kind.CHECKPOINT
+    if has("index.json", "train-000000.tar.idx"):
+        return Kind.CORPUS
+    if has("txl_tokenizer.json") or (
+        has("config.json") and has("model.safetensors", "pytorch_model.bin") and not has("MANIFEST.json", "train.toml")
+    ):
+        return Kind.HUGGINGFACE
+    if has("MANIFEST.json", "model.safetensors"):
+        return Kind.CHECKPOINT if _CHECKPOINT_NAME.fullmatch(Path(path).name) else Kind.BUNDLE
+    if has("config.toml", "metrics.jsonl") or list_checkpoints(Path(path)):
+        return Kind.RUN
+    return Kind.NOTHING
+
+
+def is_url(path: str | Path) -> bool:
+    """A URL, or a shell command that gives bytes; never a `Path`, which would have lost a slash."""
+    return isinstance(path, str) and ("://" in path or "::" in path or path.startswith("pipe:"))
+
+
+def require(
+    path: str | Path,
+    *wanted: Kind,
+    what: str = "",
+    remedies: Mapping[Kind, str] | None = None,
+    empty_is_fine: bool = False,
+) -> Kind:
+    """The kind of a path, which must be among `wanted`.
+
+    `what` names the flag or setting in the message. `remedies`: what to say of a wrong kind in place of what one does
+    with it anywhere; `{path}` in it is the path. `empty_is_fine`: a path to be written may be missing, or an empty
+    folder, and is then `Kind.NOTHING`.
+    Raises ConfigError, a line that names the kind and a remedy.
+    """
+    kind = kind_of(path)
+    if kind in wanted or (kind is Kind.NOTHING and empty_is_fine and _is_empty(path)):
+        return kind
+    where = f"{what} {path}" if what else f"{path}"
+    if kind is Kind.NOTHING and kind not in (remedies or {}):
+        raise ConfigError(_why_nothing(Path(path), where, wanted))
+    remedy = {**_USES, **(remedies or {})}[kind].format(path=path)
+    raise ConfigError(f"{where} is {kind.value}, not {_either(wanted)}. {remedy}")
+
+
+def _is_empty(path: str | Path) -> bool:
+    try:
+        return not os.listdir(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
+    makers = "; ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
+    if path.is_dir():
+        inside = _of_kind(path, wanted) or _of_kind(path / "checkpoints", wanted)
+        if inside:
+            return f"{where} is not {_either(wanted)} itself but holds {_listed(inside)}. Name one of them."
+        lacks = ", ".join(f"{_MARKS[kind]} ({kind.value})" for kind in wanted)
+        return f"{where} is not {_either(wanted)}: it has no {lacks}. {makers}."
+    if os.path.lexists(path):
+        if kind_of(path.parent) in wanted:
+            return f"{where} is a file of {kind_of(path.parent).value}. Name the folder: {path.parent}."
+        return f"{where} is not {_either(wanted)} but no folder at all. {makers}."
+    if os.path.isdir(path.with_name(f".{path.name}.prepare")) and Kind.CORPUS in wanted:
+        return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` goes on."
+    beside = _of_kind(path.parent, wanted)
+    near = nearest(path.name, [other.name for other in beside])
+    if near:
+        return f"{where} does not exist. Did you mean {_listed([path.with_name(name) for name in near])}?"
+    others = f"{path.parent} has {_listed(beside)}" if beside else makers
+    return f"{where} does not exist. Name {_either(wanted)}: {others}."
+
+
+def _of_kind(folder: Path, wanted: tuple[Kind, ...]) -> list[Path]:
+    try:
+        return [folder / name for name in sorted(os.listdir(folder)) if kind_of(folder / name) in wanted]
+    except OSError:
+        return []
+
+
+def _listed(paths: list[Path]) -> str:
+    """The newest checkpoints and the last of others."""
+    shown = ", ".join(str(path) for path in paths[-_MOST_NAMES:])
+    return shown if len(paths) <= _MOST_NAMES else f"{shown} and {len(paths) - _MOST_NAMES} more"
+
+
+def _either(kinds: tuple[Kind, ...]) -> str:
+    *first, last = (kind.value for kind in kinds if kind is not Kind.NOTHING)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir / "checkpoints" / f"step_{step:09d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Committed checkpoints by step, oldest first; not verified."""
+    folder = run_dir / "checkpoints"
+    if not os.path.isdir(folder):
+        return []
+    return sorted(path for path in folder.glob("step_*") if _CHECKPOINT_NAME.fullmatch(path.name))

@@ -1,0 +1,185 @@
+"""Whether a checkpoint is one: whole by its manifest, each file of the form it must have, and all of one save.
+
+A manifest proves that no byte has changed since it was written; it cannot know that it was written over files of two
+saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), and their
+names and shapes must cover each lane and each parameter once. Files from before that name none, all together.
+Only headers are read here: what the values are worth, the probe tells (`export.check_probe`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from txl_dist.data.position import StreamState
+from txl_dist.errors import CheckpointError
+from txl_dist.files import parse_object, read_bytes, sha256_of_file
+from txl_dist.manifest import problems_of
+from txl_dist.train.health import Health
+from txl_dist.train.partitions import WEIGHT
+
+FORMAT_VERSION = 2
+"""1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
+STATE_KEY = "state"
+"""In the metadata of every file of tensors: sha256 of the state.json of its save."""
+
+_FOLDER = re.compile(r"step_(\d{9})")
+_LANES = re.compile(r"(\d{5,9})-(\d{5,9})")
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+_Size = Annotated[int, Field(gt=0, lt=2**62)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Corpus(_Section):
+    name: str
+    fingerprint: str
+    split: str
+    num_lanes: _Count
+    position: _Count
+    epoch: _Count
+    rest: str
+    skips: str = ""
+
+
+class _Stream(_Section):
+    seed: int
+    corpora: tuple[_Corpus, ...]
+    version: int
+
+
+class _State(_Section):
+    """The form of state.json; what its parts mean stands where they are made, in `saver`."""
+
+    code_version: str
+    step: Annotated[int, Field(ge=0, lt=10**9)]
+    tokens_seen: _Count
+    health: Health
+    stream: _Stream
+    world_size: _Size
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: dict[str, float]
+    parameters: dict[str, tuple[_Size, ...]]
+    vocab_size: _Size
+    tokenizer_fingerprint: str
+    config_fingerprint: str
+    scores_first_tokens: bool = False
+    corpora: tuple[str, ...] = ()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint. Raises CheckpointError if it cannot be read, has another form or version."""
+    path = folder / "state.json"
+    try:
+        data = read_bytes(path)
+        state = parse_object(data)
+        version = state.get("format_version")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
+    if version != FORMAT_VERSION:
+        raise _OtherVersionError(
+            f"{folder} has format version {version}; this program reads {FORMAT_VERSION}. "
+            "Use the version of txl_dist that wrote it."
+        )
+    try:
+        _State.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}. Use another checkpoint.") from error
+    StreamState.from_dict(state["stream"])
+    return dict(state)
+
+
+class _OtherVersionError(CheckpointError):
+    """No damage: another program can read it."""
+
+
+def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Why a folder is no sound checkpoint, one line each; empty if it is one.
+
+    Several processes may share the hashing, as in `problems_of`; the first one looks at the rest. A checkpoint of
+    another format version is not damaged: `read_state` refuses it.
+    """
+    found = problems_of(folder, part=part, num_parts=num_parts)
+    if found or part:
+        return found
+    try:
+        return list(_contradictions(folder, read_state(folder)))
+    except _OtherVersionError:
+        return []
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
+    named = _FOLDER.fullmatch(folder.name)
+    if named is not None and int(named[1]) != state["step"]:
+        yield f"the folder is named for step {int(named[1])}, and its state.json is of step {state['step']}"
+    engine = [_header(path) for path in sorted((folder / "engine").glob("*"))]
+    lanes = [_header(path) for path in sorted((folder / "lanes").glob("*"))]
+    probe = _header(folder / "probe.safetensors")
+    signed = {header.state for header in (*engine, *lanes, probe)}
+    if signed != {""}:
+        expected = sha256_of_file(folder / "state.json")
+        for header in (*engine, *lanes, probe):
+            if header.state != expected:
+                yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
+    held: Counter[str] = Counter()
+    for header in engine:
+        held.update({name.partition("/")[2]: math.prod(shape) for name, shape in header.shapes(of=WEIGHT).items()})
+    wanted = {name: math.prod(shape) for name, shape in state["parameters"].items()}
+    for name in sorted(held.keys() | wanted.keys()):
+        if held[name] != wanted.get(name, 0):
+            yield f"engine/ has {held[name]} values of {name} instead of {wanted.get(name, 0)}"
+    yield from _problems_of_lanes(lanes, StreamState.from_dict(state["stream"]).num_lanes)
+
+
+def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
+    next_lane, forms = 0, set()
+    for header in sorted(headers, key=lambda one: one.path.name):
+        named = _LANES.fullmatch(header.path.stem)
+        shapes = header.shapes()
+        if named is None or shapes.keys() != {"hidden", "document"} or len(shapes["hidden"]) != 4:
+            yield f"lanes/{header.path.name} is no file of memories"
+            continue
+        first, last = int(named[1]), int(named[2])
+        layers, count, memory_len, width = shapes["hidden"]
+        if count != last - first + 1 or shapes["document"] != [count, memory_len]:
+            yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"
+        if first != next_lane:
+            yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
+        next_lane = last + 1
+        forms.add((layers, memory_len, width))
+    if next_lane != num_lanes or len(forms) > 1:
+        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
+
+
+class _Header:
+    """What a file of tensors says of itself."""
+
+    def __init__(self, path: Path, state: str, shapes: dict[str, list[int]]) -> None:
+        self.path, self.state, self._shapes = path, state, shapes
+
+    def shapes(self, *, of: str = "") -> dict[str, list[int]]:
+        """Of all tensors, or of those of a kind, by name."""
+        return {name: shape for name, shape in self._shapes.items() if not of or name.partition("/")[0] == of}
+
+
+def _header(path: Path) -> _Header:
+    try:
+        with safe_open(path, "pt", device="cpu") as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+            return _Header(path, (file.metadata() or {}).get(STATE_KEY, ""), shapes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,212 @@
+"""How a verb reads its words: tyro makes flags and help of a signature; what it refuses becomes one line.
+
+The line says what is wrong, what was asked for, and what was probably meant. It is made of tyro's own message and of
+the verb's help, which both are public; a message of an unknown form is told as it stands, in a line all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from txl_dist.config import explain_flag, lower, setting_names
+from txl_dist.errors import ConfigError
+from txl_dist.suggest import did_you_mean
+
+_RULE, _SIDE = "\u2500", "\u2502"
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LEAST_OF_A_NAME = 3
+"""Characters of a flag that a longer, unknown one is taken for: --output for --out."""
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+
+
+def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
+    """What tyro makes of the words; a function is not called yet. Raises ConfigError, in one line, for wrong ones."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(target, prog=prog, args=words, **options)
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # the help was asked for
+    raise ConfigError(_explain(_sections(said.getvalue()), list(words), flags=_flags(target, **options), prog=prog))
+
+
+def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
+    """Read the words of a verb and run it. What it writes to stderr is its own."""
+
+    @functools.wraps(verb)
+    def bound(*values: Any, **named: Any) -> Callable[[], object]:
+        return functools.partial(verb, *values, **named)
+
+    parse(bound, words, prog=prog)()
+
+
+def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
+    """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
+    name = flag.removeprefix("--").replace("-", "_")
+    lacks = " (its section is missing)" if "." not in name and any(one.endswith(f".{name}") for one in known) else ""
+    longer = [one for one in known if len(one) >= _LEAST_OF_A_NAME and name.startswith(one)]
+    hint = did_you_mean(name, known, spell=_spelt) or did_you_mean(
+        max(longer, key=len, default=""), longer, spell=_spelt
+    )
+    return f"unknown flag {flag}{lacks}.{hint or f' See {prog} --help.'}"
+
+
+def stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:
+    """What to say of a word that is neither a flag nor the value of one."""
+    name, is_joined, value = word.lstrip("-").partition("=")
+    plain = name.replace("-", "_")
+    if is_joined and plain in known:
+        return f"{word} lacks its dashes. Write --{plain.replace('_', '-')} {value}."
+    if plain in known:
+        return f"{word} lacks its dashes. Write --{plain.replace('_', '-')}."
+    if is_joined:
+        return f"{word} is no flag.{did_you_mean(plain, known, spell=_spelt) or f' See {prog} --help.'}"
+    reason = "it takes no further words" if not has_flag else "the flag before it takes no further value"
+    return f"{prog} cannot use {word!r}: {reason}. Leave it out, or see {prog} --help."
+
+
+def _spelt(name: str) -> str:
+    """As `--help` has it, and a setting as files have it too."""
+    flag = "--" + name.replace("_", "-")
+    return f"{flag} ({name})" if "." in name and "_" in name else flag
+
+
+def _explain(sections: list[str], words: list[str], *, flags: dict[str, str], prog: str) -> str:
+    said = sections[0] if sections else "the command line cannot be understood"
+    known = [flag.replace("-", "_") for flag in flags]
+    if unknown := [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) not in known]:
+        return "\n".join(unknown_flag(flag, known, prog=prog) for flag in unknown)
+    if strays := _between(said, "Unrecognized options: ", "$"):
+        return _of_strays(strays.split(", "), words, known=known, prog=prog)
+    if missing := _between(said, "Missing from .*?: ", "$"):
+        return _of_missing(missing, words, flags=flags, prog=prog)
+    if flag := _between(said, r"Missing value for argument '", "'").split("/")[0]:
+        return _of_value(flag, _values_of(flag, words), flags=flags)
+    if flag := _between(said, "for argument '", "'").split("/")[0]:
+        choices = re.findall("'(.*?)'", said.rpartition("Expected one of")[2])
+        value = " ".join(_values_of(flag, words))
+        return f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}"
+    if flag := _between(said, "Error parsing ", ": "):
+        own = _between(said, r"Error parsing .*?: ", "$")
+        if flag.startswith("--"):
+            return _of_value(flag.split("/")[0], _values_of(flag.split("/")[0], words), flags=flags, own=own)
+        return _of_settings(words) or own
+    return said.rstrip(".") + f". See {prog} --help."
+
+
+def _of_strays(strays: list[str], words: list[str], *, known: Sequence[str], prog: str) -> str:
+    word = strays[0]
+    if _name(word) in known and "=" not in word and strays[1:]:
+        return f"{word} {strays[1]} lacks its dashes. Write --{_name(word).replace('_', '-')} {strays[1]}."
+    at = words.index(word) if word in words else 0
+    return stray_word(word, known, prog=prog, has_flag=at > 0 and words[at - 1].startswith("--"))
+
+
+def _name(word: str) -> str:
+    """Of a flag, with underscores and without its value."""
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def _of_missing(missing: str, words: list[str], *, flags: dict[str, str], prog: str) -> str:
+    """The required arguments that were not given; `--out` may stand there without its name."""
+    wanted = []
+    for one in re.split(r"\s*\(required\)\s*", missing.strip())[:-1]:
+        name, _, text = one.strip().partition("  ")
+        text = " ".join(text.split()).rstrip(".")
+        wanted.append(f"{name} ({lower(text)})" if name.startswith("--") else lower(text))
+    places = [word for number, word in enumerate(words) if not word.startswith("-") and not _is_value(words, number)]
+    hint = f" Did you mean --out {places[-1]}?" if "--out" in missing and len(places) > 1 else ""
+    return f"missing: {'; '.join(wanted)}.{hint or f' See {prog} --help.'}"
+
+
+def _is_value(words: list[str], number: int) -> bool:
+    return number > 0 and words[number - 1].startswith("--") and "=" not in words[number - 1]
+
+
+def _of_value(flag: str, values: list[str], *, flags: dict[str, str], own: str = "") -> str:
+    """A flag whose value is missing, or is nothing that it takes."""
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in setting_names():
+        return explain_flag(name, values)
+    meaning = flags.get(flag.removeprefix("--"), "").rstrip(".")
+    in_brackets = f" ({lower(meaning)})" if meaning else ""
+    if not values:
+        return f"{flag} needs a value{in_brackets}."
+    number = re.search(r"(?:could not convert string to|invalid literal for) (int|float)", own)
+    what = f"it must be {_NUMBERS[number[1]]}" if number else own or "it needs more values"
+    return f"{flag} {' '.join(values)}: {what}{in_brackets}."
+
+
+def _of_settings(words: list[str]) -> str:
+    """Every setting among the words whose value is out of range, a line each."""
+    lines = []
+    for word in words:
+        name = _name(word)
+        if word.startswith("--") and name in setting_names():
+            lines.append(explain_flag(name, _values_of(word.partition("=")[0], words)))
+    return "\n".join(dict.fromkeys(filter(None, lines)))
+
+
+def _values_of(flag: str, words: list[str]) -> list[str]:
+    """What stands behind a flag, in either spelling; the last time it is given."""
+    values: list[str] = []
+    for number, word in enumerate(words):
+        name, is_joined, value = word.partition("=")
+        if name.replace("_", "-") == flag.replace("_", "-"):
+            rest = words[number + 1 :]
+            end = next((at for at, later in enumerate(rest) if later.startswith("--")), len(rest))
+            values = [value] if is_joined else rest[:end]
+    return values
+
+
+def _between(text: str, before: str, behind: str) -> str:
+    found = re.search(f"(?:{before})(.*?)(?:{behind})", text, re.DOTALL)
+    return found[1].strip() if found else ""
+
+
+def _sections(box: str) -> list[str]:
+    """The texts of a box between its rules, each in one line; columns stay two blanks apart."""
+    lines = _ANSI.sub("", box).splitlines()
+    has_sides = any(line.startswith(_SIDE) for line in lines)  # else a terminal without such characters
+    inner = [line.strip(_SIDE)[1:] for line in lines if line.startswith(_SIDE)] if has_sides else [*lines[2:]]
+    sections = [""]
+    for line in inner:
+        text = line.strip()
+        if text and not text.strip(f"{_RULE}-"):
+            sections.append("")
+        elif text:
+            sections[-1] += ("  " if line.startswith("    ") else " ") + text
+    return [section.strip() for section in sections]
+
+
+def _flags(target: Any, **options: Any) -> dict[str, str]:
+    """Per flag, without its dashes, what the help says of it."""
+    help_text, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "80"  # wider help has columns side by side
+    with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
+        tyro.cli(target, args=["--help"], **{**options, "return_unknown_args": False})
+    os.environ.pop("COLUMNS")
+    if columns is not None:
+        os.environ["COLUMNS"] = columns
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in _ANSI.sub("", help_text.getvalue()).splitlines():
+        inner = line.strip(f"{_SIDE} ")
+        if re.match(r"(-\w, )?--\w", inner):
+            head, _, text = inner.partition("  ")
+            names = re.findall(r"--([\w.-]+)", head)
+            found |= dict.fromkeys(names, text.strip())
+        elif names and inner and line.startswith((f"{_SIDE}    ", "     ")):
+            found |= {name: f"{found[name]} {inner}".strip() for name in names}
+        else:
+            names = []
+    return {name: re.sub(r"\s*\((default|required|repeatable).*", "", text) for name, text in found.items()}
