@@ -238,7 +238,12 @@ def _train_texts(job: Job) -> Iterator[str]:
 
 
 def choose_held_out(job: Job) -> None:
-    """Settle what is held out of the train files. Raises DataError if a split would get no text."""
+    """Settle what is held out of the train files. Raises DataError if a split would get no text.
+
+    What can be read but once, and need not be kept for learning a tokenizer, goes by the hash alone.
+    """
+    if job.settings.tokenizer_path is not None and any(file.is_stream for file in job.files):
+        return
     if job.reading.valid_fraction or job.reading.test_fraction:
         job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
         job.reading, remark = hold_out(
