@@ -263,9 +263,9 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            yield f"{source}: {unknown_setting(name)}"
+            yield f"{source}: {unknown_setting(name[:200])}"
         elif (setting := ".".join(map(str, problem["loc"][:2]))) in setting_names():
-            yield f"{source}: {setting} = {problem['input']!r}: {_rule(setting, problem)}"
+            yield f"{source}: {setting} = {problem['input']!r:.200}: {_rule(setting, problem)}"
         else:
             yield f"{source}: {name} is a section: write [{name}], and its settings below."
 

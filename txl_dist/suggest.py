@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 ELSEWHERE = 1.5
 """Slips that a right key under a wrong section, or under none, counts as: one slip in its own section is nearer."""
+MAX_LEN = 200
+"""Of a name that is compared: the time grows with it."""
 MAX_SLIPS = 2.5
 MAX_SLIPS_SHARE = 0.45
 """Nothing is suggested that is further away than both, the latter as a share of the length."""
@@ -22,6 +24,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
     A known name with a dot is a setting: it may also be reached by its key alone. Case and hyphens do not count.
     """
+    if len(name) > MAX_LEN:
+        return []
     distances = {other: _distance(_plain(name), other) for other in known}
     least = min(distances.values(), default=MAX_SLIPS + 1)
     if least > max(MAX_SLIPS, MAX_SLIPS_SHARE * len(name)):

@@ -19,11 +19,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import tomli_w
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,7 +35,7 @@ from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
 from txl_dist.manifest import MANIFEST, check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
+from txl_dist.sections import Len, ModelSection, PositiveLen
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
@@ -43,6 +43,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005}
 """Largest difference on the probe, by the coarser of the bundle's and the engine's type: in nats for fp32, else as a
 share of the largest loss on the probe (at least 5 nats), since half precisions round relative to it."""
+
+
+class _Content(BaseModel):
+    """The form of config.json. `begins_documents` is missing in bundles from before it was told."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: ModelSection
+    vocab_size: Annotated[int, Field(gt=0, le=1 << 32)]
+    dtype: Literal["fp32", "bf16", "fp16"]
+    probe_dtype: Literal["fp32", "bf16", "fp16"]
+    segment_len: PositiveLen
+    memory_len: Len
+    document_border: Literal["carry", "mask"]
+    begins_documents: bool | None = None
+    source: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -192,40 +208,47 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
         )
     check_folder(folder, remedy="Copy it again or export it again.")
     try:
-        content = parse_object(read_bytes(folder / "config.json"))
-        if content["format_version"] != FORMAT_VERSION:
+        data = read_bytes(folder / "config.json")
+        if (version := parse_object(data)["format_version"]) != FORMAT_VERSION:
             raise CheckpointError(
-                f"{folder} has format version {content['format_version']}; this program knows {FORMAT_VERSION}. "
+                f"{folder} has format version {version}; this program knows {FORMAT_VERSION}. "
                 "Use the version of txl_dist that wrote it."
             )
+        content = _Content.model_validate_json(data)
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         network = network_of(
-            ModelSection.model_validate(content["model"]),
-            vocab_size=content["vocab_size"],
+            content.model,
+            vocab_size=content.vocab_size,
             weights=load_file(folder / "model.safetensors", device=device),
-            dtype=content["dtype"],
+            dtype=content.dtype,
             where=str(folder),
         ).to(device)
         bundle = Bundle(
             model=network,
             tokenizer=tokenizer,
-            segment_len=content["segment_len"],
-            memory_len=content["memory_len"],
-            document_border=content["document_border"],
-            begins_documents=content.get("begins_documents", content["document_border"] != "mask"),
-            dtype=content["dtype"],
-            source=content["source"],
+            segment_len=content.segment_len,
+            memory_len=content.memory_len,
+            document_border=content.document_border,
+            begins_documents=(
+                content.document_border != "mask" if content.begins_documents is None else content.begins_documents
+            ),
+            dtype=content.dtype,
+            source=content.source,
             probe=load_file(folder / "probe.safetensors", device=device),
-            probe_dtype=content["probe_dtype"],
+            probe_dtype=content.probe_dtype,
         )
         tolerance = probe_tolerance(
-            {content["dtype"], content["probe_dtype"]}, largest_loss=float(bundle.probe["losses"].max())
+            {content.dtype, content.probe_dtype}, largest_loss=float(bundle.probe["losses"].max())
         )
-    except (OSError, ValueError, KeyError, ValidationError, SafetensorError) as error:
+        worst = probe_error(bundle.model, bundle.probe, memory_len=bundle.memory_len)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder / 'config.json'}: {place:.80}: {first['msg']}. Export it again.") from error
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:  # the last: not enough memory
         if isinstance(error, TxlError):
             raise
         raise CheckpointError(f"{folder} cannot be read: {error!r}. Export it again.") from error
-    worst = probe_error(bundle.model, bundle.probe, memory_len=bundle.memory_len)
     if not worst <= tolerance:
         raise CheckpointError(
             f"{folder} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
