@@ -37,7 +37,7 @@ from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint import corpus_facts, load_checkpoint, problems_together
 from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.export import make_probe
+from txl_dist.train.export import check_probe, make_probe
 from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, train_splits
 from txl_dist.train.metrics import Reporter
@@ -45,6 +45,8 @@ from txl_dist.train.saver import Saver
 from txl_dist.train.saving import Saving
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Stepper, read_inputs
+from txl_dist.train.stopping import StopRequests
+from txl_dist.train.stragglers import StepClock
 
 MODES = ("asynchronous", "synchronous")
 STEPS_BETWEEN = 3
@@ -85,8 +87,15 @@ class Bench:
         self.corpus = open_corpus(folder / "corpus")
         self.engine = self.new_engine()
         self.maker = batch_maker(self.engine.model, mask_documents=False)
+        self.clock = StepClock(ranks.device, sees_forward=True)
         self.stepper = Stepper(
-            self.engine, config=self.config, plan=self.plan, lanes=self.lanes, ranks=ranks, masks_documents=False
+            self.engine,
+            config=self.config,
+            plan=self.plan,
+            lanes=self.lanes,
+            ranks=ranks,
+            masks_documents=False,
+            clock=self.clock,
         )
         stream = first_stream(self.config, [self.corpus])
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
@@ -101,6 +110,7 @@ class Bench:
             damage=DamagePolicy(),
             device=ranks.device,
         )
+        self.stops = StopRequests()
         self.savings = {mode: self._saving(config, self.corpus) for mode, config in configs.items()}
         self.written = False
 
@@ -111,7 +121,7 @@ class Bench:
     def _saving(self, config: Config, corpus: Corpus) -> Saving:
         run_dir, ranks = Path(config.run.dir), self.ranks
         run_dir.mkdir(exist_ok=True)
-        reporter = Reporter(run_dir, start_step=0, max_steps=NEVER, tensorboard=False, ranks=ranks)
+        reporter = Reporter(config, start_step=0, ranks=ranks)
         facts = corpus_facts(corpus)
         return Saving(
             Saver(run_dir, config=config, corpus=facts, lanes=self.lanes, ranks=ranks, nonce="bench"),
@@ -121,6 +131,7 @@ class Bench:
             ranks=ranks,
             reporter=reporter,
             newest=None,
+            stops=self.stops,
             evaluated=dict,
             beat=lambda phase: None,
         )
@@ -128,6 +139,7 @@ class Bench:
     def step(self, saving: Saving | None = None) -> float:
         """One training step; returns its seconds."""
         began = time.perf_counter()
+        self.clock.begin()
         given = next(self.inputs)
         memories, decision = self.stepper(
             given,
@@ -136,6 +148,7 @@ class Bench:
             lr=1e-5,
             stop=False,
             written=saving is not None and saving.is_written,
+            before_update=lambda: None,
         )
         self.written = decision.written
         self.state = TrainState(self.state.step + 1, 0, Health(), given.stream, memories)
@@ -230,7 +243,12 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
     build = seconds(bench.new_engine)
     load = [seconds(lambda: bench.load(checkpoint)) for _ in range(rounds)]
     say(rate("verify", verify, gib), "|", rate("load", load, gib))
-    say(f"resume: verify + build the engine + load = {min(verify):.2f} + {build:.2f} + {min(load):.2f} s")
+    probe = [
+        seconds(lambda: check_probe(bench.engine, bench.maker, checkpoint, precision=bench.config.engine.precision))
+        for _ in range(rounds)
+    ]
+    parts = (min(verify), build, min(load), min(probe))
+    say(f"resume: verify + build the engine + load + probe = {' + '.join(f'{one:.2f}' for one in parts)} s")
 
 
 def print_saves(times: Times, gib: float) -> None:

@@ -234,6 +234,8 @@ class EngineSection(Section):
     """Recompute blocks in the backward pass; bit-identical, slower, smaller."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
     """With activation_checkpointing: recompute every so many-th block only, and keep the activations of the others."""
+    check_memory: Annotated[bool, FREE] = True
+    """Refuse at the start what is predicted not to fit into memory, with settings that would; False starts it."""
     num_threads: Annotated[int, Field(ge=0, le=1024), FREE] = 0
     """CPU threads per rank; 0 means cores // local ranks. OMP_NUM_THREADS, where set, wins over 0."""
     start_timeout_s: Annotated[Seconds, FREE] = 1800

@@ -210,9 +210,9 @@ def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: 
     assert len([loss for loss in means if not math.isnan(loss)]) >= 2
 
 
-@pytest.mark.parametrize(("prompt", "begins"), [("", True), ("no", False)])
-def test_a_model_trained_with_document_masks_sees_no_end_of_text_before_a_prompt(
-    prompt: str, begins: bool, corpus: Corpus
+@pytest.mark.parametrize("prompt", ["", "no"])
+def test_a_model_trained_with_document_masks_sees_the_end_of_text_that_opens_its_document(
+    prompt: str, corpus: Corpus
 ) -> None:
     config = config_of(0, data={"document_border": "mask"}, metrics={"sample_prompt": prompt, "sample_len": 5})
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
@@ -220,7 +220,7 @@ def test_a_model_trained_with_document_masks_sees_no_end_of_text_before_a_prompt
     engine.predict = lambda batch, memory: (seen.append(batch.tokens_BT[0].tolist()), predict(batch, memory))[1]
     tokenizer = corpus.load_tokenizer()
     sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=5)
-    assert seen[0] == ([tokenizer.end_of_text] if begins else list(tokenizer.encode_prompt(prompt)))
+    assert seen[0] == [tokenizer.end_of_text, *tokenizer.encode_prompt(prompt)]
 
 
 def test_a_model_that_has_diverged_writes_nothing_and_raises_nothing(corpus: Corpus) -> None:

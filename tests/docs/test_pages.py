@@ -93,6 +93,15 @@ def test_every_flag_of_a_verb_that_is_named_exists(page: Path) -> None:
 
 
 @each_page
+def test_no_page_promises_a_time_without_a_figure_and_its_command(page: Path) -> None:
+    """What is measured stands in tables with the command beside them; this finds the promises of the other kind."""
+    vague = r"within (?:a|some|few|\d+) (?:second|minute)|second or two|in (?:a few )?(?:minutes|milliseconds)|in under"
+    vague += r"|instantly|immediately|in an instant|under (?:\d+|a|one|two|three) (?:s|minutes?|seconds?)\b"
+    found = re.findall(rf"(?i)[^.\n]*\b(?:{vague})[^.\n]*", prose_of(page))
+    assert found == [], f"{page.name} promises times: say what was measured, and by which command"
+
+
+@each_page
 def test_every_verb_that_is_named_exists(page: Path) -> None:
     named = {verb for code in code_of(page) for verb in re.findall(r"(?:^|\s)txl ([a-z]+)", code)}
     assert named <= VERBS.keys(), page.name

@@ -23,7 +23,7 @@ from txl_dist.train.job import remarks
 
 CONFIGS = Path(txl_dist.__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-RECIPES = [name for name in NAMES if name != "quickstart"]
+RECIPES = [name for name in NAMES if name not in ("quickstart", "mine")]
 
 VOCABULARIES = {
     "enwik8": 204,

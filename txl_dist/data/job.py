@@ -1,4 +1,4 @@
-"""One preparation at work: its files, and the tokenizer that is learnt from them."""
+"""One preparation at work: its files, what is held out of them, and the tokenizer that is learnt from the rest."""
 
 from __future__ import annotations
 

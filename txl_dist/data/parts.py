@@ -254,7 +254,8 @@ def _encode_batch(
             continue
         document, split = piece.document, splits[piece.split]
         raw = text_bytes_of(document.text)
-        spelled = raw if tokenizer.is_lossless else text_bytes_of(tokenizer.decode(ids.tolist()))
+        is_kept = tokenizer.keeps_text(num_unknown=int((ids == tokenizer.unknown_id).sum()))
+        spelled = raw if is_kept else text_bytes_of(tokenizer.decode(ids.tolist()))
         sizes = len(tokens), len(spelled), count_characters(spelled)
         split.records.append((document.ordinal, piece.digest, *sizes, spelled != raw))
         split.documents.append(tokens)

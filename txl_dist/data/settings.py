@@ -27,11 +27,11 @@ class PrepareSettings:
     inputs: Sequence[str | Path]
     """Files, folders, globs, URLs, `-`, `pipe:COMMAND`, `stdlib`; or the name of a corpus of named.py, alone."""
     valid_inputs: Sequence[str | Path] = ()
-    """Inputs of the held-out split; without them documents are held out by a hash of their content."""
+    """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
     test_inputs: Sequence[str | Path] = ()
     """The same for a second held-out split."""
     valid_fraction: float = 0.05
-    """Share of the documents to hold out; 0 makes no such split."""
+    """Share of the documents, or of the text of a few, to hold out; 0 makes no such split."""
     test_fraction: float = 0.0
     """The same for a second held-out split."""
     ignore_split_names: bool = False

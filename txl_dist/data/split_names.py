@@ -118,11 +118,9 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
     remarks = []
     for split in sorted(held_out, key=SPLITS.index):
         words = sorted({word for word, _ in held_out[split]})
-        both = f" ({' and '.join(words)} both make this split)" if len(words) > 1 else ""
-        remarks.append(
-            f"by their names {_listed([path for _, path in held_out[split]])} are the split {split}, not trained on"
-            f"{both}. All for training: --ignore-split-names"
-        )
+        both = f" ({' and '.join(words)} together)" if len(words) > 1 else ""
+        paths = _listed([path for _, path in held_out[split]])
+        remarks.append(f"{split} by name{both}, not trained on: {paths}. To train on all: --ignore-split-names")
     return remarks
 
 

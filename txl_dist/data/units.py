@@ -39,6 +39,11 @@ class TextUnits(NamedTuple):
         bits = loss / math.log(2)
         return {"bits_per_byte": bits / self.bytes_per_token, "bits_per_character": bits / self.characters_per_token}
 
+    def told(self, loss: float) -> dict[str, float]:
+        """For records: bits, if they are the cost of the text, `ppl` per token, `unknown_pct` if something is."""
+        unknown = {"unknown_pct": self.unknown_pct} if self.unknown_pct else {}
+        return {"ppl": math.exp(min(loss, 700.0)), **self.bits(loss), **unknown}
+
 
 def text_units(splits: Sequence[Split], *, shares: Sequence[float] = (1.0,), mask_documents: bool) -> TextUnits:
     """For losses over splits of which each has this share of the tokens; one split has all.

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from txl_dist.ops.scaling import MOST_GPUS, REASONS, Point
 
 Facts = dict[str, Any]
+SMALL_SHARE = 0.05
+"""Of a GPU's memory."""
+SHORT_S = 600.0
 
 
 def plan_lines(facts: Facts) -> Iterator[str]:
     """All of it, for a person."""
     yield (f"plan for {facts['gpus_used']} x {facts['gpu']}: predicted, not measured (docs/planning.md says from what)")
-    yield (
-        f"machines: {facts['gpus_per_node']} GPUs each, bus bandwidth {facts['bus_gb_s']:g} GB/s among them, network "
-        f"{facts['network_gb_s']:g} GB/s per machine"
-    )
+    if facts["gpus_used"] > 1 or not _is_small(facts):
+        yield _machines(facts)
     yield from (f"note: {note}" for note in facts["notes"])
     yield from _model(facts)
     yield ""
-    yield from _memory(facts)
+    yield from _memory_at_a_glance(facts) if _is_small(facts) else _memory(facts)
     yield ""
     if facts["chosen"] is None:
         least = min(facts["options"], key=lambda row: row["needed_gib"])
@@ -34,9 +35,49 @@ def plan_lines(facts: Facts) -> Iterator[str]:
     yield ""
     yield from _time(facts)
     yield ""
-    yield from _checkpoint(facts)
-    yield ""
-    yield from _scaling(facts)
+    if not _is_short(facts):
+        yield from _checkpoint(facts)
+        yield ""
+    if not _is_small(facts):
+        yield from _scaling(facts)
+    yield from _left_out(facts)
+
+
+def _is_small(facts: Facts) -> bool:
+    """Whether the model is nothing to such a GPU: what would then be said of its use and of scaling is of the host."""
+    chosen = facts["chosen"]
+    if chosen is None:
+        return False
+    needed = max(row["needed_gib"] for row in facts["options"])
+    return bool(needed < SMALL_SHARE * facts["memory_gib"]["usable"] and _host_share(chosen) > 0.5)
+
+
+def _host_share(chosen: Facts) -> float:
+    return float(chosen["step_by_part_ms"]["host"] / chosen["step_ms"])
+
+
+def _is_short(facts: Facts) -> bool:
+    """Whether the run is over before failures, saving or money matter."""
+    return bool(86_400 * facts["chosen"]["days"] < SHORT_S)
+
+
+def _left_out(facts: Facts) -> Iterator[str]:
+    chosen = facts["chosen"]
+    if _is_small(facts):
+        share = f"{100 * _host_share(chosen):.0f}% of a step is the host's"
+        yield f"left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU ({share})"
+    if _is_short(facts):
+        yield (
+            "left out: GPU-hours, cost, energy, failures and how often to save, as the run takes "
+            f"{_duration(86_400 * chosen['days'])} only"
+        )
+
+
+def _machines(facts: Facts) -> str:
+    return (
+        f"machines: {facts['gpus_per_node']} GPUs each, bus bandwidth {facts['bus_gb_s']:g} GB/s among them, network "
+        f"{facts['network_gb_s']:g} GB/s per machine"
+    )
 
 
 def _model(facts: Facts) -> Iterator[str]:
@@ -45,6 +86,17 @@ def _model(facts: Facts) -> Iterator[str]:
     listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts.items() if part)
     yield f"model: {facts['parameters']:,} parameters with a vocabulary of {facts['vocab_size']:,}"
     yield f"work: {total / 1e6:,.1f} MFLOP per token ({listed}); {facts['tokens_per_step']:,} tokens per step"
+
+
+def _memory_at_a_glance(facts: Facts) -> Iterator[str]:
+    rows, stages = facts["options"], sorted({row["zero_stage"] for row in facts["options"]})
+    sizes = [row["microbatch_lanes"] for row in rows]
+    yield (
+        f"memory: every micro-batch of {min(sizes):,} to {max(sizes):,} lanes fits at ZeRO "
+        f"{', '.join(map(str, stages))}, in {max(row['needed_gib'] for row in rows):.2f} GiB at most of "
+        f"{facts['memory_gib']['usable']:.1f}"
+    )
+    yield from _ruled_out(stages)
 
 
 def _memory(facts: Facts) -> Iterator[str]:
@@ -62,9 +114,12 @@ def _memory(facts: Facts) -> Iterator[str]:
         cells = {row["microbatch_lanes"]: row for row in rows if _kind(row) == (stage, recomputed)}
         name = f"  ZeRO {stage}" + (", recomputed" if recomputed else "")
         yield f"{name:<20}" + "".join(f"{_cell(cells[size]) if size in cells else '':>16}" for size in sizes)
-    absent = [str(stage) for stage in range(4) if stage not in {stage for stage, _ in kinds}]
-    if absent:
-        yield f"  (the settings rule out ZeRO {', '.join(absent)})"
+    yield from _ruled_out(stage for stage, _ in kinds)
+
+
+def _ruled_out(stages: Iterable[int]) -> Iterator[str]:
+    if absent := sorted(set(range(4)) - set(stages)):
+        yield f"  (the settings rule out ZeRO {', '.join(map(str, absent))})"
 
 
 def _kind(row: Facts) -> tuple[int, bool]:
@@ -117,14 +172,18 @@ def _time(facts: Facts) -> Iterator[str]:
     parts = ", ".join(
         f"{name} {part:.1f} ({100 * part / step:.0f}%)" for name, part in chosen["step_by_part_ms"].items() if part
     )
-    mfu = "" if chosen["mfu_pct"] is None else f", MFU {chosen['mfu_pct']:.0f}%"
+    mfu = "" if chosen["mfu_pct"] is None or _is_small(facts) else f", MFU {chosen['mfu_pct']:.0f}%"
     yield f"step: {step:.1f} ms, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
     yield f"  ms: {parts}"
     epochs = "" if chosen["epochs"] is None else f" ({chosen['epochs']:.1f} epochs)"
     cost = "" if chosen["cost_usd"] is None else f", {chosen['cost_usd']:,.0f} USD"
+    run = f"run: {chosen['budget_tokens']:,} tokens{epochs} in {_duration(86_400 * chosen['days'])}"
+    if _is_short(facts):
+        yield run
+        return
     yield (
-        f"run: {chosen['budget_tokens']:,} tokens{epochs} in {_duration(86_400 * chosen['days'])}, "
-        f"{chosen['gpu_hours']:,.0f} GPU-hours{cost}, at most {chosen['energy_kwh_at_most']:,.0f} kWh in the GPUs"
+        f"{run}, {chosen['gpu_hours']:,.0f} GPU-hours{cost}, "
+        f"at most {chosen['energy_kwh_at_most']:,.0f} kWh in the GPUs"
     )
 
 

@@ -67,8 +67,8 @@ class Tokenizer(ABC):
         """Whether every text that is encoded at all comes back byte for byte, by how the tokenizer is made."""
         return False
 
-    def keeps_text_of(self, counts: npt.NDArray[np.int64]) -> bool:
-        """Whether a text whose ids occur so often ([V]) is certain to come back byte for byte."""
+    def keeps_text(self, *, num_unknown: int) -> bool:
+        """Whether a text of which so many ids stand for something unknown is certain to come back byte for byte."""
         return self.is_lossless
 
     @abstractmethod

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from txl_dist.text.base import REFUSED, UNKNOWN, Ids, SpelledTokenizer, byte_symbols, bytes_of_symbol, unknown_error
 
@@ -78,9 +77,9 @@ class CharTokenizer(SpelledTokenizer):
         """If what is unknown is refused, and no case is lost."""
         return self.unknown is None and not self.lower_case
 
-    def keeps_text_of(self, counts: npt.NDArray[np.int64]) -> bool:
+    def keeps_text(self, *, num_unknown: int) -> bool:
         """If nothing of it was unknown, and no case is lost."""
-        return not self.lower_case and (self.unknown_id is None or not counts[self.unknown_id])
+        return not self.lower_case and not num_unknown
 
     def encode(self, text: str) -> Ids:
         """One lookup per code point. Raises DataError for one that is unknown and has no symbol."""

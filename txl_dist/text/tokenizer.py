@@ -93,4 +93,9 @@ def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
     """A tokenizer from the values of its file. Raises ValueError or KeyError if they contradict themselves."""
     if values["kind"] not in _KINDS:
         raise ValueError(f"unknown kind {values['kind']!r}, known are {', '.join(_KINDS)}")
-    return _KINDS[values["kind"]].from_values(values)
+    try:
+        return _KINDS[values["kind"]].from_values(values)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ValueError(str(error)) from error  # the library tokenizers raises nothing more particular

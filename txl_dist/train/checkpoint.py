@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from txl_dist.config import Config, load_config
@@ -40,7 +40,7 @@ from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.run_dir import refuse_frozen_changes
 from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
-from txl_dist.train.tensor_files import FragmentFiles
+from txl_dist.train.tensor_files import FragmentFiles, open_tensors
 
 
 class CorpusFacts(NamedTuple):
@@ -313,10 +313,10 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
             continue
         rows = slice(wanted - first, min(lanes.stop, last + 1) - first)
         try:
-            with safe_open(path, "pt", device="cpu") as file:
+            with open_tensors(path) as file:
                 hidden.append(file.get_slice("hidden")[:, rows])
                 document.append(file.get_slice("document")[rows])
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
         wanted = min(lanes.stop, last + 1)
     if wanted < lanes.stop:

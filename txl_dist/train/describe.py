@@ -15,9 +15,17 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
 from txl_dist.model.kernels.launch import obstacle
 from txl_dist.text.clusters import cluster_edges
+from txl_dist.train.fits import room_bytes
 from txl_dist.train.footprint import bytes_per_rank
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import check_job, first_stream, remarks, remarks_on_evaluation, train_splits
+from txl_dist.train.job import (
+    check_job,
+    first_stream,
+    remarks,
+    remarks_on_evaluation,
+    remarks_on_repetition,
+    train_splits,
+)
 
 
 def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
@@ -81,7 +89,9 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: b
     )
     held = bytes_per_rank(config, plan=plan, vocab_size=vocab_size, cluster_shares=shares, on_gpu=on_gpu)
     listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in held.items())
+    room = room_bytes(torch.device("cuda" if on_gpu else "cpu"))
     yield f"memory per rank, estimated: {sum(held.values()) / 2**20:,.1f} MiB besides the program ({listed})"
+    yield f"memory of {'a GPU' if on_gpu else 'this machine, left for all its ranks'}: {room / 2**20:,.1f} MiB"
 
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
@@ -96,4 +106,5 @@ def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     yield from describe_data(config, splits=train_splits(config, corpora), stream=first_stream(config, corpora))
     yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size, on_gpu=device.type == "cuda")
     warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpora)
+    warnings += remarks_on_repetition(config, train_splits(config, corpora), first_stream(config, corpora))
     yield from (f"warning: {sentence}" for sentence in warnings)

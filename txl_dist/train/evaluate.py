@@ -47,10 +47,9 @@ class Evaluation(NamedTuple):
     """Of the targets of each cluster of the vocabulary; NaN where there was none."""
 
     def numbers(self) -> dict[str, float]:
-        """Without the two lists; bits per byte and character only where they are a cost of the text."""
-        unknown = {"unknown_pct": self.units.unknown_pct} if self.units.unknown_pct else {}
+        """Without the two lists; bits per byte and character only where they are the cost of the text."""
         numbers = {"loss": self.loss, "tokens": float(self.tokens), "seconds": self.seconds}
-        return numbers | self.units.bits(self.loss) | unknown
+        return numbers | self.units.told(self.loss)
 
     def record(self, step: int) -> Record:
         """As metrics."""
@@ -59,7 +58,6 @@ class Evaluation(NamedTuple):
             "step": step,
             **self.numbers(),
             "tokens": self.tokens,
-            "ppl": math.exp(min(self.loss, 700.0)),
             **(clusters if len(clusters) > 1 else {}),
             "loss_by_position": self.loss_by_position,
         }

@@ -240,23 +240,20 @@ def _score_baselines(corpus: Corpus, config: Config, units: TextUnits) -> dict[s
     train, held_out = corpus.split(config.data.train_split), corpus.split(config.data.eval_split)
     scores = order0_and_bigram(train.read_all(), held_out.read_all(), vocab_size=corpus.vocab_size)
     return {
-        name: {"loss": loss, "tokens": float(scores.num_targets), **units.bits(loss)}
+        name: {"loss": loss, "tokens": float(scores.num_targets), **units.told(loss)}
         for name, loss in (("order 0", scores.order0), (f"bigram (k = {scores.best_k:g})", scores.bigram))
     }
 
 
 def _table(results: dict[str, Result], units: TextUnits) -> list[str]:
     """A row per score: in bits of the text where that is what it costs, else in perplexity, and why."""
-    heads = [f"ppl/{units.token}"] if units.problem else ["bits/byte", "bits/char"]
-    lines = [f"{'':<18}{''.join(f'{head:>10}' for head in heads)}{'nats/token':>12}{'tokens':>12}"]
+    columns, digits = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char"}, 4
+    if units.problem:
+        columns, digits = {"ppl": f"ppl/{units.token}"}, 2
+    lines = [f"{'':<18}{''.join(f'{head:>10}' for head in columns.values())}{'nats/token':>12}{'tokens':>12}"]
     for name, values in results.items():
-        loss = values["loss"]
-        told = (
-            [f"{math.exp(min(loss, 700.0)):>10,.2f}"]
-            if units.problem
-            else [f"{value:>10.4f}" for value in units.bits(loss).values()]
-        )
-        lines.append(f"{name:<18}{''.join(told)}{loss:>12.4f}{int(values['tokens']):>12,}")
+        told = "".join(f"{values[key]:>10.{digits}f}" for key in columns)
+        lines.append(f"{name:<18}{told}{values['loss']:>12.4f}{int(values['tokens']):>12,}")
     if units.problem:
         lines.append(f"no bits per byte: {units.problem}")
     if units.unknown_pct:

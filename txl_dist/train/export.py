@@ -98,7 +98,7 @@ def _read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
         is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
         if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
             return probe
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, RuntimeError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
     raise CheckpointError(f"{path} holds no probe. Use another checkpoint.")
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from txl_dist.config import load_config
 from txl_dist.data.corpus import Split
@@ -29,7 +29,7 @@ from txl_dist.train.job import first_stream, open_corpora, train_splits
 from txl_dist.train.places import with_corpora_found
 from txl_dist.train.run_dir import evaluated_losses
 from txl_dist.train.soundness import checkpoint_problems, read_state
-from txl_dist.train.tensor_files import FragmentFiles
+from txl_dist.train.tensor_files import FragmentFiles, open_tensors
 
 _BESIDE = {
     "tmp": "a save that was not finished, or a removal; the next start removes it",
@@ -186,11 +186,11 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 def _lane_file(path: Path) -> dict[str, Any]:
     first, last = (int(part) for part in path.stem.split("-"))
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with open_tensors(path) as file:
             hidden = file.get_slice("hidden")
             num_layers, _, memory_len, width = hidden.get_shape()
             dtype = str(hidden.get_dtype())
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
     shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
     return {"file": f"lanes/{path.name}", "first": first, "last": last, **shape}

@@ -8,6 +8,7 @@ import torch
 
 from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
 from txl_dist.data.corpus import Corpus, Split, open_corpus
+from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState, first_state
 from txl_dist.data.storage import StorageSettings
 from txl_dist.errors import ConfigError, TxlError
@@ -16,6 +17,10 @@ from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.rng import derive_seed
 from txl_dist.train.metrics import check_sinks
+
+MANY_EPOCHS = 100
+LARGE_SHARE = 0.1
+"""Of a corpus, in one step."""
 
 
 def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, tuple[Corpus, ...]]:
@@ -161,6 +166,24 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:
         found.append(
             f"gradients of {plan.num_microbatches} micro-batches are summed in bf16; engine.zero_stage 2 sums in fp32"
+        )
+    return found
+
+
+def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
+    """A sentence for each corpus that will be read hundreds of times, or of which a step is a large part."""
+    train, found = config.train, []
+    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    for split, one in zip(splits, end.corpora, strict=True):
+        per_step = one.num_lanes * train.segment_len
+        epochs = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+        if epochs < MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
+            continue
+        found.append(
+            f"a step reads {per_step:,} tokens ({one.num_lanes} lanes x {train.segment_len}) of the {split.tokens:,} "
+            f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
+            f"{train.max_steps:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
+            "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
         )
     return found
 

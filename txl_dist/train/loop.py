@@ -230,7 +230,9 @@ class Run:
                 if self.guard.wants_rewind(state.health) and (rewound := self._rewound(state)) is not None:
                     return rewound, stopped
                 is_last = state.step == self.max_steps
-                if is_last or _due(state.step, self.config.metrics.log_every_steps):
+                # A sign of life, and how long the rest will take.
+                is_first = state.step == self.job.start.step + 1 and interval.has_scored()
+                if is_first or is_last or _due(state.step, self.config.metrics.log_every_steps):
                     self.reporter.write("train", self._train_record(state, interval))
                     interval = Interval()
                 with interval.paused():

@@ -62,6 +62,10 @@ class Interval:
         yield
         self._start_s += time.perf_counter() - start_s
 
+    def has_scored(self) -> bool:
+        """Whether any rank has scored a token. All ranks call it."""
+        return any(gather_objects(self._num_scored > 0))
+
     def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> Record:
         """Means over the interval and all ranks, and the sum of the documents skipped; NaN if every step was skipped.
 

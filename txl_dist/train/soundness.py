@@ -13,10 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from txl_dist.data.position import StreamState
 from txl_dist.errors import CheckpointError
@@ -24,6 +24,7 @@ from txl_dist.files import parse_object, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
+from txl_dist.train.tensor_files import open_tensors
 
 FORMAT_VERSION = 2
 """1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
@@ -137,7 +138,9 @@ def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
                 yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
     held: Counter[str] = Counter()
     for header in engine:
-        held.update({name.partition("/")[2]: math.prod(shape) for name, shape in header.shapes(of=WEIGHT).items()})
+        for name, shape in header.shapes.items():
+            if name.startswith(f"{WEIGHT}/"):
+                held[name.removeprefix(f"{WEIGHT}/")] += math.prod(shape)
     wanted = {name: math.prod(shape) for name, shape in state["parameters"].items()}
     for name in sorted(held.keys() | wanted.keys()):
         if held[name] != wanted.get(name, 0):
@@ -149,7 +152,7 @@ def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
     next_lane, forms = 0, set()
     for header in sorted(headers, key=lambda one: one.path.name):
         named = _LANES.fullmatch(header.path.stem)
-        shapes = header.shapes()
+        shapes = header.shapes
         if named is None or shapes.keys() != {"hidden", "document"} or len(shapes["hidden"]) != 4:
             yield f"lanes/{header.path.name} is no file of memories"
             continue
@@ -165,21 +168,21 @@ def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
         yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
 
 
-class _Header:
+class _Header(NamedTuple):
     """What a file of tensors says of itself."""
 
-    def __init__(self, path: Path, state: str, shapes: dict[str, list[int]]) -> None:
-        self.path, self.state, self._shapes = path, state, shapes
-
-    def shapes(self, *, of: str = "") -> dict[str, list[int]]:
-        """Of all tensors, or of those of a kind, by name."""
-        return {name: shape for name, shape in self._shapes.items() if not of or name.partition("/")[0] == of}
+    path: Path
+    state: str
+    """sha256 of the state.json that it was saved with; empty if it says none."""
+    shapes: dict[str, list[int]]
 
 
 def _header(path: Path) -> _Header:
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is no file")
     try:
-        with safe_open(path, "pt", device="cpu") as file:
+        with open_tensors(path) as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
             return _Header(path, (file.metadata() or {}).get(STATE_KEY, ""), shapes)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -24,6 +24,7 @@ from txl_dist.train.checkpoint import (
 )
 from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.fits import check_fits
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.job import (
     check_job,
@@ -32,6 +33,7 @@ from txl_dist.train.job import (
     remarks,
     remarks_on_cache,
     remarks_on_evaluation,
+    remarks_on_repetition,
     train_splits,
 )
 from txl_dist.train.loop import Job, Run, Start
@@ -99,6 +101,8 @@ def _train(
     run_dir = Path(config.run.dir)
     plan, corpora = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
     on_first(lambda: check_run_dir(run_dir, config))
+    if config.engine.check_memory:
+        on_first(lambda: check_fits(config, plan=plan, vocab_size=corpora[0].vocab_size, device=ranks.device))
     stack.callback(_remove_if_empty, run_dir)
     lock = together(lambda: RunLock.acquire(run_dir) if ranks.is_first else None)
     if lock is not None:
@@ -146,6 +150,7 @@ def _check_run(
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
         stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)
         warnings += remarks_on_lanes
+    warnings += remarks_on_repetition(config, splits, stream, step=step)
     return Start(checkpoint, step, stream, facts, evaluated_losses(Path(config.run.dir), up_to=step), warnings)
 
 

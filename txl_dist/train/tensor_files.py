@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError
-from txl_dist.files import flush_to_disk, open_new, parse_object
+from txl_dist.files import flush_to_disk, open_new, open_regular, parse_object
 from txl_dist.train.partitions import Fragment
 
 _CHUNK_BYTES = 16 << 20
@@ -46,6 +46,12 @@ def write_tensors(
             on_progress(len(chunk))
         flush_to_disk(file)
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def open_tensors(path: Path) -> Any:
+    """`safe_open` of a regular file: at a FIFO the library would wait for ever. Raises OSError or SafetensorError."""
+    open_regular(path).close()
+    return safe_open(path, "pt", device="cpu")
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -137,13 +143,13 @@ class FragmentFiles:
 class _FragmentFile:
     def __init__(self, path: Path) -> None:
         try:
-            opened: Any = safe_open(path, "pt", device="cpu")
+            opened: Any = open_tensors(path)
             self._file = opened
             metadata = opened.metadata() or {}
             self._starts: dict[str, int] = parse_object(metadata["starts"])
             self.steps: dict[str, float] = parse_object(metadata["steps"])
             self.kinds = sorted({name.partition("/")[0] for name in opened.keys()})  # noqa: SIM118  no mapping
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, RuntimeError, SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(f"cannot read the weights in {path}: {error}. Use another checkpoint.") from error
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:

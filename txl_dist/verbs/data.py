@@ -29,7 +29,7 @@ class PrepareArguments(PrepareSettings):
     out: Path
     """Folder of the corpus."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
-    """Inputs of the held-out split; without them documents are held out by a hash of their content."""
+    """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
     """The same for a second held-out split."""
     source: Annotated[str, arg(name="from")] = ""

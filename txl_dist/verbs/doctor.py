@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
+from txl_dist.console import say
 from txl_dist.errors import ConfigError
 
 
@@ -21,6 +24,8 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
     """
     if timeout_s < 1:
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say("txl doctor: looking at this machine; about ten seconds", to=sys.stderr)
     from txl_dist.files import write_output
     from txl_dist.ops.doctor import examine, show, to_json
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -62,6 +63,7 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
             require_corpora(config)
         except ConfigError as error:
             raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
+    say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
 
     import json
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -18,6 +19,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
         out: Page to write; RUN/report.html if not given, and for a bundle BUNDLE.html beside it.
     """
     kind = require(path, *TRAINED)
+    say(f"txl report: reading {path}", to=sys.stderr)
     from txl_dist.ops.model_page import report_of
 
     say("\n".join(report_of(path, kind, out=out)))
@@ -33,6 +35,7 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
     run = "Name its run: it has no records of its own."
     for path in runs:
         require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
+    say(f"txl compare: reading {len(runs)} runs", to=sys.stderr)
     from txl_dist.ops.compare import write_comparison
 
     say("\n".join(write_comparison(runs, out=out)))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import random_text, write_jsonl
-from txl_dist.data import held_out, job, parts
+from tests.unit.data.test_prepare import killed
+from txl_dist.data import held_out, job
 from txl_dist.data.corpus import open_corpus
 from txl_dist.data.documents import (
     SHORTEST_TAIL,
@@ -90,22 +91,11 @@ def test_ends_are_held_out_alike_by_any_number_of_workers_size_of_parts_and_from
     assert sum(len(piece) for own in pieces.values() for piece in own) == sum(map(len, texts))
 
 
-def test_after_a_kill_in_the_midst_the_same_ends_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_kill_in_the_midst_the_same_ends_are_held_out(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [prose(5_000, seed=number) for number in range(4)])
-    settings: dict[str, Any] = {"inputs": [source], "kind": "byte", "part_bytes": 5_000, "num_workers": 1}
+    settings: dict[str, Any] = {"inputs": [str(source)], "kind": "byte", "part_bytes": 5_000, "num_workers": 1}
     prepare_corpus(tmp_path / "expected", **settings)
-    encode, calls = parts.encode_part, []
-
-    def failing(task: Any) -> Any:
-        calls.append(task)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return encode(task)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("txl_dist.data.prepare.encode_part", failing)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_corpus(tmp_path / "out", **settings)
+    killed(tmp_path / "out", settings, "encode_part", 2)
     assert prepare_corpus(tmp_path / "out", **settings).parts_kept == 2
     assert content_of(tmp_path / "out") == content_of(tmp_path / "expected")
 
@@ -268,10 +258,10 @@ def test_another_corpus_in_the_way_is_refused_before_a_tokenizer_is_learnt(
 
 
 def test_the_same_command_finds_its_corpus_whatever_its_held_out_text_begins_with(tmp_path: Path) -> None:
-    for number, first in enumerate(("", " ", "\n\n", "\u00e9", "a" * 3_000)):
+    for number, first in enumerate(("", "\n\n", "\u00e9")):
         source = write_jsonl(tmp_path / f"{number}.jsonl", [first, *(f"text {i}" for i in range(60))])
-        for kind in ("byte", "word", "bpe"):
-            settings: dict[str, Any] = {"inputs": [source], "kind": kind, "valid_inputs": [], "valid_fraction": 0.3}
+        for kind in ("byte", "word"):
+            settings: dict[str, Any] = {"inputs": [source], "kind": kind, "valid_fraction": 0.3}
             for end_of_text in (True, False):
                 out = tmp_path / f"{number}-{kind}-{end_of_text}"
                 assert not prepare_corpus(out, end_of_text=end_of_text, **settings).is_unchanged

@@ -103,7 +103,7 @@ def test_files_given_one_by_one_count_beside_each_other_as_the_shell_expands_a_p
 def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
     splits, said = splits_of(laid_out(tmp_path, "train.txt", "dev.txt", "val.txt"))
     assert splits == {"train": {"train.txt"}, "valid": {"dev.txt", "val.txt"}, "test": set()}
-    assert "dev and val both make this split" in said
+    assert "valid by name (dev and val together), not trained on" in said
 
 
 def test_the_built_in_text_has_no_splits() -> None:
@@ -127,8 +127,8 @@ def test_a_folder_of_splits_keeps_them_and_says_so(tmp_path: Path) -> None:
     summary = prepare_corpus(tmp_path / "out", inputs=[data], kind="byte")
     assert texts_of(tmp_path / "out") == {"train": ["train.txt"], "valid": ["valid.txt"], "test": ["test.txt"]}
     said = "\n".join(summary.lines())
-    assert f"{data}/test.txt are the split test, not trained on" in said
-    assert f"{data}/valid.txt are the split valid, not trained on" in said
+    assert f"test by name, not trained on: {data}/test.txt." in said
+    assert f"valid by name, not trained on: {data}/valid.txt." in said
 
 
 def test_with_train_and_test_but_no_valid_a_share_of_train_is_valid_and_test_text_stays_out_of_it(
@@ -165,3 +165,10 @@ def test_a_share_beside_named_held_out_files_and_a_folder_without_training_text_
     data = laid_out(tmp_path / "others", "test.txt", "dev.txt")
     with pytest.raises(DataError, match=r"no text for the train split.*--ignore-split-names"):
         prepare_corpus(tmp_path / "out", inputs=[data])
+
+
+def test_names_count_below_urls_too(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "train.txt", "dev.txt", "latest.txt")
+    named = split_by_name([(f"file://{data}", list_sources([f"file://{data}"], Listing(), split="train"))])
+    splits = {Path(file.path).name: file.split for file in named.files[0]}
+    assert splits == {"train.txt": "train", "dev.txt": "valid", "latest.txt": "train"}

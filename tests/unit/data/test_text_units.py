@@ -19,10 +19,10 @@ from txl_dist.data.corpus import Corpus, Split, open_corpus
 from txl_dist.data.documents import text_bytes_of
 from txl_dist.data.evaluation import EvalStream
 from txl_dist.data.lanes import LanePlan, lanes_of_rank, owners_of_lanes
-from txl_dist.data.position import first_state
+from txl_dist.data.position import StreamState, continued, first_state
 from txl_dist.data.prepare import prepare_corpus
 from txl_dist.data.reindex import reindex_corpus
-from txl_dist.data.stream import LaneStream, Segment
+from txl_dist.data.stream import LaneStream, plain_segment
 from txl_dist.data.units import text_units
 from txl_dist.files import canonical_hash, write_hashed_json
 from txl_dist.text.tokenizer import CharTokenizer, WordTokenizer
@@ -67,38 +67,57 @@ def test_masks_score_the_same_targets_as_carrying_in_every_cut_of_an_evaluation(
 def test_masks_train_on_the_same_targets_as_carrying_but_where_a_piece_begins_inside_a_document(
     tmp_path: Path, seed: int
 ) -> None:
+    """From the start, behind a skip, and after the lanes were cut anew."""
     chance, corpus = random.Random(seed), random_corpus(tmp_path, seed)
-    split, num_lanes, segment_len = corpus.split("train"), chance.randint(1, 8), chance.randint(1, 25)
-    first = first_state([split], num_lanes=num_lanes, seed=seed)
+    split, num_lanes, segment_len = corpus.split("train"), chance.randint(2, 8), chance.randint(1, 25)
+    fresh = first_state([split], num_lanes=num_lanes, seed=seed)
+    some = split.tokens // num_lanes // 2
+    begin = fresh.advanced(chance.randint(0, some))
+    skipping = begin.skipping(begin.advanced(chance.randint(0, some)), begin.advanced(some + chance.randint(0, some)))
+    anew = continued(skipping, first_state([split], num_lanes=num_lanes - 1, seed=seed), [split])
+    for first in (fresh, skipping, anew):
+        for world_size in (1, first.num_lanes):
+            for rank in range(world_size):
+                lanes = lanes_of_rank(first.num_lanes, rank=rank, world_size=world_size)
+                check_against_naive(corpus, first, segment_len=segment_len, lanes=lanes)
+
+
+def check_against_naive(corpus: Corpus, first: StreamState, *, segment_len: int, lanes: range) -> None:
+    """Three epochs of some lanes."""
+    split = corpus.split("train")
     lengths = [split.open_shard(index).lengths for index in range(len(split.shards))]
-    plan = LanePlan(split.shard_tokens, first.corpora[0].cut(), seed=seed, document_tokens=lengths.__getitem__)
-    _, numbers = owners_of_lanes([num_lanes], seed=seed)
-    num_steps = 3 * split.tokens // (num_lanes * segment_len) + 2
-    for world_size in (1, num_lanes):
-        for rank in range(world_size):
-            lanes = lanes_of_rank(num_lanes, rank=rank, world_size=world_size)
-            state = first
-            stream = LaneStream([split], state, segment_len=segment_len, lanes=lanes, num_buffers=4)
-            for segment, after in itertools.islice(stream, num_steps):
-                batch = MASK.batch(segment)
-                assert CARRY.batch(segment).scored_BT.all()
-                assert batch.document_BT is not None
-                begin = state.corpora[0].position
-                for row, lane in enumerate(lanes):
-                    wanted = [naive(plan, int(numbers[lane]), begin + i, segment.tokens[row, i], corpus.end_of_text)
-                              for i in range(segment_len)]  # fmt: skip
-                    assert batch.scored_BT[row].tolist() == [is_scored for _, is_scored in wanted]
-                    assert batch.document_BT[row].tolist() == [document for document, _ in wanted]
-                state = after
+    plan = LanePlan(split.shard_tokens, first.corpora[0].cut(), seed=first.seed, document_tokens=lengths.__getitem__)
+    _, numbers = owners_of_lanes([first.num_lanes], seed=first.seed)
+    stream = LaneStream([split], first, segment_len=segment_len, lanes=lanes, num_buffers=4)
+    state = first
+    for segment, after in itertools.islice(stream, 3 * split.tokens // (first.num_lanes * segment_len) + 2):
+        batch = MASK.batch(segment)
+        assert CARRY.batch(segment).scored_BT.all()
+        assert batch.document_BT is not None
+        places = [(p, span.begin) for span in state.corpora[0].spans(segment_len + 1)
+                  for p in range(span.position, span.position + span.length)]  # fmt: skip
+        for row, lane in enumerate(lanes):
+            is_end = segment.tokens[row] == corpus.end_of_text
+            wanted = [naive(plan, int(numbers[lane]), *pair, is_end=bool(is_end[i]))
+                      for i, pair in enumerate(itertools.pairwise(places))]  # fmt: skip
+            assert batch.scored_BT[row].tolist() == [is_scored for _, is_scored in wanted]
+            assert batch.document_BT[row].tolist() == [document for document, _ in wanted]
+        state = after
 
 
-def naive(plan: LanePlan, lane: int, position: int, token: int, end_of_text: int | None) -> tuple[int, bool]:
-    """(document of the input at a position, whether the next token counts), from where these two tokens lie alone."""
-    here, behind = plan.locate(lane, position), plan.locate(lane, position + 1)
-    if behind.begin != position + 1:
-        return here.begin, True
-    opens = behind.offset == 0 and token == end_of_text
-    return (behind.begin if opens else here.begin), opens
+def naive(
+    plan: LanePlan, lane: int, here: tuple[int, int], behind: tuple[int, int], *, is_end: bool
+) -> tuple[int, bool]:
+    """(document of an input, whether the token behind it counts), from where these two lie alone.
+
+    A place is a lane position and where the skip before it ended.
+    """
+    stretches = [plan.locate(lane, position) for position, _ in (here, behind)]
+    own, next_one = (max(stretch.begin, end) for stretch, (_, end) in zip(stretches, (here, behind), strict=True))
+    if own == next_one:
+        return own, True
+    opens = stretches[1].offset == 0 and is_end
+    return (next_one if opens else own), opens
 
 
 def test_an_end_of_text_sees_no_document_but_the_one_that_it_opens(tmp_path: Path) -> None:
@@ -305,8 +324,5 @@ def test_a_mixture_has_bits_only_if_all_of_it_is_text(tmp_path: Path) -> None:
     assert twice.bits(math.log(2)) == pytest.approx({"bits_per_byte": 5 / 4, "bits_per_character": 5 / 4})
 
 
-def test_segments_of_one_document_open_nothing() -> None:
-    from txl_dist.data.stream import plain_segment
-
-    segment: Segment = plain_segment(np.arange(8).reshape(2, 4))
-    assert MASK.batch(segment).scored_BT.all()
+def test_segments_of_one_document_are_scored_whole() -> None:
+    assert MASK.batch(plain_segment(np.arange(8).reshape(2, 4))).scored_BT.all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -273,9 +274,28 @@ def test_the_facts_are_json_that_every_reader_takes(
 def test_an_efficiency_under_the_half_is_not_printed_as_the_half(facts: dict[str, Any]) -> None:
     point = {"gpus": 2, "lanes_per_gpu": 1, "tokens_per_s": 1.0, "efficiency": 0.4999, "limited_by": "exchange"}
     curves = {name: {"points": [point], "breaks_at": point} for name in ("strong", "weak")}
-    lines = [line for line in plan_lines(facts | {"scaling": curves}) if "under 50%" in line]
+    chosen = facts["chosen"] | {"step_by_part_ms": facts["chosen"]["step_by_part_ms"] | {"host": 0.0}}
+    lines = [line for line in plan_lines(facts | {"scaling": curves, "chosen": chosen}) if "under 50%" in line]
     assert len(lines) == 2
     assert all("from 2 GPUs on (49.9%): the exchange" in line for line in lines)
+
+
+def test_a_plan_leaves_out_what_means_nothing_for_a_tiny_model_or_a_short_run(facts: dict[str, Any]) -> None:
+    """A model that a GPU does not notice has no MFU and no scaling, a run of seconds no failures and no cost."""
+    text = "\n".join(plan_lines(facts))
+    for words in (r"MFU \d", r"scaling \(", r" kWh", "checkpoint:", "failure every", "USD"):
+        assert re.search(words, text) is None, words
+    assert "memory: every micro-batch of 1 to 8 lanes fits at ZeRO 0, 1, 2, 3, in 0." in text
+    assert "left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU (" in text
+    assert "left out: GPU-hours, cost, energy, failures and how often to save, as the run takes 2.0 s only" in text
+    long = "\n".join(plan_lines(make_plan(CONFIG, question=question(budget_tokens=10**11, price_usd=2.0))))
+    assert "GPU-hours, " in long
+    assert "checkpoint: " in long
+    wide = {"num_layers": 4, "width": 2048, "num_heads": 16, "head_width": 128, "ff_width": 8192}
+    large = "\n".join(plan_lines(make_plan(changed(CONFIG, model=wide), question=question(budget_tokens=10**11))))
+    assert "MFU " in large
+    assert "weak scaling (" in large
+    assert "left out" not in large
 
 
 def test_the_config_file_comes_first(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:

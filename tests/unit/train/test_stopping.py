@@ -51,6 +51,33 @@ def test_the_stop_file_counts_once(tmp_path: Path) -> None:
         requests.close()
 
 
+@pytest.mark.usefixtures("look_always")
+def test_the_loss_of_the_run_directory_is_a_reason_too(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    requests = StopRequests(stop_file=tmp_path / "run" / "STOP")
+    try:
+        assert requests.reason == ""
+        (tmp_path / "run").rename(tmp_path / "away")
+        assert requests.reason == f"the loss of its directory {tmp_path / 'run'}"
+    finally:
+        requests.close()
+
+
+@pytest.mark.usefixtures("look_always")
+def test_each_signal_and_each_other_reason_counts_so_that_who_waits_is_asked_again(tmp_path: Path) -> None:
+    requests = StopRequests(stop_file=tmp_path / "STOP")
+    try:
+        assert requests.count == 0
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert requests.count == count
+        (tmp_path / "STOP").touch()
+        assert (requests.count, requests.count) == (3, 3)
+        assert requests.reason == "SIGTERM"
+    finally:
+        requests.close()
+
+
 def test_the_disk_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now_s[0])

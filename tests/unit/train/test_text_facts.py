@@ -1,0 +1,26 @@
+"""What a run writes down of its units, and a console line without bits per byte."""
+
+from pathlib import Path
+
+from tests.helpers.corpora import tiny_corpus
+from txl_dist.train.observer import text_facts
+from txl_dist.train.sinks import format_record
+
+
+def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path) -> None:
+    texts = [f"the cat sat on mat {number}" for number in range(30)]
+    whole, lossy = (tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind) for kind in ("byte", "word"))
+    split = whole.split("train")
+    known = text_facts([split], [whole.split("valid")], mask_documents=True)
+    assert known == {"token": "token", "no_bits": {}, "held_out_bytes": whole.split("valid").text_bytes}
+    facts = text_facts([lossy.split("train")], [lossy.split("valid"), whole.split("valid")], mask_documents=False)
+    assert facts["token"] == "word"
+    assert facts["no_bits"].keys() == {"train", "eval"}
+    assert "do not come back from the tokenizer (word)" in facts["no_bits"]["eval"]
+    assert "held_out_bytes" not in text_facts([split], [], mask_documents=False)
+
+
+def test_a_line_without_bits_shows_perplexity_and_the_share_of_unknown_tokens() -> None:
+    record = {"step": 40, "loss": 2.0, "ppl": 7.389, "unknown_pct": 4.321, "tokens": 1200, "seconds": 0.5}
+    line = format_record("eval", record, max_steps=99)
+    assert line == "step 40/99  eval  loss 2.0000  ppl 7.39  unknown 4.32%  1,200 tokens in 0.5 s"
