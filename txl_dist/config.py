@@ -297,7 +297,7 @@ def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
         if not hint and info.annotation is bool and not on_flag:
             hint = " Write true or false, without quotes."
         return f"it can be {', '.join(choices)} ({unit}).{hint}"
-    return f"it must be {_range(info)} ({unit})."
+    return f"it must be {_range(info, is_too_large=problem['type'].startswith('less_than'))} ({unit})."
 
 
 def lower(text: str) -> str:
@@ -305,6 +305,8 @@ def lower(text: str) -> str:
     return text[:1].lower() + text[1:] if text[1:2].islower() else text
 
 
+_FAR = 1000
+"""A bound above this only keeps the absurd out."""
 _KINDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -313,8 +315,9 @@ _KINDS = {
 }
 
 
-def _range(info: FieldInfo) -> str:
-    """The values that a setting can take: `a whole number, 1 or more`."""
+def _range(info: FieldInfo, *, is_too_large: bool) -> str:
+    """The values that a setting can take: `a whole number, 1 or more`. A bound that keeps the absurd out is named only
+    where it is met."""
     kind, rules = info.annotation, list(info.metadata)
     if parts := get_args(kind):  # a tuple, whose bounds are those of its entries
         kind, *marks = get_args(parts[0]) if get_origin(parts[0]) is Annotated else parts[:1]
@@ -326,9 +329,11 @@ def _range(info: FieldInfo) -> str:
     )
     if kind is int and above is not None:
         least, above = above + 1, None
+    if most is not None and most > _FAR and not is_too_large:
+        most = None
     low = "" if least is None else f"{least:g} or more"
     low = low if above is None else f"above {above:g}"
-    high = f"below {below:g}" if below is not None else f"at most {most:g}" if most is not None else ""
+    high = f"below {below:g}" if below is not None else f"at most {most:,}" if most is not None else ""
     words = " and ".join(filter(None, (low, high)))
     return f"{what}, {words}" if words else what
 

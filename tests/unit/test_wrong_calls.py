@@ -66,6 +66,7 @@ PATHS: list[tuple[str, str]] = [
 
 SETTINGS: list[tuple[str, str]] = [
     ("train e.toml --train.num-lanes 0", "--train.num-lanes 0: it must be a whole number, 1 or more .rows of the"),
+    ("train e.toml --train.num-lanes 1000000000000", "1 or more and at most 1,048,576 .rows of the global batch"),
     ("train e.toml --train.num_lanes -3", "--train.num-lanes -3: it must be a whole number, 1 or more"),
     ("train e.toml --train.num-lanes many", "--train.num-lanes many: it must be a whole number"),
     ("train e.toml --model.dropout 1.5", "--model.dropout 1.5: it must be a number, 0 or more and below 1"),
@@ -97,6 +98,7 @@ FLAGS: list[tuple[str, str]] = [
     ("prepare --out data/y", "there are no inputs"),
     ("evaluate", "missing: run directory, checkpoint folder or bundle. See txl evaluate --help"),
     ("evaluate runs/x --memory-len -7", "--memory-len -7: it must be 0 or more tokens. Leave it out"),
+    ("evaluate runs/x --memory-len 64 1000000000", "--memory-len 1000000000: it must be at most 1,048,576 tokens"),
     ("evaluate runs/x --memory-len", "--memory-len needs a value"),
     ("evaluate runs/x --num-lanes -1", "--num-lanes -1: it must be 0 or more lanes"),
     ("evaluate runs/x memory_len=0", "Write --memory-len 0"),

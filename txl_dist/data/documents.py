@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from txl_dist.errors import DataError
 from txl_dist.files import parse_json
 
@@ -103,6 +101,8 @@ def text_bytes_of(text: str) -> bytes:
 
 def count_characters(raw: bytes) -> int:
     """Characters of a text in UTF-8: each has one byte that does not continue another."""
+    import numpy as np  # the command line reads this file, and no --help waits for numpy
+
     return int((np.frombuffer(raw, dtype=np.uint8) & 0xC0 != 0x80).sum())
 
 

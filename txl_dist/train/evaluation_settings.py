@@ -7,6 +7,9 @@ from typing import Literal
 
 from txl_dist.errors import ConfigError
 
+_MOST = 1 << 20
+"""Of tokens and lanes: more than any memory of use, and less than what the settings allow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
@@ -40,6 +43,8 @@ class Overrides:
         numbers = [("memory_len", length) for length in self.memory_len]
         numbers += [(name, getattr(self, name)) for name in ("segment_len", "num_lanes", "overlap_len", "clamp_len")]
         for name, value in numbers:
+            flag, unit = f"--{name.replace('_', '-')}", "lanes" if name == "num_lanes" else "tokens"
             if value < (-1 if name in ("memory_len", "clamp_len") else 0):
-                flag, unit = f"--{name.replace('_', '-')}", "lanes" if name == "num_lanes" else "tokens"
                 raise ConfigError(f"{flag} {value}: it must be 0 or more {unit}. Leave it out for as trained.")
+            if value > _MOST:
+                raise ConfigError(f"{flag} {value}: it must be at most {_MOST:,} {unit}.")

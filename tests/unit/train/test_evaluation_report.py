@@ -260,11 +260,11 @@ def test_a_memory_longer_than_a_lane_is_cut_to_it_with_a_word_and_scores_the_sam
     made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = made.corpus.split("valid").tokens - 1
-    result = evaluated(made, memory_len=10**9)["model"]
+    result = evaluated(made, memory_len=10**6)["model"]
     assert result["memory_len"] == targets
     assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets), rel=1e-5)
-    assert f"a memory of {10**9:,} never holds more: it is cut to that." in capsys.readouterr().err
-    result = evaluated(made, memory_len=10**9, num_lanes=3)["model"]
+    assert f"a memory of {10**6:,} never holds more: it is cut to that." in capsys.readouterr().err
+    result = evaluated(made, memory_len=10**6, num_lanes=3)["model"]
     assert result["memory_len"] == -(-targets // 3)
     assert "--num-lanes 1 makes it longer" in capsys.readouterr().err
     evaluated(made, memory_len=targets)
