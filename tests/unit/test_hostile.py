@@ -66,6 +66,15 @@ def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path, kind: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["RUN.lock", "RUN.lock.a"])
+def test_a_link_to_nothing_in_the_place_of_a_lock_is_taken_over(tmp_path: Path, name: str) -> None:
+    write_lock(tmp_path / "RUN.lock", nonce="a")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("nowhere")
+    RunLock.acquire(tmp_path, stale_after_s=0.01).release()
+    assert not (tmp_path / "nowhere").exists()
+
+
 def put(path: Path, kind: str) -> None:
     if kind == "folder":
         path.mkdir()

@@ -244,7 +244,9 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{folder / 'config.json'}: {place:.80}: {first['msg']}. Export it again.") from error
+        raise CheckpointError(
+            f"{folder} cannot be read: config.json, {place:.80}: {first['msg']}. Export it again."
+        ) from error
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:  # the last: not enough memory
         if isinstance(error, TxlError):
             raise

@@ -188,7 +188,7 @@ def _read(path: Path) -> Holder | None:
         with open_regular(path) as stream:
             facts, content = os.fstat(stream.fileno()), stream.read(_MAX_BYTES)
     except FileNotFoundError:
-        return None
+        return _nobody(path.lstat()) if path.is_symlink() else None  # a link to nothing stands in the way all the same
     try:
         values = parse_object(content)
         nonce, started = str(values["nonce"]), f"{values['started']:.40}"
