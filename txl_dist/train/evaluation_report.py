@@ -16,10 +16,10 @@ from txl_dist.data.baselines import order0_and_bigram
 from txl_dist.data.corpus import Corpus, Split, open_corpus
 from txl_dist.data.progress import Progress
 from txl_dist.data.units import TextUnits, text_units
-from txl_dist.dist import joined_ranks, this_rank
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.dist import gather_objects, joined_ranks, this_rank
+from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
-from txl_dist.infer.bundle import DTYPES, is_bundle, load, network_of
+from txl_dist.infer.bundle import DTYPES, Bundle, is_bundle, load, network_of
 from txl_dist.log import logger, start_logging
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -27,7 +27,7 @@ from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.evaluation_settings import Overrides
-from txl_dist.train.export import read_trained
+from txl_dist.train.export import Trained, read_trained
 from txl_dist.train.job import storage_settings
 from txl_dist.train.places import require_corpus
 
@@ -66,7 +66,7 @@ def evaluate_trained(
             f"tokenizer.json of {target}."
         )
     units = text_units([corpus.split(config.data.eval_split)], mask_documents=config.data.document_border == "mask")
-    results = _score_model(model, corpus, configs, overrides)
+    results = _score_model(model, corpus, configs, overrides, where=where)
     if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
@@ -146,6 +146,7 @@ def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str,
             "train": {"segment_len": bundle.segment_len, "memory_len": bundle.memory_len},
         }
         config = config_from_dict(values, source=str(target))
+        _warn_of_first_tokens(bundle, config)
         return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}{_origin(bundle.source)}"
     trained = read_trained(target)
     model = network_of(
@@ -156,9 +157,18 @@ def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str,
         where=str(trained.folder),
     )
     config = trained.config
+    _warn_of_first_tokens(trained, config)
     path = str(data) or require_corpus(trained.folder, config)
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
     return model, trained.tokenizer.fingerprint, config, str(trained.folder)
+
+
+def _warn_of_first_tokens(model: Bundle | Trained, config: Config) -> None:
+    if config.data.document_border == "mask" and not model.begins_documents:
+        logger.warning(
+            "this model was trained by an older program, which scored no first token of a document: here they are "
+            "scored, and it never learnt to predict them"
+        )
 
 
 def _origin(source: dict[str, Any]) -> str:
@@ -166,7 +176,7 @@ def _origin(source: dict[str, Any]) -> str:
 
 
 def _score_model(
-    model: TransformerXL, corpus: Corpus, configs: Sequence[Config], overrides: Overrides
+    model: TransformerXL, corpus: Corpus, configs: Sequence[Config], overrides: Overrides, *, where: str
 ) -> dict[str, Result]:
     """A result per configuration, which differ in their memories, and one with memory off if that is asked for."""
     results: dict[str, Result] = {}
@@ -191,6 +201,10 @@ def _score_model(
             if ranks.is_first:
                 progress.advance(pass_tokens)
 
+        if len(chosen := set(gather_objects(where))) > 1:  # of a run that saved between two looks
+            raise of_all(
+                CheckpointError(f"the ranks have read different models: {', '.join(sorted(chosen))}. Name one of them.")
+            )
         module = SegmentLoss(model).to(ranks.device).eval()
 
         @torch.no_grad()

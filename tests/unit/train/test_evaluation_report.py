@@ -55,6 +55,7 @@ def make(
     texts: list[str] = TEXTS,
     kind: str = "byte",
     vocab_size: int = 0,
+    begins_documents: bool = True,
     **settings: Any,
 ) -> Made:
     folder.mkdir(exist_ok=True)
@@ -77,6 +78,7 @@ def make(
         memory_len=MEMORY_LEN,
         document_border=document_border,
         source={"step": 1},
+        begins_documents=begins_documents,
     )
     return Made(corpus, folder / "bundle", weights, settings)
 
@@ -292,3 +294,13 @@ def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_nothing_elsewhere(
     passes = -(-(made.corpus.split("valid").tokens - 1) // SEGMENT_LEN)
     assert len(lines) == 2 * passes
     assert re.fullmatch(r"scoring: [\d,]+ of [\d,]+ tokens, 100 %, [\d,.]+ tokens/s, 0:00:00 left", lines[-1])
+
+
+def test_a_masked_model_that_never_learnt_first_tokens_is_scored_on_them_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for begins in (True, False):
+        evaluated(make(tmp_path / str(begins), document_border="mask", begins_documents=begins))
+        said[begins] = "never learnt to predict them" in capsys.readouterr().err
+    assert said == {True: False, False: True}
