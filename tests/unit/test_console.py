@@ -83,6 +83,7 @@ def test_nothing_in_the_package_writes_to_people_by_another_way() -> None:
     """Each exception stands here with its reason."""
     known = {
         "console.py": ["print"],
+        "__main__.py": ["stderr.write", "stderr.write"],  # for a Python that cannot read the rest
         "ops/doctor.py": ["print"],  # rich's table, of escaped words
     }
     found: dict[str, list[str]] = {}

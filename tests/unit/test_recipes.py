@@ -170,7 +170,7 @@ def test_the_commands_of_a_header_are_understood_and_make_train_and_score_one_co
     prepared, scored = calls["prepare"]["arguments"], calls["evaluate"]
     assert str(prepared.out) == config.data.path
     assert str(scored["target"]) == config.run.dir
-    assert scored["data"] is None, "the run knows its own"
+    assert not scored["data"], "the run knows its own"
     splits = splits_of(prepared)
     assert {config.data.train_split, config.data.eval_split} <= splits
     assert scored["split"] == ("test" if "test" in splits else "valid")

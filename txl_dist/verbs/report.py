@@ -35,7 +35,8 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
     run = "Name its run: it has no records of its own."
     for path in runs:
         require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
-    say(f"txl compare: reading {len(runs)} runs", to=sys.stderr)
+    if len(runs) > 1:  # one is refused at once
+        say(f"txl compare: reading {len(runs)} runs", to=sys.stderr)
     from txl_dist.ops.compare import write_comparison
 
     say("\n".join(write_comparison(runs, out=out)))

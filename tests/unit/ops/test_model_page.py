@@ -70,6 +70,7 @@ def test_a_damaged_bundle_is_one_line(content: str, tmp_path: Path, capsys: pyte
     bundle = make_bundle(tmp_path / "bundle")
     (bundle / "config.json").write_text(content)
     assert main(["report", str(bundle)]) == 2
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1
-    assert f"`txl verify {bundle}`" in message
+    beginning, *errors = capsys.readouterr().err.splitlines()
+    assert beginning == f"txl report: reading {bundle}"
+    assert len(errors) == 1
+    assert f"`txl verify {bundle}`" in errors[0]
