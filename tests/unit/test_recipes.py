@@ -173,7 +173,7 @@ def test_the_commands_of_a_header_are_understood_and_make_train_and_score_one_co
     assert not scored["data"], "the run knows its own"
     splits = splits_of(prepared)
     assert {config.data.train_split, config.data.eval_split} <= splits
-    assert scored["split"] == ("test" if "test" in splits else "valid")
+    assert scored["overrides"].split == ("test" if "test" in splits else "valid")
     assert "test" in splits or name == "tinyshakespeare"
 
 
