@@ -17,6 +17,7 @@ from txl_dist.suggest import nearest
 
 _CHECKPOINT_NAME = re.compile(r"step_(\d{9})")
 _MOST_NAMES = 4
+_MOST_LOOKED_AT = 1000
 """Folders that a message names at most."""
 
 
@@ -148,10 +149,13 @@ def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
 
 
 def _of_kind(folder: Path, wanted: tuple[Kind, ...]) -> list[Path]:
+    """The folders in it that are one of these, of so many of the last by name: a home may hold a million others."""
     try:
-        return [folder / name for name in sorted(os.listdir(folder)) if kind_of(folder / name) in wanted]
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError:
         return []
+    return [folder / name for name in names[-_MOST_LOOKED_AT:] if kind_of(folder / name) in wanted]
 
 
 def _listed(paths: list[Path]) -> str:
