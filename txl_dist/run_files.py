@@ -17,8 +17,9 @@ from txl_dist.suggest import nearest
 
 _CHECKPOINT_NAME = re.compile(r"step_(\d{9})")
 _MOST_NAMES = 4
-_MOST_LOOKED_AT = 1000
 """Folders that a message names at most."""
+_MOST_LOOKED_AT = 1000
+"""Folders of a folder that are looked into to find those."""
 
 
 class Kind(Enum):
