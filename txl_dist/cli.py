@@ -139,6 +139,9 @@ def _check_flags(argv: Sequence[str], *, prog: str) -> None:
         raise ConfigError("\n".join(problems))
 
 
+_PATH_FLAGS = {"--out", "--data", "--valid", "--test", "--data.path", "--run.dir"}
+_PATH_FLAGS_JOINED = {f"{flag}=" for flag in _PATH_FLAGS}
+
 VERBS: dict[str, Callable[..., object]] = {
     "prepare": prepare,
     "train": train,
@@ -159,10 +162,12 @@ VERBS: dict[str, Callable[..., object]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
     arguments = _without_launcher_flags(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["help"]:
         say(_usage())
         return 0
     verb, *rest = arguments
+    if verb == "help":
+        verb, rest = rest[0], ["--help"]
     if verb == "--version":
         say(__version__)
         return 0
@@ -170,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", to=sys.stderr)
         return 2
     try:
+        _refuse_empty_paths(rest)
         if own := {"train": train, "launch": launch, "plan": plan}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file
         else:
@@ -179,6 +185,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"txl {verb}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _refuse_empty_paths(words: Sequence[str]) -> None:
+    """An empty path would be the folder that one is in, where an unset variable of the shell was meant for another."""
+    for before, word in zip(["", *words], words, strict=False):
+        if word in _PATH_FLAGS_JOINED or (not word and (before in _PATH_FLAGS or not before.startswith("--"))):
+            where = f" behind {before}" if before and not word else ""
+            raise ConfigError(f"an empty word stands in the place of a path{where}. Is a variable of the shell unset?")
 
 
 def run() -> None:
@@ -191,7 +205,8 @@ def run() -> None:
         code = main()
     except KeyboardInterrupt:
         if _is_speaker():
-            say("txl: interrupted; the same command goes on from what is kept", to=sys.stderr)
+            goes_on = "; the same command goes on from what is kept" if sys.argv[1:2] == ["prepare"] else ""
+            say(f"txl: interrupted{goes_on}", to=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)

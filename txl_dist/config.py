@@ -195,6 +195,8 @@ def load_config(path: str | Path) -> Config:
         values = parse_toml(text)
     except ValueError as error:
         hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
+        if Path(path).suffix != ".toml":
+            hint = f" If it is a text to train on: `txl prepare {path} --out DIR`, then name DIR with --data.path."
         raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
     return config_from_dict(values, source=str(path))
 

@@ -58,8 +58,11 @@ SPIKES = ",".join(f"spike:*:{step}" for step in (15, 16))
 
 
 def rewind(lab: Lab, *, is_killed: bool) -> Case:
-    """Two spikes in a row: back to the last checkpoint, without their tokens; a kill afterwards changes nothing."""
-    words = (*SPIKY, "--engine.zero_stage", "1")
+    """Two spikes in a row: back to the last checkpoint, without their tokens; a kill afterwards changes nothing.
+
+    Afterwards is behind the next checkpoint, which alone knows of the rewind: so it is written at once.
+    """
+    words = (*SPIKY, "--engine.zero_stage", "1", "--checkpoint.asynchronous", "False")
     unbroken = lab.unbroken(*words, fault=SPIKES)
     case, run = lab.case("spikes: rewind" + (", then kill -9" if is_killed else "")), lab.new_run("spikes")
     case.fault = SPIKES + (",slow:*:21" if is_killed else "")

@@ -262,3 +262,44 @@ def test_verify_lists_what_is_damaged_and_exits_with_1(tmp_path: Path, capsys: p
     assert shard.name in capsys.readouterr().out
     assert exit_code_of("verify", str(tmp_path / "missing")) == 2
     assert str(tmp_path / "missing") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prepare", "", "--out", "corpus"],
+        ["prepare", "text.txt", "--out", ""],
+        ["train", "run.toml", "--run.dir", ""],
+        ["train", "run.toml", "--data.path="],
+        ["evaluate", "run", "--data", ""],
+        ["generate", ""],
+    ],
+)
+def test_an_unset_variable_of_the_shell_is_not_taken_for_the_folder_that_one_is_in(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("a text " * 1000)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert "Is a variable of the shell unset?" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("out", [".", "../here"])
+def test_a_corpus_is_never_written_over_the_folder_that_one_is_in(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("a text " * 1000)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert main(["prepare", "../text.txt", "--out", out]) == 2
+    assert "is the folder that you are in" in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_help_with_a_verb_behind_it_is_that_verbs_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["help", "verify"])
+    assert not stop.value.code
+    assert "usage: txl verify" in capsys.readouterr().out

@@ -131,6 +131,8 @@ def check_target(target: Path) -> None:
         raise DataError(f"{target} is a file. Choose another output folder.")
     if target.is_mount():
         raise DataError(f"{target} is a mount point, which cannot be replaced. Choose a folder below it.")
+    if Path.cwd().is_relative_to(target):
+        raise DataError(f"{target} is the folder that you are in, which would be replaced. Choose a folder below it.")
     is_empty = not target.exists() or not any(target.iterdir())
     if not is_empty and not (target / INDEX_NAME).exists():
         raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")

@@ -180,8 +180,12 @@ def _paths_of(given: str) -> Iterator[Path]:
         yield from (folder / name for name in _walk(folder, left_out=_STDLIB_LEFT_OUT) if name.endswith(".py"))
     elif path.is_dir():
         yield from (path / name for name in _walk(path) if text_suffix(name) in TEXT_SUFFIXES)
-    elif os.path.exists(given):
+    elif path.is_file():
         yield path
+    elif os.path.exists(given):
+        raise DataError(
+            f"{given} is a pipe or a device, and no file. Give what comes out of it as `... | txl prepare -`."
+        )
     elif glob.has_magic(given):
         matches = [Path(match) for match in sorted(glob.glob(given, recursive=True)) if os.path.isfile(match)]
         if not matches:

@@ -14,6 +14,9 @@ from txl_dist.text.foreign import ForeignTokenizer, HuggingFaceTokenizer, Senten
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.text.training import CountedTexts, Texts, count_ids
 
+_FIRST_OF_A_MODEL = b"\n"
+"""A sentencepiece model is a protocol buffer, whose first field is a list: field 1, of a length."""
+
 
 def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
     """A tokenizer that exists already: Hugging Face's tokenizer.json or sentencepiece's .model, or one of ours.
@@ -61,6 +64,8 @@ def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
     try:
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
+        if not content.startswith(_FIRST_OF_A_MODEL):
+            raise ValueError("it is neither JSON nor a sentencepiece model")
         return SentencePieceTokenizer.in_foreign_order(base64.b64encode(content).decode())
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, DataError):

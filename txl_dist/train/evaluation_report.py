@@ -75,7 +75,7 @@ def evaluate_trained(
         results = {name: {**values, "no_bits": units.problem} for name, values in results.items()}
     if json_path is not None:
         write_output(json_path, json.dumps(results, indent=1).encode() + b"\n")
-    return [f"scored: {where}", *_table(results, units)]
+    return [f"scored: {where}, as {config.eval.num_lanes} lanes", *_table(results, units)]
 
 
 def _check_writable(path: Path) -> None:

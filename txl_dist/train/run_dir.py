@@ -27,6 +27,8 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
     """
     path = run_dir / "config.toml"
     try:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ConfigError(f"{run_dir} is a file, and no run directory. Choose another --run.dir.")
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
         elif run_dir.is_dir() and not is_run(run_dir) and not all(_is_early(one.name) for one in run_dir.iterdir()):

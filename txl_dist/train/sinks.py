@@ -215,7 +215,7 @@ def format_record(kind: str, record: Record, *, max_steps: int) -> str:
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
     """What the line of a record is made of."""
     if kind == "event":
-        return [Cell(" ".join(f"{key}={value}" for key, value in record.items()))]
+        return [Cell(" ".join(f"{key}={value}" for key, value in record.items() if not isinstance(value, dict)))]
     head = [Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"), Cell(kind)]
     if kind == "sample":
         return [Cell("\n".join([line_of(head), *(f"  | {line}" for line in _lines(record))]))]

@@ -397,3 +397,14 @@ def test_the_held_out_share_is_as_asked_and_decided_by_content_alone() -> None:
     assert 300 < len(both["test"]) < 500
     assert 140 < len(both["valid"]) < 260
     assert split_of(digests[0], given_for="test", reading=Reading(valid_fraction=0.9)) == "test"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_pipe_or_a_device_is_refused_at_once_with_the_way_to_read_it(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"is a pipe or a device.*\| txl prepare -"):
+        list_sources([path], Listing(), split="train")

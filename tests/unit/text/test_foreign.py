@@ -360,6 +360,14 @@ def test_a_damaged_permutation_is_refused(name: str, tokenizers: dict[str, Token
             load_tokenizer(path)
 
 
+@pytest.mark.parametrize("content", [b"Once upon a time.\n", b"\x00\x01", b""])
+def test_a_text_is_not_taken_for_a_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="is no tokenizer that this program knows"):
+        import_tokenizer(path, lambda: iter(["a b c"]))
+
+
 def test_without_the_package_the_error_says_what_to_install(
     files: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
