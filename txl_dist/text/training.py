@@ -136,8 +136,8 @@ def check_training(kind: str, *, end_of_text: bool, **given: int) -> None:
         raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")
     if vocab_size > MOST_IDS:
         raise ConfigError(
-            f"vocab_size={vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids. Give a smaller number, or "
-            "leave it out."
+            f"vocab_size={vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids. Give a smaller number, "
+            "or leave it out."
         )
 
 
