@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from txl_dist.data.settings import PrepareSettings
 from txl_dist.data.shards import INDEX_NAME, TOKENIZER_NAME
 from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.split_names import split_by_name
-from txl_dist.data.streams import chunks_of
+from txl_dist.data.streams import begin, chunks_of
 from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import open_new, read_bytes, replace_file
@@ -43,6 +44,9 @@ from txl_dist.text.training import DEFAULT_SUBWORDS, check_training, train_token
 _MIB = 1 << 20
 _SMALL = 16 * _MIB
 """Bytes of input below which worker processes cost more than they save."""
+MOST_BEGUN = 64 * _MIB
+"""Bytes of a stream that are kept to see whether it is a few documents, whose ends are held out. What is longer is
+nearly always documents enough for the hash; a book is a MiB, and a disk that holds the corpus has room for so much."""
 
 
 @dataclass
@@ -64,8 +68,7 @@ class Job:
     @property
     def total_bytes(self) -> int:
         """Of all files, as stored; 0 if one does not know its size."""
-        sizes = [file.size for file in self.files]
-        return 0 if None in sizes else sum(size or 0 for size in sizes)
+        return _total_bytes(self.files)
 
     @property
     def splits(self) -> list[str]:
@@ -74,12 +77,12 @@ class Job:
         held_out = {VALID: self.reading.valid_fraction, TEST: self.reading.test_fraction}
         return [split for split in SPLITS if split in given or held_out.get(split)]
 
-    def parts(self, begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
-        """The input from a cursor on."""
+    def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
+        """What some files hold, from a cursor on."""
         settings = self.settings
-        part_bytes = settings.part_bytes or _choose_part_bytes(self.files)
+        part_bytes = settings.part_bytes or _choose_part_bytes(files)
         allowed, column = settings.allow_protocols, settings.jsonl_field
-        return read_parts(self.files, part_bytes=part_bytes, begin=begin, allow_protocols=allowed, jsonl_field=column)
+        return read_parts(files, part_bytes=part_bytes, begin=begin, allow_protocols=allowed, jsonl_field=column)
 
     def num_workers(self) -> int:
         """Processes that are worth it."""
@@ -163,7 +166,7 @@ def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) ->
     files = [file for file in job.files if file.split == split] or [file for file in job.files if file.split == TRAIN]
     if split == TRAIN or job.settings.duplicates == "drop" or any(file.is_stream for file in files):
         return True
-    for given_for, document in _each_document(replace(job, files=files), "comparing", SPLITS):
+    for given_for, document in _each_document(job, files, "comparing", SPLITS):
         for piece in pieces_of(document, given_for=given_for, reading=job.reading):
             if piece.split == split and piece.document.text:
                 ids = tokenizer.encode(piece.document.text)
@@ -231,46 +234,84 @@ def _train_texts(job: Job) -> Iterator[str]:
     job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
     reading, fraction = job.reading, job.settings.tokenizer_fraction
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
-    for given_for, document in _each_document(job, "learning the tokenizer", splits):
+    for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
         for piece in pieces_of(document, given_for=given_for, reading=reading):
             if piece.document.text and piece.split in splits and is_learnt_from(piece.digest, fraction=fraction):
                 yield piece.document.text
 
 
-def choose_held_out(job: Job) -> None:
+def choose_held_out(job: Job, streams: ExitStack) -> None:
     """Settle what is held out of the train files. Raises DataError if a split would get no text.
 
-    What can be read but once, and need not be kept for learning a tokenizer, goes by the hash alone.
+    What can be read but once is kept: whole if a tokenizer is to be learnt from it, else its beginning, whose rest is
+    open until `streams` ends. What is longer than that goes by the hash.
     """
-    if job.settings.tokenizer_path is not None and any(file.is_stream for file in job.files):
+    shares = {VALID: job.reading.valid_fraction, TEST: job.reading.test_fraction}
+    wanted = [split for split, share in shares.items() if share]
+    if not wanted:
         return
-    if job.reading.valid_fraction or job.reading.test_fraction:
+    if job.settings.tokenizer_path is None:
         job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
-        job.reading, remark = hold_out(
-            lambda: (document for _, document in _each_document(job, "looking for text to hold out", {TRAIN})),
-            job.reading,
+    else:
+        job.files = [_begun(job, number, file, streams) for number, file in enumerate(job.files)]
+    files = [file for file in job.files if file.split == TRAIN]
+    if any(file.rest for file in files):
+        _check_number(files, wanted)
+        return
+    job.reading, remark = hold_out(
+        lambda: (document for _, document in _each_document(job, files, "looking for text to hold out", {TRAIN})),
+        job.reading,
+    )
+    job.remarks += [remark] if remark else []
+
+
+def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
+    """Raise DataError if files, one of them too long to be cut, surely are fewer documents than splits."""
+    if len(files) <= len(wanted) and all(file.form == "file" for file in files):
+        path = next(file.path for file in files if file.rest)
+        given = " and ".join(f"`--{split} PATH`" for split in wanted)
+        none = " ".join(f"--{split}-fraction 0" for split in wanted)
+        raise DataError(
+            f"{path} gives one document, of {MOST_BEGUN // _MIB} MiB or more, which is too long for its end to be held "
+            f"out of what is read but once. Give held-out text with {given}, hold nothing out with `{none}`, cut it "
+            "with `--documents line` or `--documents blank_line`, or give a file."
         )
-        job.remarks += [remark] if remark else []
 
 
-def _each_document(job: Job, what: str, splits: Collection[str]) -> Iterator[tuple[str, Document]]:
+def _each_document(
+    job: Job, files: Sequence[SourceFile], what: str, splits: Collection[str]
+) -> Iterator[tuple[str, Document]]:
     """One pass over the documents of files given for these splits, each with its file's split."""
-    with Progress(what, total=job.total_bytes) as progress:
-        for part in job.parts():
+    with Progress(what, total=_total_bytes(files)) as progress:
+        for part in job.parts(files):
             for block in part.blocks:
                 if block.split in splits:
                     yield from ((block.split, document) for document in documents_of(block, job.reading))
             progress.reach(part.stored_bytes)
 
 
+def _begun(job: Job, number: int, file: SourceFile, streams: ExitStack) -> SourceFile:
+    """Stdin, or what a command prints, given for train, with its beginning kept."""
+    if not file.is_stream or file.split != TRAIN:
+        return file
+    copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
+    return begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
+
+
 def _spooled(job: Job, number: int, file: SourceFile) -> SourceFile:
     """Stdin, or what a command prints, as a file: a tokenizer is learnt from it, and then it is encoded."""
-    if not file.is_stream or file.spooled:
+    if not file.is_stream or (file.spooled and not file.rest):
         return file
     path = job.scratch / f"spooled-{number}"
     with open_new(path) as stream:
         stream.writelines(chunks_of(file, job.settings.allow_protocols))
-    return file._replace(spooled=str(path), size=path.stat().st_size)
+    return file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
+
+
+def _total_bytes(files: Sequence[SourceFile]) -> int:
+    """Of all, as stored; 0 if one does not know its size."""
+    sizes = [file.size for file in files]
+    return 0 if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _choose_part_bytes(files: Sequence[SourceFile]) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,9 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     given = [*job_settings.inputs, *job_settings.valid_inputs, *job_settings.test_inputs]
     left_out = 0 if is_named else count_left_out(given)
     stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
-    with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch:
+    with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
         job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
-        choose_held_out(job)
+        choose_held_out(job, streams)
         check_in_the_way(job, target)
         tokenizer = make_tokenizer(job)
         with start_workers(job.num_workers()) as workers:
@@ -195,7 +196,7 @@ def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> 
     begin, stored = (parts[-1].end, parts[-1].stored_bytes) if parts else (Cursor(), 0)
     tasks = (
         PartTask(encoding, number, hash_up_to(part.end), part)
-        for number, part in enumerate(job.parts(begin), start=len(parts))
+        for number, part in enumerate(job.parts(job.files, begin), start=len(parts))
     )
     with Progress("encoding", total=job.total_bytes, done=stored) as progress:
         for info in workers.in_order(encode_part, tasks):

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import IO, Any, Literal, NamedTuple, NoReturn
 
 from txl_dist.data.documents import Cut, Form
 from txl_dist.data.remote import filesystem_of, retrying
@@ -56,6 +56,8 @@ class SourceFile(NamedTuple):
     """Changes when the content does. Empty: nobody can tell."""
     spooled: str = ""
     """Local copy to read in its place, of what can be read but once."""
+    rest: IO[bytes] | None = None
+    """What comes behind the copy where that is only the beginning; it can be read but once."""
 
     @property
     def is_stream(self) -> bool:

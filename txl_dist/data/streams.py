@@ -17,12 +17,14 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import IO, Any, cast
 
 from txl_dist.data.remote import filesystem_of, retrying, watched
 from txl_dist.data.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
 from txl_dist.errors import DataError
+from txl_dist.files import open_new
 
 _MIB = 1 << 20
 _LONGEST_WINDOW = 1 << 31
@@ -35,11 +37,8 @@ def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[tu
 
     Raises DataError naming the file.
     """
-    try:
-        with _open_stored(file, allow_protocols) as raw, _decompressed(raw, file) as stream:
-            yield stream, raw.tell
-    except _read_errors() as error:
-        raise DataError(f"cannot read {file.path}: {error}. Mend or remove the file, then prepare again.") from error
+    with _naming(file), _open_stored(file, allow_protocols) as raw, _decompressed(raw, file) as stream:
+        yield stream, raw.tell
 
 
 def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
@@ -49,8 +48,41 @@ def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[byte
             yield chunk
 
 
+def begin(
+    file: SourceFile, copy: Path, *, at_most: int, allow_protocols: Sequence[str], streams: ExitStack
+) -> SourceFile:
+    """What can be read but once, with its first `at_most` bytes in a local copy.
+
+    It can be read any number of times if it is shorter; else once, and its rest stays open until `streams` ends.
+    Raises DataError naming it.
+    """
+    raw = streams.enter_context(_open_stored(file, allow_protocols))
+    with open_new(copy) as copied:
+        while (left := at_most - copied.tell()) and (chunk := _read(raw, min(left, _MIB), file)):
+            copied.write(chunk)
+        size = copied.tell()
+    begun = file._replace(spooled=str(copy))
+    return begun._replace(size=size) if size < at_most else begun._replace(rest=raw)
+
+
+def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
+    with _naming(file):
+        return stream.read(count)
+
+
+@contextmanager
+def _naming(file: SourceFile) -> Iterator[None]:
+    """Errors of reading become a DataError that names the file."""
+    try:
+        yield
+    except _read_errors() as error:
+        raise DataError(f"cannot read {file.path}: {error}. Mend or remove the file, then prepare again.") from error
+
+
 def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:
     """The bytes of a file as they are stored."""
+    if file.rest is not None:
+        return io.BufferedReader(_JoinedStream(open(file.spooled, "rb"), file.rest), buffer_size=_MIB)
     if file.spooled:
         return open(file.spooled, "rb")
     if file.path == STDIN:
@@ -109,6 +141,26 @@ class _FrameStream(io.RawIOBase):
         buffer[:count] = self._held[:count]
         self._held = self._held[count:]
         return count
+
+
+class _JoinedStream(io.RawIOBase):
+    """One stream behind another."""
+
+    def __init__(self, *streams: IO[bytes]) -> None:
+        self._streams = streams
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = next(filter(None, (stream.read(len(buffer)) for stream in self._streams)), b"")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        super().close()
 
 
 class _CommandStream(io.RawIOBase):

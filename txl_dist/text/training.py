@@ -135,7 +135,10 @@ def check_training(kind: str, *, end_of_text: bool, **given: int) -> None:
     if vocab_size and vocab_size < smallest:
         raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")
     if vocab_size > MOST_IDS:
-        raise ConfigError(f"vocab_size={vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids.")
+        raise ConfigError(
+            f"vocab_size={vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids. Give a smaller number, "
+            "or leave it out."
+        )
 
 
 def _num_marks(kind: str, *, end_of_text: bool, sentence_marks: bool) -> int:

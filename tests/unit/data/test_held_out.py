@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.helpers.corpora import random_text, write_jsonl
 from tests.unit.data.test_prepare import killed
-from txl_dist.data import held_out, job
+from txl_dist.data import held_out, job, prepare
 from txl_dist.data.corpus import open_corpus
 from txl_dist.data.documents import (
     SHORTEST_TAIL,
@@ -89,6 +91,87 @@ def test_ends_are_held_out_alike_by_any_number_of_workers_size_of_parts_and_from
     pieces = {split: texts_in(tmp_path / "one", split) for split in ("train", "valid", "test")}
     assert [len(own) for own in pieces.values()] == [4, 3, 3]
     assert sum(len(piece) for own in pieces.values() for piece in own) == sum(map(len, texts))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A given one, of bytes."""
+    (tmp_path / "other.txt").write_text("any text")
+    prepare_corpus(tmp_path / "given", inputs=[tmp_path / "other.txt"], kind="byte", valid_fraction=0.0)
+    return tmp_path / "given" / "tokenizer.json"
+
+
+def test_a_stream_with_a_given_tokenizer_is_held_out_of_as_the_same_file_is(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my.txt").write_text(prose(30_000))
+    settings: dict[str, Any] = {"tokenizer_path": tokenizer, "test_fraction": 0.1}
+    prepare_corpus(tmp_path / "file", inputs=[tmp_path / "my.txt"], **settings)
+    for workers in (1, 2):
+        with (tmp_path / "my.txt").open("rb") as stream, monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", type("Stdin", (), {"buffer": stream, "fileno": stream.fileno})())
+            summary = prepare_corpus(tmp_path / f"stdin-{workers}", inputs=["-"], num_workers=workers, **settings)
+        assert content_of(tmp_path / f"stdin-{workers}") == content_of(tmp_path / "file")
+        assert "the end of - is held out (valid 0.05, test 0.1)" in "\n".join(summary.remarks)
+    piped = {"inputs": [f"pipe:cat {tmp_path}/my.txt"], "allow_protocols": ("pipe",)}
+    prepare_corpus(tmp_path / "piped", **piped, **settings)
+    assert content_of(tmp_path / "piped") == content_of(tmp_path / "file")
+
+
+@pytest.mark.parametrize("most", [1, 500, 5_000, 1 << 17])
+def test_a_stream_longer_than_what_is_kept_of_it_goes_by_the_hash_and_is_read_once(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [prose(300, seed=number) for number in range(100)])
+    monkeypatch.setattr(job, "MOST_BEGUN", most)
+    settings: dict[str, Any] = {"tokenizer_path": tokenizer, "part_bytes": 2_000, "valid_fraction": 0.2}
+    prepare_corpus(tmp_path / "file", inputs=[source], **settings)
+    command = f"pipe:echo run >> {tmp_path}/runs; cat {source}"
+    piped = {"inputs": [command], "stdin_format": "jsonl", "allow_protocols": ("pipe",), **settings}
+    kept: list[int] = []
+
+    def find(begun: Any) -> Any:
+        kept.append(sum(path.stat().st_size for path in tmp_path.glob(".*.prepare/begun-*")))
+        return encode(begun)
+
+    encode = prepare.encode_part
+    for workers in (1, 3):
+        with monkeypatch.context() as patch:
+            if workers == 1:  # what other processes run has to be a function of a module
+                patch.setattr(prepare, "encode_part", find)
+            prepare_corpus(tmp_path / f"piped-{workers}", num_workers=workers, **piped)
+        assert content_of(tmp_path / f"piped-{workers}") == content_of(tmp_path / "file")
+    assert (tmp_path / "runs").read_text() == "run\n" * 2
+    assert 0 < max(kept) <= most
+
+
+def test_an_endless_document_with_a_given_tokenizer_is_refused_once_what_is_kept_is_full_and_its_command_ended(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    settings: dict[str, Any] = {"tokenizer_path": tokenizer, "allow_protocols": ("pipe",)}
+    remedy = r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or give a file\."
+    with pytest.raises(DataError, match=rf"^pipe:echo .* gives one document.*{remedy}"):
+        prepare_corpus(tmp_path / "out", inputs=[f"pipe:echo $$ > {tmp_path}/pid; yes"], **settings)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int((tmp_path / "pid").read_text()), 0)
+    assert not list(tmp_path.glob(".out.prepare"))
+
+
+def test_a_tokenizer_of_others_is_learnt_from_the_whole_of_a_stream_whose_beginning_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{number} common {'rare ' * 3 * (number > 50)}" for number in range(100)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    vocab = {word: number for number, word in enumerate(("<unk>", "rare", "common"))}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.save(str(tmp_path / "theirs.json"))
+    monkeypatch.setattr(job, "MOST_BEGUN", 500)
+    settings: dict[str, Any] = {"tokenizer_path": tmp_path / "theirs.json", "valid_fraction": 0.2}
+    prepare_corpus(tmp_path / "file", inputs=[source], **settings)
+    piped = {"inputs": [f"pipe:cat {source}"], "stdin_format": "jsonl", "allow_protocols": ("pipe",)}
+    prepare_corpus(tmp_path / "piped", **piped, **settings)
+    assert content_of(tmp_path / "piped") == content_of(tmp_path / "file")
 
 
 def test_after_a_kill_in_the_midst_the_same_ends_are_held_out(tmp_path: Path) -> None:
@@ -219,6 +302,10 @@ def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_say
     for fraction, flag, needed in ((0.05, "valid", "2,000"), (0.02, "valid", "5,000")):
         with pytest.raises(DataError, match=rf"1,999 characters.* {needed} on.*--{flag} PATH.*--{flag}-fraction 0`"):
             prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], valid_fraction=fraction)
+    for name in "cd":
+        (tmp_path / f"{name}.txt").write_text("one line\n")
+    with pytest.raises(DataError, match=r"\(2 in all\).* 9 characters.* 2,000 on.*--valid PATH.*--valid-fraction 0`"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path / "c.txt", tmp_path / "d.txt"])
     (tmp_path / "b.txt").write_text("\n" * 5_000)
     with pytest.raises(DataError, match="no text for the train split"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "b.txt"])
@@ -275,7 +362,7 @@ def test_an_impossible_vocabulary_is_refused_before_any_text_is_read(
 ) -> None:
     monkeypatch.setattr("txl_dist.data.job.read_parts", never)
     (tmp_path / "a.txt").write_text(prose(6_000))
-    with pytest.raises(ConfigError, match=rf"vocab_size={vocab_size} is too (small|large)"):
+    with pytest.raises(ConfigError, match=rf"vocab_size={vocab_size} is too (small: .* or more|large: .* smaller)"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], kind=kind, vocab_size=vocab_size)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

@@ -87,6 +87,80 @@ def test_a_name_with_more_than_the_split_counts_only_beside_its_like_of_train_an
         assert "not trained on" in said
 
 
+HELD, SAID, SILENT = "held out, and said", "trained on, and said", "trained on"
+BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
+    # held out by themselves
+    **dict.fromkeys(("test/b.txt", "Test.txt", "dev2.txt", "validation-00.txt", "v1.test.txt"), (HELD, HELD)),
+    "valid/test_notes.txt": (HELD, HELD),
+    # the like of train
+    **dict.fromkeys(("test_data/b.txt", "test set/b.txt", "test-set-2/b.txt", "Test Data/b.txt"), (SAID, HELD)),
+    **dict.fromkeys(("testset.txt", "testData.txt", "TestSet/b.txt", "TESTSET/b.txt", "testdata/b.txt"), (SAID, HELD)),
+    **dict.fromkeys(("devset.txt", "valset/b.txt", "validset.txt", "evalset.jsonl", "data_test.txt"), (SAID, HELD)),
+    **dict.fromkeys(
+        ("dev_set.txt", "valSet/b.txt", "testsplit/b.txt", "test_corpus.txt", "dev texts/b.txt"), (SAID, HELD)
+    ),
+    **dict.fromkeys(("eval.jsonl", "evaluation/b.txt", "Eval_data.txt", "tst2013.txt"), (SAID, HELD)),
+    **dict.fromkeys(("heldout.txt", "held_out.txt", "held-out/b.txt", "holdout/b.txt", "HeldOut.txt"), (SAID, HELD)),
+    # another word with it: only beside its like
+    **dict.fromkeys(("test-clean/b.txt", "dev-clean/b.txt", "test-other/b.txt", "my_test/b.txt"), (SAID, SAID)),
+    **dict.fromkeys(("validation_matched.jsonl", "a.dev-b.txt", "wikiTest.txt", "newsEval/b.txt"), (SAID, SAID)),
+    **dict.fromkeys(("train/test_notes.txt", "train_test/b.txt", "test-clean/train.txt"), (SAID, SAID)),
+    # of code bases too
+    **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "development.md"), (SILENT, HELD)),
+    **dict.fromkeys(("tests_unit/b.txt", "docs/development_notes.md"), (SILENT, SILENT)),
+    # no name of a split
+    **dict.fromkeys(("latest.txt", "contest.txt", "attest.txt", "protest/b.txt", "detest.txt"), (SILENT, SILENT)),
+    **dict.fromkeys(("testament.txt", "invalid.txt", "developer.txt", "device/b.txt", "value.txt"), (SILENT, SILENT)),
+    **dict.fromkeys(("evaluate.py", "evaluator/b.py", "trainer.txt", "dataset.txt", "medieval.txt"), (SILENT, SILENT)),
+    **dict.fromkeys(("latestData.txt", "greatest hits/b.txt", "set.txt"), (SILENT, SILENT)),
+}
+
+
+def fate_of(name: str, folder: Path) -> str:
+    splits, said = splits_of(folder)
+    if name not in splits["train"]:
+        assert f"not trained on: {folder}/{name}." in said
+        return HELD
+    return SAID if f"trained on, though named like held-out text: {folder}/{name}." in said else SILENT
+
+
+@pytest.mark.parametrize(("name", "alone", "beside"), [(name, *fates) for name, fates in BESIDE.items()])
+def test_what_looks_held_out_is_held_out_or_said_alone_and_beside_a_folder_of_train(
+    tmp_path: Path, name: str, alone: str, beside: str
+) -> None:
+    assert fate_of(name, laid_out(tmp_path / "alone", "novel.txt", name)) == alone
+    assert fate_of(name, laid_out(tmp_path / "both", "train/a.txt", name)) == beside
+
+
+@pytest.mark.parametrize(
+    ("train", "other"),
+    [
+        ("train-clean-100", "test-clean"),
+        ("train-clean-360", "dev-clean"),
+        ("train_matched", "validation_matched"),
+        ("trainset", "test_data"),
+        ("myTrain", "myTestSet"),
+        ("unit_train", "unit_tests"),
+        ("wikitext.train", "wikitext.eval"),
+    ],
+)
+def test_a_folder_beside_its_like_of_train_is_held_out(tmp_path: Path, train: str, other: str) -> None:
+    data = laid_out(tmp_path / "data", "novel.txt", f"{train}/a.txt", f"{other}/deep/b.txt")
+    assert fate_of(f"{other}/deep/b.txt", data) == HELD
+    assert splits_of(data)[0]["train"] == {"novel.txt", f"{train}/a.txt"}
+    assert not splits_of(data / train, data / other)[0]["train"] & {f"{other}/deep/b.txt"}
+    splits, said = splits_of(data / other)
+    assert splits["train"] == {f"{other}/deep/b.txt"}
+    assert ("though named like held-out text" in said) == (other != "unit_tests")
+
+
+def test_an_input_of_any_name_with_splits_in_it_is_not_doubted(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "my_test_run", "train.txt", "dev.txt", "other.txt")
+    splits, said = splits_of(data)
+    assert splits == {"train": {"train.txt", "other.txt"}, "valid": {"dev.txt"}, "test": set()}
+    assert f"though named like held-out text: {data}/other.txt." in said
+
+
 def test_files_given_one_by_one_count_beside_each_other_as_the_shell_expands_a_pattern(tmp_path: Path) -> None:
     laid_out(tmp_path, "train.txt", "test.txt", "novel.txt", "train/a.txt", "test/a.txt")
     assert splits_of(tmp_path / "train.txt", tmp_path / "test.txt")[0]["test"] == {"test.txt"}
