@@ -22,7 +22,7 @@ from txl_dist.data.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.position import StreamState
 from txl_dist.data.prefetch import prefetch
 from txl_dist.data.units import text_units
-from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first
+from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.files import replace_file
@@ -111,13 +111,16 @@ class Run:
         self.step = job.start.step
         self.reporter = Reporter(config, start_step=job.start.step, ranks=ranks)
         self.stragglers = StragglerWatch(self.reporter)
+        tokenizer = read_tokenizer(job.start.facts.tokenizer_json.encode(), name="the tokenizer")
+        for corpus in job.corpora:
+            corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
         self.observer = Observer(
             engine,
             self.maker,
             config=config,
             ranks=ranks,
             splits=eval_splits(config, job.corpora),
-            tokenizer=read_tokenizer(job.start.facts.tokenizer_json.encode(), name="the tokenizer"),
+            tokenizer=tokenizer,
             reporter=self.reporter,
             evaluated=job.start.evaluated,
             before_segment=self._before_segment,
@@ -149,7 +152,7 @@ class Run:
         """Train from a checkpoint, or from the beginning. Returns whether the run came to its end."""
         try:
             state = self._first_state()
-            units = text_facts(self.splits, self.observer.splits, mask_documents=self.maker.mask_documents)
+            units = together(self._text_facts)
             for kind, problem in units["no_bits"].items():
                 logger.info("%s: no bits per byte, as %s", kind, problem)
             facts = start_facts(self.engine, self.ranks) | units
@@ -169,6 +172,14 @@ class Run:
             self.reporter.close()
         self._leave(state, stopped=stopped)
         return not stopped
+
+    def _text_facts(self) -> Record:
+        return text_facts(
+            self.splits,
+            self.observer.splits,
+            mask_documents=self.maker.mask_documents,
+            max_tokens=self.config.eval.max_tokens,
+        )
 
     def _beat(self, phase: str) -> None:
         self.job.watchdog.beat(phase, step=self.step)
