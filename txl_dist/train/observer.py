@@ -51,6 +51,11 @@ class Observer:
         self._before_segment = before_segment
         self.evaluated = dict(evaluated)
 
+    def text_facts(self, splits: Sequence[Split]) -> Record:
+        """Of these splits to train on and the held-out ones, as `text_facts` below has them."""
+        masked, most = self._maker.mask_documents, self._config.eval.max_tokens
+        return text_facts(splits, self.splits, mask_documents=masked, max_tokens=most)
+
     def should_evaluate(self, step: int) -> bool:
         """By the interval, and at the end."""
         every = self._config.eval.every_steps
