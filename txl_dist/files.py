@@ -24,6 +24,7 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_type_hints
@@ -153,12 +154,11 @@ def typed(kind: Callable[..., T], values: object) -> T:
     Its text, numbers and truth values are looked at, and integers lie in 0 .. 2**63 - 1; what else it holds is the
     caller's business. Raises ValueError.
     """
-    names = list(inspect.signature(kind).parameters)
+    names, hints = _form(kind)
     if isinstance(values, list) and len(values) <= len(names):
         values = dict(zip(names, values, strict=False))
     if not isinstance(values, dict):
         raise ValueError(f"{_shown(values)} is no {kind.__name__}")
-    hints = get_type_hints(kind)
     for name, value in values.items():
         hint = hints.get(name)
         is_wrong = hint in (int, str, bool) and type(value) is not hint
@@ -169,6 +169,12 @@ def typed(kind: Callable[..., T], values: object) -> T:
         return kind(**values)
     except TypeError as error:
         raise ValueError(str(error)) from error
+
+
+@lru_cache  # an index names tens of thousands of shards, and Python takes longer to say this than to make one
+def _form(kind: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the fields in their order, and types by name."""
+    return tuple(inspect.signature(kind).parameters), get_type_hints(kind)
 
 
 def _shown(value: object) -> str:

@@ -260,7 +260,7 @@ class EvalSection(Section):
     """Tokens before each segment that are run again, not scored, as context for models without memory (the original's
     ext_len); only with a memory of 0."""
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
-    """Score only the first so many tokens of the split; 0 means all."""
+    """Score only the first so many tokens of the split, which gives no bits per byte; 0 means all."""
 
 
 class CheckpointSection(Section):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ import pytest
 import torch
 
 from tests.helpers.corpora import tiny_corpus
+from tests.helpers.launch import ENVIRONMENT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import Config, plan_batch
+from txl_dist.config import Config, config_to_toml, plan_batch
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.evaluation import EvalStream
 from txl_dist.dist import Ranks
@@ -208,6 +212,43 @@ def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: 
     means = [float(one.mean()) if len(one) else math.nan for one in clusters]
     assert result.loss_by_cluster == pytest.approx(means, abs=1e-6, nan_ok=True)
     assert len([loss for loss in means if not math.isnan(loss)]) >= 2
+
+
+def test_an_evaluation_of_a_part_of_a_split_records_no_bits_of_its_text(corpus: Corpus, no_other_ranks: None) -> None:
+    split = corpus.split("valid")
+    engine: Any = PlainEngine(config_of(0), vocab_size=corpus.vocab_size)
+    maker, found = batch_maker(engine.model, mask_documents=False), {}
+    for max_tokens in (0, 50):
+        config = config_of(0, eval={"max_tokens": max_tokens})
+        result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=RANK)
+        found[max_tokens] = result.record(3)
+    assert (found[0]["tokens"], found[50]["tokens"]) == (split.tokens - 1, 49)
+    assert found[0].keys() - found[50].keys() == {"bits_per_byte", "bits_per_character"}
+
+
+WITHOUT_ITS_TOKENIZER = """
+from pathlib import Path
+from txl_dist.config import Config, load_config
+from txl_dist.train import start
+class Run(start.Run):
+    def go(self):
+        Path("corpus/tokenizer.json").unlink()
+        return super().go()
+start.Run = Run
+print(start.train(load_config("tiny.toml")))
+"""
+
+
+def test_once_a_run_is_built_no_rank_asks_the_storage_for_the_tokenizer(tmp_path: Path) -> None:
+    tiny_corpus(tmp_path)
+    config = config_of(0, run={"dir": "run"}, data={"path": "corpus"}, train={"max_steps": 2})
+    (tmp_path / "tiny.toml").write_text(config_to_toml(config), encoding="utf-8")
+    command = [sys.executable, "-c", WITHOUT_ITS_TOKENIZER]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.endswith("True\n"), done.stderr[-3000:]
+    assert '"bits_per_byte"' in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("prompt", ["", "no"])

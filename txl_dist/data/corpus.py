@@ -267,6 +267,7 @@ class Corpus:
     """A prepared corpus, as its index describes it."""
 
     def __init__(self, storage: Storage, index: dict[str, Any]) -> None:
+        """`index` is what `parse_index` returns."""
         self.storage = storage
         self.location = storage.location
         self.name = storage.location.rstrip("/").rpartition("/")[2]
@@ -278,7 +279,7 @@ class Corpus:
         self.fingerprint: str = index["self_sha256"]
         """Data fingerprint: equal for corpora of equal content."""
         self.statistics: dict[str, int] = index["statistics"]
-        self._splits = {name: SplitInfo.from_dict(values) for name, values in index["splits"].items()}
+        self._splits: dict[str, SplitInfo] = index["splits"]
 
     @property
     def folder(self) -> Path:
@@ -330,7 +331,7 @@ def open_corpus(location: str | Path, settings: StorageSettings | None = None) -
 
 
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
-    """The values of an index.json. Raises DataError if it is foreign, damaged or edited."""
+    """The values of an index.json, of splits as `SplitInfo`. Raises DataError if it is foreign, damaged or edited."""
     try:
         index = parse_json(content)
     except ValueError as error:
@@ -345,7 +346,7 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     if canonical_hash(index) != index["self_sha256"]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
     try:
-        shards = [shard.name for values in index["splits"].values() for shard in SplitInfo.from_dict(values).shards]
+        splits = {name: SplitInfo.from_dict(values) for name, values in index["splits"].items()}
         vocab_size, end_of_text, counted = index["vocab_size"], index["end_of_text"], index["statistics"]
         is_known = index["dtype"] in ("uint16", "uint32") and type(vocab_size) is int and 0 < vocab_size <= 1 << 32
         is_known = is_known and (end_of_text is None or (type(end_of_text) is int and 0 <= end_of_text < vocab_size))
@@ -355,7 +356,8 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
     if not is_known:
         raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
-    strange = [file for file in (*index["splits"], *shards) if not is_file_name(file) or file.startswith(".")]
+    files = [*splits, *(shard.name for split in splits.values() for shard in split.shards)]
+    strange = [file for file in files if not is_file_name(file) or file.startswith(".")]
     if strange:
         raise DataError(f"{name} names files outside its folder ({strange[0]!r:.80}). Do not use this corpus.")
-    return index
+    return index | {"splits": splits}

@@ -23,7 +23,8 @@ class EvalStream:
 
     Of N tokens all but the first are targets. Lane l scores the targets of its stripe, beginning with an empty
     memory; so fewer lanes give more context, more lanes are faster. Short lanes, and lanes added so that every rank
-    has equally many, are padded with id 0 and not scored: every rank makes the same number of forward passes.
+    has equally many, are padded with id 0 and not scored: every rank makes the same number of forward passes. Lanes
+    beyond the targets, and what of a segment is longer than a lane, would be nothing but padding: they are left out.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class EvalStream:
                 f"split {split.name!r} of {split.corpus.location} gives {num_tokens} tokens to evaluate; two are the "
                 "fewest. Prepare more held-out text or raise eval.max_tokens."
             )
-        self.segment_len, self.overlap_len = segment_len, overlap_len
-        self.num_targets = num_tokens - 1
-        self.stripe_len = -(-self.num_targets // num_lanes)
-        self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
+        self.split, self.num_targets = split, num_tokens - 1
+        self.num_lanes = min(num_lanes, self.num_targets)
+        self.stripe_len = -(-self.num_targets // self.num_lanes)
+        self.segment_len, self.overlap_len = min(segment_len, self.stripe_len), overlap_len
+        self.lanes = lanes_of_rank(-(-self.num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
         self._end_of_text = split.corpus.end_of_text
         self._shards = Shards(split, max_open=2 * len(self.lanes) + 2)
         self._shard_starts = np.cumsum(split.shard_tokens) - split.shard_tokens

@@ -1,7 +1,8 @@
 """What a loss may be called: bits per byte of text only where it is what the text costs.
 
 Nats per token are a cost of tokens. They are that of the text, and comparable between tokenizers, if every token is
-scored and the tokens spell all of the text, byte for byte. `text_units` alone decides that; whoever shows, records or
+scored and the tokens spell all of the text, byte for byte: of a held-out split all of it, since a part of it is another
+text, of a size that nobody counted. `text_units` alone decides that; whoever shows, records or
 compares losses asks it, or reads what it had recorded.
 """
 
@@ -31,8 +32,8 @@ class TextUnits(NamedTuple):
         """`bits_per_byte` and `bits_per_character` of the text; nothing where a loss is no cost of it.
 
         Exact when the loss is that of the whole split: the tokens, end-of-text among them, spell all of its text.
-        Its first token, which nothing predicts, counts like an average one. For another loss, of a part of the
-        split or of the text trained on, it is an estimate: that text may have more or fewer bytes per token.
+        Its first token, which nothing predicts, counts like an average one. For the loss of the text trained on, a
+        part of its split, it is an estimate: that text may have more or fewer bytes per token.
         """
         if self.problem:
             return {}
@@ -45,26 +46,31 @@ class TextUnits(NamedTuple):
         return {"ppl": math.exp(min(loss, 700.0)), **self.bits(loss), **unknown}
 
 
-def text_units(splits: Sequence[Split], *, shares: Sequence[float] = (1.0,), mask_documents: bool) -> TextUnits:
+def text_units(
+    splits: Sequence[Split], *, shares: Sequence[float] = (1.0,), mask_documents: bool, max_tokens: int = 0
+) -> TextUnits:
     """For losses over splits of which each has this share of the tokens; one split has all.
 
+    `max_tokens`: no more than so many tokens of a split are scored; 0 means all.
     Raises DataError if a tokenizer, or counts that are needed, cannot be read.
     """
     parts = list(zip(splits, shares, strict=True))
-    problems = [problem for split, _ in parts if (problem := _problem_of(split, mask_documents=mask_documents))]
+    problems = [_problem_of(split, mask_documents=mask_documents, max_tokens=max_tokens) for split in splits]
     return TextUnits(
         bytes_per_token=sum(share * split.text_bytes / split.tokens for split, share in parts),
         characters_per_token=sum(share * split.text_characters / split.tokens for split, share in parts),
-        problem=problems[0] if problems else "",
+        problem=next(filter(None, problems), ""),
         token=splits[0].corpus.tokenizer.unit,
         unknown_pct=sum(100 * share * split.num_unknown / split.tokens for split, share in parts),
     )
 
 
-def _problem_of(split: Split, *, mask_documents: bool) -> str:
+def _problem_of(split: Split, *, mask_documents: bool, max_tokens: int) -> str:
     where = f"{split.corpus.name} ({split.name})"
     if not split.text_bytes or not split.text_characters:
         return f"{where} holds no text"
+    if 0 < max_tokens < split.tokens:
+        return f"only the first {max_tokens:,} of the {split.tokens:,} tokens of {where} are scored (eval.max_tokens)"
     if mask_documents and not split.is_separated:
         return (
             f"documents of {where} have no end-of-text before them: with data.document_border='mask' their first "

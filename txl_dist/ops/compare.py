@@ -2,8 +2,9 @@
 
 Losses in nats per token can be compared only between runs of one tokenizer: a token of another is another amount of
 text. Unless checkpoints prove that all runs have the same, losses are in bits per byte of text; and where a run has no
-such numbers, because its tokenizer loses text or its first tokens are not scored, no losses are put side by side. Runs
-are ranked only if they were scored on the same text.
+such numbers, because its tokenizer loses text, or a part of its held-out text alone is scored, no losses are put side
+by side. Runs are ranked only if they were scored on the same text, as far as sizes on record tell: with one tokenizer
+on as many tokens in every evaluation, else on whole texts of as many bytes.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def unit_of(runs: Sequence[Run]) -> Unit:
     without = [run for run in runs if not _has_bits(run)]
     if not without:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
-        return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs))
+        return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs) or _unknown_text(runs))
     reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
     listed = "; ".join(f"{clean(name)}: {reason}" for name, reason in reasons)
     sentence = (
@@ -129,9 +130,16 @@ def _other_text(runs: Sequence[Run]) -> str:
     return f"their held-out texts are others, of {_listed(sizes)} bytes" if len(sizes) > 1 else ""
 
 
+def _unknown_text(runs: Sequence[Run]) -> str:
+    """Which runs do not tell the size of their held-out text; empty if all do, or have no held-out losses to rank."""
+    unknown = [run for run in runs if len(_held_out(run)) and not is_number(run.start.get("held_out_bytes"))]
+    names = ", ".join(clean(run.name) for run in unknown)
+    return f"it is not on record how much held-out text was scored ({names})" if unknown else ""
+
+
 def _other_targets(runs: Sequence[Run]) -> str:
     """In what the targets of runs of one tokenizer differ; empty if they are the same as far as is known."""
-    counts = {int(count) for run in runs if (count := _held_out(run).last("tokens")) is not None}
+    counts = {int(count) for run in runs for count in _held_out(run)["tokens"] if np.isfinite(count)}
     if len(counts) > 1:
         return f"held-out losses are over other tokens, {_listed(counts)} of them"
     # Older programs did not score the first tokens of documents with document masks.

@@ -123,7 +123,8 @@ def read_run(path: Path) -> Run:
 
 def _has_true_bits(run: Run) -> bool:
     """Whether the bits per byte that an older program recorded, which looked at nothing, are a cost of the text."""
-    if not run.settings or run.settings.get("data.document_border") == "mask":
+    settings = run.settings
+    if not settings or settings.get("data.document_border") == "mask" or settings.get("eval.max_tokens"):
         return False
     for path in sorted((run.path / "checkpoints").glob("step_?????????/tokenizer.json"), reverse=True):
         with suppress(DataError, OSError):

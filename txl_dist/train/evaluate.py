@@ -135,7 +135,7 @@ def evaluate(
     return Evaluation(
         loss=loss,
         tokens=tokens,
-        units=text_units([split], mask_documents=maker.mask_documents),
+        units=text_units([split], mask_documents=maker.mask_documents, max_tokens=config.eval.max_tokens),
         seconds=time.perf_counter() - start_s,
         loss_by_position=by_position,
         loss_by_cluster=by_cluster,

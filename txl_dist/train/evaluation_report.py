@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from txl_dist.config import Config, check_config, config_from_dict
 from txl_dist.data.baselines import order0_and_bigram
-from txl_dist.data.corpus import Corpus, Split, open_corpus
+from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.evaluation import EvalStream
 from txl_dist.data.progress import Progress
 from txl_dist.data.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
 from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
 from txl_dist.infer.bundle import DTYPES, Bundle, is_bundle, load, network_of
-from txl_dist.log import logger, start_logging
+from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import ModelSection
@@ -41,11 +43,11 @@ def evaluate_trained(
 
     `data` is the corpus; empty takes that of the run.
 
-    Raises ConfigError if the overrides contradict each other or the model, CheckpointError or DataError if the target
-    or the corpus cannot be read or do not belong together.
+    Raises ConfigError if the overrides contradict each other or the model, or there is no memory for them;
+    CheckpointError or DataError if the target or the corpus cannot be read or do not belong together.
     """
-    start_logging()
-    overrides.check()
+    start_logging(rank=this_rank())
+    overrides.check(target, is_bundle=is_bundle(target), data=data)
     if json_path is not None:
         _check_writable(json_path)
     model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
@@ -137,8 +139,6 @@ def _as_evaluated(model: TransformerXL, section: ModelSection, *, where: str) ->
 def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str, Config, str]:
     """(model, fingerprint of its tokenizer, settings, what it is) of a bundle, a run or a checkpoint."""
     if is_bundle(target):
-        if not data:
-            raise DataError(f"{target} is a bundle and knows no corpus. Name one with --data.")
         bundle = load(target)
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
@@ -165,7 +165,7 @@ def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str,
 
 def _warn_of_first_tokens(model: Bundle | Trained, config: Config) -> None:
     if config.data.document_border == "mask" and not model.begins_documents:
-        logger.warning(
+        warn_for_all(
             "this model was trained by an older program, which scored no first token of a document: here they are "
             "scored, and it never learnt to predict them"
         )
@@ -182,19 +182,22 @@ def _score_model(
     results: dict[str, Result] = {}
     first = configs[0]
     split = corpus.split(first.data.eval_split)
+    stream = EvalStream(
+        split, num_lanes=first.eval.num_lanes, segment_len=first.eval.segment_len or first.train.segment_len
+    )
+    _tell_cuts(stream, overrides)
     rows = {
         "model" if len(configs) == 1 else f"memory {memory_len}": (config, memory_len)
         for config in configs
-        for memory_len in [_fitting(config, split, overrides)]
+        for memory_len in [_fitting(config.eval.memory_len, stream, overrides)]
     }
     if overrides.without_memory:
         rows["memory off"] = first, 0
-    segment_len = first.eval.segment_len or first.train.segment_len
-    num_passes = -(-_lane_len(first, split) // segment_len)
-    pass_tokens = first.eval.num_lanes * segment_len
+    pass_tokens = stream.num_lanes * stream.segment_len
     with (
         joined_ranks(timeout_s=first.engine.timeout_s, num_threads=first.engine.num_threads) as ranks,
-        Progress("scoring", total=len(rows) * num_passes * pass_tokens, every_s=math.inf, unit="tokens") as progress,
+        Progress("scoring", total=len(rows) * len(stream) * pass_tokens, every_s=math.inf, unit="tokens") as progress,
+        _enough_memory(),
     ):
 
         def advance() -> None:
@@ -232,22 +235,45 @@ def _score_model(
     return results
 
 
-def _fitting(config: Config, split: Split, overrides: Overrides) -> int:
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Raises ConfigError where memory could not be allocated."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # of which torch has a class for devices, and none for hosts
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"not enough memory for this evaluation: {' '.join(str(error).split()):.200}. Give fewer lanes "
+            "(--num-lanes), shorter segments (--segment-len) or less memory (--memory-len)."
+        ) from error
+
+
+def _tell_cuts(stream: EvalStream, overrides: Overrides) -> None:
+    """Say which flags ask for more lanes or longer segments than the split has: the same scores, for less work."""
+    if overrides.num_lanes > stream.num_lanes:
+        warn_for_all(
+            "split %r has %s tokens to score: --num-lanes %s is cut to that",
+            *(stream.split.name, f"{stream.num_targets:,}", f"{overrides.num_lanes:,}"),
+        )
+    if overrides.segment_len > stream.segment_len:
+        warn_for_all(
+            "a lane of split %r has %s tokens: --segment-len %s is cut to that",
+            *(stream.split.name, f"{stream.stripe_len:,}", f"{overrides.segment_len:,}"),
+        )
+
+
+def _fitting(memory_len: int, stream: EvalStream, overrides: Overrides) -> int:
     """The memory, no longer than what a lane of the split can put into it: the same scores, for less work."""
-    wanted, num_lanes = config.eval.memory_len, config.eval.num_lanes
-    lane_len = _lane_len(config, split)
-    if wanted <= lane_len or overrides.zero_memory:  # zeros are attended, as many as there are
-        return wanted
-    longer = " --num-lanes 1 makes it longer." if num_lanes > 1 else ""
-    logger.warning(
+    lane_len = stream.stripe_len
+    if memory_len <= lane_len or overrides.zero_memory:  # zeros are attended, as many as there are
+        return memory_len
+    longer = " --num-lanes 1 makes it longer." if stream.num_lanes > 1 else ""
+    warn_for_all(
         "a lane of split %r has %s tokens, and a memory of %s never holds more: it is cut to that.%s",
-        *(split.name, f"{lane_len:,}", f"{wanted:,}", longer),
+        *(stream.split.name, f"{lane_len:,}", f"{memory_len:,}", longer),
     )
     return lane_len
-
-
-def _lane_len(config: Config, split: Split) -> int:
-    return -(-(split.tokens - 1) // config.eval.num_lanes)
 
 
 def _score_baselines(corpus: Corpus, config: Config, units: TextUnits) -> dict[str, Result]:

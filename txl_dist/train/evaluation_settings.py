@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from txl_dist.errors import ConfigError
@@ -36,8 +37,11 @@ class Overrides:
     without_memory: bool = False
     """Also score with memory off, to see what memory brings."""
 
-    def check(self) -> None:
-        """Raises ConfigError for a number that no evaluation can have."""
+    def check(self, target: Path, *, is_bundle: bool, data: str | Path) -> None:
+        """Of what is scored, on what corpus, if one is named. Raises ConfigError for a number that no evaluation can
+        have, and for a bundle without a corpus."""
+        if is_bundle and not data:
+            raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
         if not self.memory_len:
             raise ConfigError("--memory-len needs a value: 0 or more tokens, or several, for instance 0 64 512.")
         numbers = [("memory_len", length) for length in self.memory_len]

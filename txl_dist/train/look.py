@@ -63,7 +63,7 @@ def look(
     num_before = min(-(-train.memory_len // train.segment_len), max(0, len(stream) - NUM_SEGMENTS))
     empty = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=train.memory_len)
     with_memory, without = (
-        LossSums(segment_len=train.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
+        LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
     )
     memory, squares, attended = empty, list[Tensor](), _AttentionWatch()
     for index, segment in zip(range(num_before + NUM_SEGMENTS), stream, strict=False):

@@ -22,13 +22,12 @@ from txl_dist.data.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.position import StreamState
 from txl_dist.data.prefetch import prefetch
 from txl_dist.data.units import text_units
-from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first
+from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.files import replace_file
 from txl_dist.log import logger, warn_for_all
 from txl_dist.run_files import list_checkpoints, step_of
-from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint import CorpusFacts, load_checkpoint, problems_together
 from txl_dist.train.engine import Engine
@@ -37,7 +36,7 @@ from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
 from txl_dist.train.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s, start_facts
-from txl_dist.train.observer import Observer, StopAskedError, labelled, text_facts
+from txl_dist.train.observer import Observer, StopAskedError, labelled
 from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.run_lock import RunLock
@@ -117,7 +116,7 @@ class Run:
             config=config,
             ranks=ranks,
             splits=eval_splits(config, job.corpora),
-            tokenizer=read_tokenizer(job.start.facts.tokenizer_json.encode(), name="the tokenizer"),
+            tokenizer=job.corpora[0].tokenizer,
             reporter=self.reporter,
             evaluated=job.start.evaluated,
             before_segment=self._before_segment,
@@ -149,7 +148,7 @@ class Run:
         """Train from a checkpoint, or from the beginning. Returns whether the run came to its end."""
         try:
             state = self._first_state()
-            units = text_facts(self.splits, self.observer.splits, mask_documents=self.maker.mask_documents)
+            units = together(lambda: self.observer.text_facts(self.splits))
             for kind, problem in units["no_bits"].items():
                 logger.info("%s: no bits per byte, as %s", kind, problem)
             facts = start_facts(self.engine, self.ranks) | units

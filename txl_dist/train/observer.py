@@ -51,6 +51,11 @@ class Observer:
         self._before_segment = before_segment
         self.evaluated = dict(evaluated)
 
+    def text_facts(self, splits: Sequence[Split]) -> Record:
+        """Of these splits to train on and the held-out ones, as `text_facts` below has them."""
+        masked, most = self._maker.mask_documents, self._config.eval.max_tokens
+        return text_facts(splits, self.splits, mask_documents=masked, max_tokens=most)
+
     def should_evaluate(self, step: int) -> bool:
         """By the interval, and at the end."""
         every = self._config.eval.every_steps
@@ -122,15 +127,17 @@ def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
     return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")
 
 
-def text_facts(splits: Sequence[Split], held_out: Sequence[Split], *, mask_documents: bool) -> Record:
-    """In which units the losses of a run may be told, for the record of its start.
+def text_facts(
+    splits: Sequence[Split], held_out: Sequence[Split], *, mask_documents: bool, max_tokens: int = 0
+) -> Record:
+    """In which units the losses of a run may be told, for the record of its start; `max_tokens` of a held-out split
+    are scored at most, 0 means all.
 
     `no_bits` has by kind of record why there are no bits per byte; `held_out_bytes` tells held-out texts apart.
     """
-    kinds = {"train": [*splits]} | {labelled("eval", one, held_out): [one] for one in held_out}
-    units = {
-        kind: text_units(own, shares=[1 / len(own)] * len(own), mask_documents=mask_documents)
-        for kind, own in kinds.items()
+    units = {"train": text_units(splits, shares=[1 / len(splits)] * len(splits), mask_documents=mask_documents)} | {
+        labelled("eval", one, held_out): text_units([one], mask_documents=mask_documents, max_tokens=max_tokens)
+        for one in held_out
     }
     return {
         "token": units["train"].token,

@@ -16,6 +16,7 @@ from txl_dist.data.corpus import Corpus
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.log import logger, note_in_file, start_logging
+from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.checkpoint import (
     check_checkpoint,
     choose_together,
@@ -111,6 +112,9 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
     start = on_first(lambda: _check_run(config, corpora, plan, checkpoint, chosen_because))
+    tokenizer = read_tokenizer(start.facts.tokenizer_json.encode(), name="the tokenizer")
+    for corpus in corpora:
+        corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
     begins_with = config.run.init and checkpoint is None
     weights = together(lambda: initial_weights(config, corpora[0])) if begins_with else None
     on_first(lambda: _open_run(config, start, warnings=start.warnings + remarks(config, plan=plan)))

@@ -35,11 +35,9 @@ def evaluate(
         json: Write the results to this file too.
     """
     kind = require(target, *TRAINED)
-    overrides.check()
+    overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
     if data:
         require(data, Kind.CORPUS, what="--data")
-    elif kind is Kind.BUNDLE:
-        raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
     _say(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
     from txl_dist.train.evaluation_report import evaluate_trained
 

@@ -9,7 +9,7 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import Reading, content_digest, split_of
 from txl_dist.data.lanes import hash64
 from txl_dist.data.prepare import prepare_corpus
-from txl_dist.data.shards import RECORD, token_dtype, write_shard
+from txl_dist.data.shards import RECORD, SplitInfo, token_dtype, write_shard
 from txl_dist.data.units import text_units
 from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
@@ -56,6 +56,18 @@ def test_each_split_holds_its_documents_with_end_of_text_train_shuffled_held_out
     shard_tokens = corpus.split("train").shard_tokens
     assert len(shard_tokens) > 3
     assert shard_tokens.max() - shard_tokens.min() <= 2 * corpus.split("train").longest, "of about equal size"
+
+
+def test_opening_a_corpus_looks_at_each_split_once_and_at_no_types_per_shard(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_corpus(corpus.folder)
+    parsed: list[Any] = []
+    parse, ask = SplitInfo.from_dict, get_type_hints
+    monkeypatch.setattr(SplitInfo, "from_dict", lambda values: parsed.append("split") or parse(values))
+    monkeypatch.setattr("txl_dist.files.get_type_hints", lambda kind: parsed.append(kind) or ask(kind))
+    assert open_corpus(corpus.folder).split_names == corpus.split_names
+    assert parsed == ["split"] * len(corpus.split_names)
 
 
 def test_a_plain_webdataset_reads_every_shard_and_the_same_documents(tmp_path: Path) -> None:

@@ -229,6 +229,22 @@ def test_evaluation_can_be_limited_to_the_first_tokens(corpus: Corpus) -> None:
         EvalStream(corpus.split("valid"), num_lanes=2, segment_len=10, max_tokens=1)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_more_lanes_than_targets_and_segments_longer_than_a_lane_are_cut_not_padded(
+    corpus: Corpus, world_size: int
+) -> None:
+    split = corpus.split("valid")
+    targets = split.tokens - 1
+    for num_lanes, segment_len, shape in ((1, 10**9, (1, targets)), (10**7, 10**9, (targets, 1)), (2, 7, (2, 7))):
+        ranks = [
+            EvalStream(split, num_lanes=num_lanes, segment_len=segment_len, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        segments = [segment for source in ranks for segment in source]
+        assert {segment.scored.shape for segment in segments} == {(-(-shape[0] // world_size), shape[1])}
+        assert sum(int(segment.scored.sum()) for segment in segments) == targets
+
+
 def test_prefetch_depth_changes_nothing(corpus: Corpus) -> None:
     plain = take(stream(corpus), 40)
     for depth in (1, 8):

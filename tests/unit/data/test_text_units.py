@@ -263,6 +263,17 @@ def test_bytes_that_are_no_text_have_the_same_sizes_in_both(tmp_path: Path) -> N
     assert sizes == [again.split("train").text_bytes, again.split("train").text_characters]
 
 
+def test_a_part_of_a_split_has_no_bits_per_byte_and_the_reason_is_told(tmp_path: Path) -> None:
+    split = tiny_corpus(tmp_path).split("valid")
+    part = text_units([split], mask_documents=False, max_tokens=50)
+    assert part.bits(1.0) == {}
+    assert part.problem == (
+        f"only the first 50 of the {split.tokens:,} tokens of corpus (valid) are scored (eval.max_tokens)"
+    )
+    for max_tokens in (0, split.tokens, split.tokens + 1):
+        assert text_units([split], mask_documents=False, max_tokens=max_tokens).bits(1.0)
+
+
 def test_a_word_model_of_nine_ids_has_no_bits_per_byte_to_win_with(tmp_path: Path) -> None:
     corpus = tiny_corpus(
         tmp_path, texts=["the cat sat on the mat", "a dog"], kind="word", vocab_size=9, valid_fraction=0.0

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.made_runs import make_run, write_state
 from txl_dist.cli import main
 from txl_dist.config import Config, config_to_toml
+from txl_dist.data.units import text_units
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.ops.compare import Unit, unit_of, write_comparison
 from txl_dist.ops.summary import facts_of, read_run
 from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.train.observer import text_facts
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,8 @@ def tiny(
     tokenizer: str = "",
     loss: float = 3.0,
     tokens: int = 900,
-    held_out_bytes: int = 4000,
+    first_tokens: int = 0,
+    held_out_bytes: int | None = 4000,
     is_old: bool = False,
     document_border: str = "carry",
 ) -> Path:
@@ -42,7 +46,9 @@ def tiny(
     start = {"kind": "event", "event": "start", "step": 0} | ({} if is_old else facts)
     record = {"kind": "eval", "step": 10, "loss": loss, "tokens": tokens}
     record |= {} if bits is None else {"bits_per_byte": bits}
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(record)}\n", encoding="utf-8")
+    first = [record | {"step": 5, "loss": loss / 2, "tokens": first_tokens}] if first_tokens else []
+    lines = [json.dumps(one) for one in (start, *first, record)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = Config.model_validate({"data": {"document_border": document_border}})
     (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     if tokenizer:
@@ -123,6 +129,8 @@ def test_a_run_that_is_better_in_bits_per_byte_is_ranked_first(tmp_path: Path) -
     ("first", "second", "words"),
     [
         ({}, {"tokens": 800}, "over other tokens, 800 and 900 of them"),
+        ({}, {"first_tokens": 300}, "over other tokens, 300 and 900 of them"),
+        ({"tokenizer": "bb"}, {"held_out_bytes": None}, "not on record how much held-out text was scored (run1)"),
         ({}, {"held_out_bytes": 5000}, "their held-out texts are others, of 4,000 and 5,000 bytes"),
         ({}, {"is_old": True, "document_border": "mask"}, "not all of them score the first tokens of documents"),
         ({"tokenizer": "bb"}, {"held_out_bytes": 5000}, "their held-out texts are others"),
@@ -137,6 +145,23 @@ def test_losses_over_other_tokens_or_texts_are_said_to_be_so_and_not_ranked(
     assert words in lines[3]
     assert "not ranked" in lines[3]
     assert not any("best held-out loss, in" in line for line in lines)
+
+
+def test_a_run_that_scores_a_part_of_its_text_is_not_ranked_beside_one_of_another_tokenizer(tmp_path: Path) -> None:
+    texts, paths = random_texts(count=60), []
+    for kind, max_tokens in (("byte", 0), ("bpe", 100)):
+        vocab_size = 300 if kind == "bpe" else 0
+        split = tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind, vocab_size=vocab_size).split("valid")
+        scored = {"mask_documents": False, "max_tokens": max_tokens}
+        bits = text_units([split], **scored).bits(2.0).get("bits_per_byte")
+        path = tiny(tmp_path / f"run_{kind}", bits=bits, tokenizer=kind)
+        start = {"kind": "event", "event": "start", "step": 0} | text_facts([split], [split], **scored)
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        (path / "metrics.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
+        paths.append(path)
+    unit = unit_of([read_run(path) for path in paths])
+    assert not unit.is_fair
+    assert "run_bpe: only the first 100 of the" in unit.sentence
 
 
 def test_document_masks_of_today_are_compared_with_carrying(tmp_path: Path) -> None:
@@ -155,6 +180,8 @@ def test_bits_that_an_older_program_recorded_count_only_if_its_tokenizer_loses_n
     for kind, tokenizer in kinds.items():
         tokenizer.save(checkpoint)
         assert read_run(path).history.evals["eval"].has("bits_per_byte") == (kind == "byte")
+    (path / "config.toml").write_text("[eval]\nmax_tokens = 100\n", encoding="utf-8")
+    assert not read_run(path).history.evals["eval"].has("bits_per_byte"), "a part was scored"
     (path / "config.toml").write_text('[data]\ndocument_border = "mask"\n', encoding="utf-8")
     assert not read_run(path).history.evals["eval"].has("bits_per_byte"), "first tokens were not scored"
 

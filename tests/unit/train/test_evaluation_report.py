@@ -9,6 +9,7 @@ import re
 import string
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -271,6 +272,60 @@ def test_a_memory_longer_than_a_lane_is_cut_to_it_with_a_word_and_scores_the_sam
     assert "--num-lanes 1 makes it longer" in capsys.readouterr().err
     evaluated(made, memory_len=targets)
     assert "it is cut" not in capsys.readouterr().err
+
+
+def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_with_a_word(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    whole, single = evaluated(made, segment_len=targets), evaluated(made, num_lanes=targets, memory_len=1)
+    assert "is cut to that" not in capsys.readouterr().err
+    assert evaluated(made, segment_len=1 << 20)["model"]["loss"] == whole["model"]["loss"]
+    said = capsys.readouterr().err
+    assert f"a lane of split 'valid' has {targets:,} tokens: --segment-len {1 << 20:,} is cut to that" in said
+    assert evaluated(made, num_lanes=1 << 20, memory_len=1)["model"]["loss"] == single["model"]["loss"]
+    assert f"has {targets:,} tokens to score: --num-lanes {1 << 20:,} is cut to that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 9 TiB"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp]\nDefaultCPUAllocator: can't allocate memory: error code 12"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_evaluation_without_enough_memory_is_one_line_with_the_remedy(
+    made: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=error))
+    with pytest.raises(ConfigError, match=r"not enough memory for this evaluation: .*Give fewer lanes") as told:
+        evaluated(made)
+    assert "\n" not in str(told.value)
+
+
+def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=RuntimeError("shapes differ")))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        evaluated(made)
+    torch.distributed.destroy_process_group()  # which a defect leaves behind, as the process ends with it
+
+
+def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> None:
+    with pytest.raises(ConfigError, match="is a bundle and knows no corpus"):
+        evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, json_path=None)
+
+
+def test_what_all_ranks_know_is_said_by_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, document_border="mask", begins_documents=False)
+    monkeypatch.setattr("txl_dist.train.evaluation_report._score_model", Mock(return_value={}))
+    for rank, is_said in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        evaluate_trained(made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, json_path=None)
+        assert ("never learnt to predict them" in capsys.readouterr().err) == is_said
 
 
 def test_attended_zeros_are_as_many_as_asked_for(made: Made) -> None:

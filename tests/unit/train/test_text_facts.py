@@ -17,6 +17,9 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
     assert facts["token"] == "word"
     assert facts["no_bits"].keys() == {"train", "eval"}
     assert "do not come back from the tokenizer (word)" in facts["no_bits"]["eval"]
+    part = text_facts([split], [whole.split("valid")], mask_documents=False, max_tokens=20)["no_bits"]
+    assert part.keys() == {"eval"}
+    assert "only the first 20 of the" in part["eval"]
     assert "held_out_bytes" not in text_facts([split], [], mask_documents=False)
 
 
