@@ -33,7 +33,7 @@ from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.engine import Engine
 from txl_dist.train.places import absolute_paths
-from txl_dist.train.soundness import FORMAT_VERSION, LANES_KEY, STATE_KEY
+from txl_dist.train.soundness import FORMAT_VERSION, LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import file_bytes, fragment_tensors, write_tensors
 
@@ -206,7 +206,7 @@ class Saver:
             "vocab_size": self._corpus.vocab_size,
             "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
             "config_fingerprint": config_fingerprint(self._config),
-            "config_sha256": sha256_of_bytes(settings),
+            "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
         }
         return {

@@ -2,7 +2,7 @@
 
 A manifest proves that no byte has changed since it was written; it cannot know that it was written over files of two
 saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), which in turn
-names those of `config.toml` and `tokenizer.json`; a file of memories names its lanes (`LANES_KEY`); and file names and
+names those of the settings and of `tokenizer.json`; a file of memories names its lanes (`LANES_KEY`); and file names and
 shapes must cover each lane and each parameter once. What an older program did not name is not compared; it always named
 the tokenizer, and its files of tensors name their state all or none. Only headers of tensors are read here: what the
 values are worth, the probe tells (`export.check_probe`).
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from txl_dist.data.position import StreamState
 from txl_dist.errors import CheckpointError
-from txl_dist.files import parse_object, read_bytes, sha256_of_file
+from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
 from txl_dist.run_files import CHECKPOINT_NAME, step_of
 from txl_dist.train.health import Health
@@ -133,12 +133,10 @@ def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> l
 def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
     if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
         yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {state['step']}"
-    for name, saved in (
-        ("config.toml", state.get("config_sha256", "")),
-        ("tokenizer.json", state["tokenizer_fingerprint"]),  # see `Tokenizer.fingerprint`
-    ):
-        if saved not in ("", _sha256_of(folder / name)):
-            yield f"{name} is not the one of this state.json"
+    if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / "config.toml")):
+        yield "config.toml is not the one of this state.json"
+    if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
+        yield "tokenizer.json is not the one of this state.json"
     engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
     lanes = [_header(path) for path in lane_files(folder)]
     probe = _header(folder / "probe.safetensors")
@@ -200,6 +198,23 @@ def lanes_of(path: Path) -> range:
     """The global lanes of a file of memories, by its name; none if that is no such name."""
     named = _LANES.fullmatch(path.name)
     return range(int(named[1]), int(named[2]) + 1) if named else range(0)
+
+
+def settings_hash(data: bytes) -> str:
+    """sha256 of the settings in a config.toml but for where the run lies, so that equal runs have equal states.
+
+    Raises ValueError or TypeError if it holds none.
+    """
+    values = parse_toml(data)
+    run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}
+    return canonical_hash({**values, "run": run})
+
+
+def _settings_hash_of(path: Path) -> str:
+    try:
+        return settings_hash(read_bytes(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _sha256_of(path: Path) -> str:
