@@ -15,7 +15,8 @@ from pathlib import Path
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import nearest
 
-_CHECKPOINT_NAME = re.compile(r"step_(\d{9})")
+CHECKPOINT_NAME = re.compile(r"step_\d{9}")
+"""Of the folder of a checkpoint: its step."""
 _MOST_NAMES = 4
 """Folders that a message names at most."""
 _MOST_LOOKED_AT = 1000
@@ -66,13 +67,14 @@ _MARKS = {
 def kind_of(path: str | Path) -> Kind:
     """What a path is. A URL can only be a corpus; whatever cannot be looked into is nothing.
 
-    A folder with a checkpoint under checkpoints/ is a run even when its config.toml is gone.
+    A folder with a checkpoint under checkpoints/ is a run even when its config.toml is gone, and one with two of the
+    three files that `infer.bundle.load` needs is a bundle.
     """
     if is_url(path):
         return Kind.CORPUS
 
     def has(*names: str) -> bool:
-        return any(os.path.exists(os.path.join(path, name)) for name in names)
+        return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
     if has("state.json") or os.path.isdir(os.path.join(path, "engine")):
         return Kind.CHECKPOINT
@@ -82,9 +84,11 @@ def kind_of(path: str | Path) -> Kind:
         has("config.json") and has("model.safetensors", "pytorch_model.bin") and not has("MANIFEST.json", "train.toml")
     ):
         return Kind.HUGGINGFACE
-    if has("MANIFEST.json", "model.safetensors"):
-        return Kind.CHECKPOINT if _CHECKPOINT_NAME.fullmatch(Path(path).name) else Kind.BUNDLE
-    if has("config.toml", "metrics.jsonl") or list_checkpoints(Path(path)):
+    if sum(map(has, ("config.json", "model.safetensors", "MANIFEST.json"))) > 1:
+        return Kind.BUNDLE
+    if has("MANIFEST.json") and CHECKPOINT_NAME.fullmatch(Path(path).name):
+        return Kind.CHECKPOINT
+    if has("config.toml", "metrics.jsonl") or Kind.CHECKPOINT in map(kind_of, list_checkpoints(Path(path))):
         return Kind.RUN
     return Kind.NOTHING
 
@@ -181,8 +185,9 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints by step, oldest first; not verified."""
+    """Committed checkpoints by step, oldest first; not verified. What is no folder is a damaged one, not none: nothing
+    is trained over it."""
     folder = run_dir / "checkpoints"
     if not os.path.isdir(folder):
         return []
-    return sorted(path for path in folder.glob("step_*") if _CHECKPOINT_NAME.fullmatch(path.name))
+    return sorted(path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))

@@ -33,8 +33,9 @@ from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.generate import generate
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.score import log_probabilities
-from txl_dist.manifest import MANIFEST, check_folder, describe_file, files_of, replace_folder, write_manifest
+from txl_dist.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import Len, ModelSection, PositiveLen
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -156,7 +157,7 @@ def write_bundle(
     Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
     """
     folder = folder.resolve()
-    if folder.exists() and not is_bundle(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and kind_of(folder) is not Kind.BUNDLE and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     content = {
@@ -193,19 +194,11 @@ def write_bundle(
     return error
 
 
-def is_bundle(folder: Path) -> bool:
-    """Whether this looks like a bundle and not like a checkpoint, which has a manifest too."""
-    return (folder / MANIFEST).is_file() and (folder / "model.safetensors").is_file()
-
-
 def load(path: str | Path, *, device: str = "cpu") -> Bundle:
     """Load a bundle and check it: hashes, shapes and the probe. Raises CheckpointError."""
     folder = Path(path)
-    if not is_bundle(folder):
-        raise CheckpointError(
-            f"{folder} is not a bundle: it lacks {MANIFEST} or model.safetensors. "
-            f"Make one with `txl export RUN {folder}`."
-        )
+    if kind_of(folder) is not Kind.BUNDLE:
+        raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
     check_folder(folder, remedy="Copy it again or export it again.")
     try:
         data = read_bytes(folder / "config.json")

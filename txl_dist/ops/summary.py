@@ -21,6 +21,7 @@ from txl_dist.errors import DataError
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.figures import compact
 from txl_dist.ops.records import MOST, FloatArray, History, Table, clean, read_history
+from txl_dist.run_files import list_checkpoints
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.processes import process_of
 
@@ -126,9 +127,9 @@ def _has_true_bits(run: Run) -> bool:
     settings = run.settings
     if not settings or settings.get("data.document_border") == "mask" or settings.get("eval.max_tokens"):
         return False
-    for path in sorted((run.path / "checkpoints").glob("step_?????????/tokenizer.json"), reverse=True):
+    for folder in reversed(list_checkpoints(run.path)):
         with suppress(DataError, OSError):
-            return load_tokenizer(path).is_lossless
+            return load_tokenizer(folder / "tokenizer.json").is_lossless
     return False
 
 
@@ -142,7 +143,7 @@ def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _newest_state(path: Path) -> dict[str, Any]:
-    for folder in sorted((path / "checkpoints").glob("step_?????????"), reverse=True):
+    for folder in reversed(list_checkpoints(path)):
         with suppress(OSError, ValueError):
             return parse_object(read_bytes(folder / "state.json"))
     return {}

@@ -38,7 +38,7 @@ from txl_dist.train.engine import Engine
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.run_dir import refuse_frozen_changes
-from txl_dist.train.soundness import checkpoint_problems, read_state
+from txl_dist.train.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import FragmentFiles, open_tensors
 
@@ -307,25 +307,21 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
     hidden: list[Tensor] = []
     document: list[Tensor] = []
     wanted = lanes.start
-    for path in sorted((folder / "lanes").glob("*.safetensors"), key=_first_lane):
-        first, last = (int(part) for part in path.stem.split("-"))
-        if wanted >= lanes.stop or not first <= wanted <= last:
+    for path in lane_files(folder):
+        held = lanes_of(path)
+        if wanted >= lanes.stop or wanted not in held:
             continue
-        rows = slice(wanted - first, min(lanes.stop, last + 1) - first)
+        rows = slice(wanted - held.start, min(lanes.stop, held.stop) - held.start)
         try:
             with open_tensors(path) as file:
                 hidden.append(file.get_slice("hidden")[:, rows])
                 document.append(file.get_slice("document")[rows])
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
-        wanted = min(lanes.stop, last + 1)
+        wanted = min(lanes.stop, held.stop)
     if wanted < lanes.stop:
         raise CheckpointError(f"{folder}/lanes has no memory of lane {wanted}. Use another checkpoint.")
     return Memory(torch.cat(hidden, dim=1), torch.cat(document))
-
-
-def _first_lane(path: Path) -> int:
-    return int(path.stem.split("-")[0])
 
 
 def consolidated_weights(folder: Path) -> dict[str, Tensor]:

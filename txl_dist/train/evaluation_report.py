@@ -21,15 +21,16 @@ from txl_dist.data.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
 from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
-from txl_dist.infer.bundle import DTYPES, Bundle, is_bundle, load, network_of
+from txl_dist.infer.bundle import DTYPES, Bundle, load, network_of
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.evaluate import evaluate
 from txl_dist.train.evaluation_settings import Overrides
-from txl_dist.train.export import Trained, read_trained
+from txl_dist.train.export import Trained, network_in_fp32, read_trained
 from txl_dist.train.job import storage_settings
 from txl_dist.train.places import require_corpus
 
@@ -47,7 +48,7 @@ def evaluate_trained(
     CheckpointError or DataError if the target or the corpus cannot be read or do not belong together.
     """
     start_logging(rank=this_rank())
-    overrides.check(target, is_bundle=is_bundle(target), data=data)
+    overrides.check(target, is_bundle=kind_of(target) is Kind.BUNDLE, data=data)
     if json_path is not None:
         _check_writable(json_path)
     model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
@@ -138,7 +139,7 @@ def _as_evaluated(model: TransformerXL, section: ModelSection, *, where: str) ->
 
 def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str, Config, str]:
     """(model, fingerprint of its tokenizer, settings, what it is) of a bundle, a run or a checkpoint."""
-    if is_bundle(target):
+    if kind_of(target) is Kind.BUNDLE:
         bundle = load(target)
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
@@ -149,14 +150,7 @@ def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str,
         _warn_of_first_tokens(bundle, config)
         return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}{_origin(bundle.source)}"
     trained = read_trained(target)
-    model = network_of(
-        trained.config.model,
-        vocab_size=trained.tokenizer.vocab_size,
-        weights=trained.weights,
-        dtype="fp32",
-        where=str(trained.folder),
-    )
-    config = trained.config
+    model, config = network_in_fp32(trained), trained.config
     _warn_of_first_tokens(trained, config)
     path = str(data) or require_corpus(trained.folder, config)
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})

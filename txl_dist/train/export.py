@@ -3,8 +3,8 @@ from a bundle, to a Hugging Face folder. The probe is made, and looked at again 
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.data.stream import plain_segment
 from txl_dist.dist import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.infer.bundle import Bundle, is_bundle, load, network_of, probe_tolerance, write_bundle
+from txl_dist.infer.bundle import Bundle, load, network_of, probe_tolerance, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.log import logger
-from txl_dist.run_files import list_checkpoints
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.run_files import Kind, kind_of, list_checkpoints
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.train.batch import BatchMaker, to_device
@@ -41,6 +42,11 @@ class Trained(NamedTuple):
     probe: dict[str, Tensor]
     begins_documents: bool
     """See `Bundle`."""
+
+    @property
+    def model(self) -> ModelSection:
+        """Its settings."""
+        return self.config.model
 
 
 def make_probe(
@@ -108,15 +114,17 @@ def read_trained(run: Path) -> Trained:
 
     The run may be training: what is read is kept from being pruned, and what was pruned before that was no choice.
     """
-    if (run / "state.json").is_file():
+    if kind_of(run) is Kind.CHECKPOINT:
         with kept(run):
             if problems := checkpoint_problems(run):
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
                 )
             return _read_checkpoint(run)
-    while True:
-        listed, rejected = list_checkpoints(run), list[str]()
+    looked_at: list[Path] | None = None
+    rejected: list[str] = []
+    while (listed := list_checkpoints(run)) != looked_at:
+        looked_at, rejected = listed, []
         for folder in reversed(listed):
             with kept(folder):
                 try:
@@ -126,25 +134,25 @@ def read_trained(run: Path) -> Trained:
                             logger.warning("passed over a damaged checkpoint, %s", reason)
                         return trained
                 except (TxlError, OSError):
-                    if folder.is_dir():
+                    if os.path.lexists(folder):
                         raise
-                if folder.is_dir():
+                if os.path.lexists(folder):
                     rejected.append(f"{folder.name}: {'; '.join(problems[:3])}")
-        if len(rejected) == len(listed):
-            why = f" ({'; '.join(rejected[:3])})" if rejected else ""
-            raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
+    why = f" ({'; '.join(rejected[:3])})" if rejected else ""
+    raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
 
 
 def _read_checkpoint(folder: Path) -> Trained:
+    state, config = read_state(folder), load_config(folder / "config.toml")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     return Trained(
         folder=folder,
-        config=load_config(folder / "config.toml"),
+        config=config,
         tokenizer=tokenizer,
         weights=consolidated_weights(folder),
-        step=read_state(folder)["step"],
+        step=state["step"],
         probe=_read_probe(folder, vocab_size=tokenizer.vocab_size),
-        begins_documents=scores_first_tokens(load_config(folder / "config.toml"), read_state(folder)),
+        begins_documents=scores_first_tokens(config, state),
     )
 
 
@@ -162,6 +170,17 @@ class Exportable(NamedTuple):
     document_border: str
     begins_documents: bool
     source: dict[str, Any]
+
+
+def network_in_fp32(found: Trained | Exportable) -> TransformerXL:
+    """The model, in evaluation mode. Raises CheckpointError if its weights do not fit its settings."""
+    return network_of(
+        found.model,
+        vocab_size=found.tokenizer.vocab_size,
+        weights=found.weights,
+        dtype="fp32",
+        where=str(found.folder),
+    )
 
 
 def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path, float]:
@@ -195,16 +214,9 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
     Raises CheckpointError if nothing whole is found, `out` cannot be written, or the format cannot express the model.
     """
     found = _read(source)
-    network = network_of(
-        found.model,
-        vocab_size=found.tokenizer.vocab_size,
-        weights=found.weights,
-        dtype="fp32",
-        where=str(found.folder),
-    )
     export_huggingface(
         out,
-        weights=dict(network.state_dict()),
+        weights=dict(network_in_fp32(found).state_dict()),
         model=found.model,
         tokenizer=found.tokenizer,
         dtype=dtype,
@@ -219,22 +231,25 @@ def load_trained(source: Path) -> Bundle:
 
     Nothing is written. Raises CheckpointError if nothing whole is found.
     """
-    if is_bundle(source):
+    if kind_of(source) is Kind.BUNDLE:
         return load(source)
     found = _read(source)
-    network = network_of(
-        found.model,
-        vocab_size=found.tokenizer.vocab_size,
-        weights=found.weights,
+    return Bundle(
+        model=network_in_fp32(found),
+        tokenizer=found.tokenizer,
+        segment_len=found.segment_len,
+        memory_len=found.memory_len,
+        document_border=found.document_border,
+        begins_documents=found.begins_documents,
         dtype="fp32",
-        where=str(found.folder),
+        source=found.source,
+        probe=found.probe,
+        probe_dtype=found.probe_dtype,
     )
-    same: dict[str, Any] = {field.name: getattr(found, field.name, None) for field in fields(Bundle)}
-    return Bundle(**(same | {"model": network, "dtype": "fp32"}))
 
 
 def _read(source: Path) -> Exportable:
-    if is_bundle(source):
+    if kind_of(source) is Kind.BUNDLE:
         bundle = load(source)
         return Exportable(
             folder=source,

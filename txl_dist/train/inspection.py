@@ -28,7 +28,7 @@ from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, open_corpora, train_splits
 from txl_dist.train.places import with_corpora_found
 from txl_dist.train.run_dir import evaluated_losses
-from txl_dist.train.soundness import checkpoint_problems, read_state
+from txl_dist.train.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.tensor_files import FragmentFiles, open_tensors
 
 _BESIDE = {
@@ -160,7 +160,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     lanes: list[dict[str, Any]] = []
     try:
         kinds = FragmentFiles(folder / "engine").kinds
-        lanes = [_lane_file(path) for path in sorted((folder / "lanes").glob("*.safetensors"))]
+        lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
     except CheckpointError as error:
         problems.append(str(error))
     stream = StreamState.from_dict(state["stream"])
@@ -184,7 +184,6 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 
 
 def _lane_file(path: Path) -> dict[str, Any]:
-    first, last = (int(part) for part in path.stem.split("-"))
     try:
         with open_tensors(path) as file:
             hidden = file.get_slice("hidden")
@@ -193,7 +192,8 @@ def _lane_file(path: Path) -> dict[str, Any]:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
     shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
-    return {"file": f"lanes/{path.name}", "first": first, "last": last, **shape}
+    lanes = lanes_of(path)
+    return {"file": f"lanes/{path.name}", "first": lanes.start, "last": lanes.stop - 1, **shape}
 
 
 def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:

@@ -11,13 +11,7 @@ from pathlib import Path
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
 from txl_dist.files import free_name, open_regular, parse_object, replace_file
-
-_CHECKPOINTS = "step_" + 9 * "[0-9]"
-
-
-def is_run(folder: Path) -> bool:
-    """Whether `txl train` made it, and can go on in it: its settings are there, or a checkpoint, which has them too."""
-    return (folder / "config.toml").is_file() or any((folder / "checkpoints").glob(f"{_CHECKPOINTS}/MANIFEST.json"))
+from txl_dist.run_files import CHECKPOINT_NAME, Kind, kind_of
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
@@ -31,7 +25,11 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
             raise ConfigError(f"{run_dir} is a file, and no run directory. Choose another --run.dir.")
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
-        elif run_dir.is_dir() and not is_run(run_dir) and not all(_is_early(one.name) for one in run_dir.iterdir()):
+        elif (
+            run_dir.is_dir()
+            and kind_of(run_dir) is not Kind.RUN
+            and not all(_is_early(one.name) for one in run_dir.iterdir())
+        ):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
     except OSError as error:
         raise _unusable(run_dir, error) from error
@@ -94,7 +92,7 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
 def set_aside(run_dir: Path, *, newer_than: Path, word: str) -> None:
     """Rename newer checkpoints, damaged or left behind by a rewind: no place to resume, but kept for people. Rank 0."""
     for path in sorted((run_dir / "checkpoints").glob("step_*")):
-        if path.name > newer_than.name and path.name.removeprefix("step_").isdecimal():
+        if path.name > newer_than.name and CHECKPOINT_NAME.fullmatch(path.name):
             path.rename(free_name(path, word))
 
 

@@ -33,7 +33,7 @@ from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.engine import Engine
 from txl_dist.train.places import absolute_paths
-from txl_dist.train.soundness import FORMAT_VERSION, STATE_KEY
+from txl_dist.train.soundness import FORMAT_VERSION, LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.state import TrainState
 from txl_dist.train.tensor_files import file_bytes, fragment_tensors, write_tensors
 
@@ -173,9 +173,8 @@ class Saver:
             "hidden": torch.cat([memory.hidden_LBMD for memory in state.memories], dim=1),
             "document": torch.cat([memory.document_BM for memory in state.memories]),
         }
-        files: dict[str, Content] = {
-            f"lanes/{self._lanes.start:05d}-{self._lanes.stop - 1:05d}.safetensors": (memories, {})
-        }
+        lanes = f"{self._lanes.start:05d}-{self._lanes.stop - 1:05d}"
+        files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
         # At stage 0 all ranks hold the same.
         if self._config.engine.zero_stage > 0 or self._ranks.is_first:
             files[f"engine/{self._ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
@@ -190,6 +189,7 @@ class Saver:
 
     def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
         """What rank 0 writes besides tensors."""
+        settings = config_to_toml(self._config).encode()
         content = {
             "format_version": FORMAT_VERSION,
             "code_version": txl_dist.__version__,
@@ -206,10 +206,11 @@ class Saver:
             "vocab_size": self._corpus.vocab_size,
             "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
             "config_fingerprint": config_fingerprint(self._config),
+            "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
         }
         return {
-            "config.toml": config_to_toml(self._config).encode(),
+            "config.toml": settings,
             "tokenizer.json": self._corpus.tokenizer_json.encode(),
             "state.json": json.dumps(content, indent=1).encode() + b"\n",
         }

@@ -60,6 +60,7 @@ class Saving:
         self._retry_at = 0
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
+        self._heeded: int | None = None
 
     @property
     def is_written(self) -> bool:
@@ -125,18 +126,20 @@ class Saving:
 
         Raises CheckpointError on every rank if it could not be saved, or the run directory is gone.
         """
+        self._heeded = None if stopped else 0
         is_saved, is_asked = self._save(state), False
         # What has led here, and what the launcher repeats of it.
-        heeded = self._stops.count if stopped else 0
+        self._heeded = self._stops.count if stopped else 0
         for number, rest_s in enumerate(_rests(patience_s)):
             if is_saved or is_asked:
                 break
             if number == 0:
                 self._announce(state.step, patience_s=patience_s, stopped=stopped)
-            is_asked = self._rest(rest_s, heeded=heeded)
+            is_asked = self._rest(rest_s)
             is_saved = self._save(state)
         if is_saved:
-            return self._wait_for_removal(heeded=heeded)
+            self._wait_for_removal()
+            return
         reasons = dict.fromkeys(reason for reason in gather_objects(self._stops.reason) if reason)
         when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
         if self._ranks.is_first:
@@ -167,14 +170,14 @@ class Saving:
     def _goes_on(self) -> str:
         return f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
 
-    def _rest(self, seconds: float, *, heeded: int) -> bool:
-        """Wait, all ranks equally long. Returns whether any was asked to stop more often than `heeded` says."""
+    def _rest(self, seconds: float) -> bool:
+        """Wait, all ranks equally long. Returns whether any was asked to leave (`_is_asked_to_leave`)."""
         end_s, is_over, is_asked = time.monotonic() + seconds, False, False
         while not is_over and not is_asked:
             self._beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
             is_asked, is_over = poll(
-                stop=self._stops.count > heeded,
+                stop=self._is_asked_to_leave(),
                 written=time.monotonic() >= end_s,
                 world_size=self._ranks.world_size,
             )
@@ -184,19 +187,25 @@ class Saving:
         """After a rewind: that one is saved, and steps that are made again have to be."""
         self._newest = folder
 
-    def _wait_for_removal(self, *, heeded: int | None = None) -> None:
-        """Of older checkpoints, on rank 0; not for whoever asks to stop more often than `heeded` says, since the next
-        start removes what is left."""
+    def _is_asked_to_leave(self) -> bool:
+        """Whether this rank was asked to stop in the last save, more often than what led to it."""
+        return self._heeded is not None and self._stops.count > self._heeded
+
+    def _wait_for_removal(self) -> bool:
+        """Of older checkpoints, on rank 0. Returns whether it is done: in the last save not for whoever asks to stop,
+        since the next start removes what is left."""
         while self._removal is not None and self._removal.is_alive():
             self._beat("prune")
-            if heeded is not None and self._stops.count > heeded:
-                return
+            if self._is_asked_to_leave():
+                return False
             self._removal.join(_POLL_S)
+        return True
 
     def _prune(self, newest: Path) -> None:
         """On rank 0. A file system that cannot is no reason to stop."""
         checkpoint = self._config.checkpoint
-        self._wait_for_removal()
+        if not self._wait_for_removal():
+            return
         try:
             steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
             losses = {step: loss for step, loss in self._evaluated().items() if step in steps and checkpoint.keep_best}

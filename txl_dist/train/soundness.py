@@ -1,9 +1,11 @@
 """Whether a checkpoint is one: whole by its manifest, each file of the form it must have, and all of one save.
 
 A manifest proves that no byte has changed since it was written; it cannot know that it was written over files of two
-saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), and their
-names and shapes must cover each lane and each parameter once. Files from before that name none, all together.
-Only headers are read here: what the values are worth, the probe tells (`export.check_probe`).
+saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), which in turn
+names those of the settings and of `tokenizer.json`; a file of memories its lanes (`LANES_KEY`); and file names and
+shapes must cover each lane and each parameter once. What an older program did not name is not compared; it always named
+the tokenizer, and its files of tensors name their state all or none. Only headers of tensors are read here: what the
+values are worth, the probe tells (`export.check_probe`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from safetensors import SafetensorError
 
 from txl_dist.data.position import StreamState
 from txl_dist.errors import CheckpointError
-from txl_dist.files import parse_object, read_bytes, sha256_of_file
+from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
+from txl_dist.run_files import CHECKPOINT_NAME, step_of
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.tensor_files import open_tensors
@@ -31,8 +34,10 @@ FORMAT_VERSION = 2
 STATE_KEY = "state"
 """In the metadata of every file of tensors: sha256 of the state.json of its save."""
 
-_FOLDER = re.compile(r"step_(\d{9})")
-_LANES = re.compile(r"(\d{5,9})-(\d{5,9})")
+LANES_KEY = "lanes"
+"""In the metadata of a file of memories: its name without the suffix."""
+
+_LANES = re.compile(r"(\d{5,9})-(\d{5,9})\.safetensors")
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
 _Size = Annotated[int, Field(gt=0, lt=2**62)]
 
@@ -61,6 +66,7 @@ class _Stream(_Section):
 class _State(_Section):
     """The form of state.json; what its parts mean stands where they are made, in `saver`."""
 
+    format_version: int
     code_version: str
     step: Annotated[int, Field(ge=0, lt=10**9)]
     tokens_seen: _Count
@@ -74,6 +80,7 @@ class _State(_Section):
     vocab_size: _Size
     tokenizer_fingerprint: str
     config_fingerprint: str
+    config_sha256: str = ""
     scores_first_tokens: bool = False
     corpora: tuple[str, ...] = ()
 
@@ -124,15 +131,18 @@ def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> l
 
 
 def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
-    named = _FOLDER.fullmatch(folder.name)
-    if named is not None and int(named[1]) != state["step"]:
-        yield f"the folder is named for step {int(named[1])}, and its state.json is of step {state['step']}"
-    engine = [_header(path) for path in sorted((folder / "engine").glob("*"))]
-    lanes = [_header(path) for path in sorted((folder / "lanes").glob("*"))]
+    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
+        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {state['step']}"
+    if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / "config.toml")):
+        yield "config.toml is not the one of this state.json"
+    if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
+        yield "tokenizer.json is not the one of this state.json"
+    engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
+    lanes = [_header(path) for path in lane_files(folder)]
     probe = _header(folder / "probe.safetensors")
     signed = {header.state for header in (*engine, *lanes, probe)}
     if signed != {""}:
-        expected = sha256_of_file(folder / "state.json")
+        expected = _sha256_of(folder / "state.json")
         for header in (*engine, *lanes, probe):
             if header.state != expected:
                 yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
@@ -150,19 +160,19 @@ def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
     next_lane, forms = 0, set()
-    for header in sorted(headers, key=lambda one: one.path.name):
-        named = _LANES.fullmatch(header.path.stem)
-        shapes = header.shapes
-        if named is None or shapes.keys() != {"hidden", "document"} or len(shapes["hidden"]) != 4:
+    for header in headers:
+        held, shapes = lanes_of(header.path), header.shapes
+        if not held or shapes.keys() != {"hidden", "document"} or len(shapes["hidden"]) != 4:
             yield f"lanes/{header.path.name} is no file of memories"
             continue
-        first, last = int(named[1]), int(named[2])
         layers, count, memory_len, width = shapes["hidden"]
-        if count != last - first + 1 or shapes["document"] != [count, memory_len]:
+        if count != len(held) or shapes["document"] != [count, memory_len]:
             yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"
-        if first != next_lane:
+        if header.lanes not in ("", header.path.stem):
+            yield f"lanes/{header.path.name} holds other memories than its name says: of lanes {header.lanes}"
+        if held.start != next_lane:
             yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
-        next_lane = last + 1
+        next_lane = held.stop
         forms.add((layers, memory_len, width))
     if next_lane != num_lanes or len(forms) > 1:
         yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
@@ -174,7 +184,44 @@ class _Header(NamedTuple):
     path: Path
     state: str
     """sha256 of the state.json that it was saved with; empty if it says none."""
+    lanes: str
+    """The lanes that it was saved with; empty if it says none."""
     shapes: dict[str, list[int]]
+
+
+def lane_files(folder: Path) -> list[Path]:
+    """What lies in a checkpoint's lanes/, by number: from lane 100,000 on names are longer."""
+    return sorted((folder / "lanes").glob("*"), key=lambda path: lanes_of(path).start)
+
+
+def lanes_of(path: Path) -> range:
+    """The global lanes of a file of memories, by its name; none if that is no such name."""
+    named = _LANES.fullmatch(path.name)
+    return range(int(named[1]), int(named[2]) + 1) if named else range(0)
+
+
+def settings_hash(data: bytes) -> str:
+    """sha256 of the settings in a config.toml but for where the run lies, so that equal runs have equal states.
+
+    Raises ValueError or TypeError if it holds none.
+    """
+    values = parse_toml(data)
+    run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}
+    return canonical_hash({**values, "run": run})
+
+
+def _settings_hash_of(path: Path) -> str:
+    try:
+        return settings_hash(read_bytes(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _sha256_of(path: Path) -> str:
+    try:
+        return sha256_of_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _header(path: Path) -> _Header:
@@ -183,6 +230,7 @@ def _header(path: Path) -> _Header:
     try:
         with open_tensors(path) as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
-            return _Header(path, (file.metadata() or {}).get(STATE_KEY, ""), shapes)
+            metadata = file.metadata() or {}
+            return _Header(path, metadata.get(STATE_KEY, ""), metadata.get(LANES_KEY, ""), shapes)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.checkpoints import GOLDEN_CHECKPOINT
 from tests.helpers.models import tiny_section
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer import load
-from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, is_bundle, write_bundle
+from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.infer.score import log_probabilities
 from txl_dist.manifest import describe_file, files_of, write_manifest
@@ -275,10 +276,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Pat
 
 
 def test_a_checkpoint_is_not_taken_for_a_bundle(tmp_path: Path) -> None:
-    assert not is_bundle(tmp_path)
-    assert not is_bundle(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match="txl export"):
-        load(tmp_path / "missing")
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        with pytest.raises(CheckpointError, match="txl export"):
+            load(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is not a bundle"):
+        load(GOLDEN_CHECKPOINT)
 
 
 def test_a_model_without_memory_still_sees_a_segment_of_context_when_it_generates(

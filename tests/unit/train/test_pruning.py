@@ -13,9 +13,9 @@ from tests.helpers.checkpoints import golden_at
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
-from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
 from txl_dist.train import export
-from txl_dist.train.checkpoint import prune_checkpoints
+from txl_dist.train.checkpoint import choose_checkpoint, prune_checkpoints
 from txl_dist.train.export import read_trained
 
 
@@ -87,3 +87,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_the_damage(tmp_
     (golden_at(tmp_path, 1) / "state.json").write_text("torn")
     with pytest.raises(CheckpointError, match=r"has no whole checkpoint \(step_000000001: state.json has 4 bytes"):
         read_trained(tmp_path)
+
+
+@pytest.mark.parametrize("with_link", [False, True])
+def test_what_is_named_like_a_checkpoint_and_is_no_folder_is_a_damaged_one_for_all_who_look(
+    tmp_path: Path, with_link: bool
+) -> None:
+    stray = checkpoint_folder(tmp_path, 2)
+    stray.parent.mkdir()
+    stray.symlink_to("nowhere") if with_link else stray.touch()
+    with pytest.raises(CheckpointError, match=r"has no whole checkpoint \(step_000000002: "):
+        read_trained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"none of its 1 checkpoints is whole \(step_000000002: "):
+        choose_checkpoint(tmp_path, "auto")
+    first = golden_at(tmp_path, 1)
+    assert read_trained(tmp_path).folder == first
+    assert choose_checkpoint(tmp_path, "auto")[0] == first

@@ -10,11 +10,11 @@ import pytest
 from tests.helpers.checkpoints import golden_at
 from txl_dist.config import Config, config_from_dict, load_config
 from txl_dist.errors import ConfigError
+from txl_dist.run_files import Kind, kind_of
 from txl_dist.train.checkpoint import choose_checkpoint
 from txl_dist.train.run_dir import (
     check_run_dir,
     evaluated_losses,
-    is_run,
     open_run_dir,
     refuse_frozen_changes,
     set_aside,
@@ -120,7 +120,7 @@ def test_a_folder_with_a_whole_checkpoint_is_a_run_and_goes_on_whatever_else_was
     folder = golden_at(tmp_path, 16)
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "RUN.lock").touch()
-    assert is_run(tmp_path)
+    assert kind_of(tmp_path) is Kind.RUN
     check_run_dir(tmp_path, Config())
     assert choose_checkpoint(tmp_path, "must") == (folder, [])
     config = load_config(folder / "config.toml")
@@ -132,7 +132,7 @@ def test_a_folder_named_checkpoints_that_holds_none_is_no_run(tmp_path: Path) ->
     (tmp_path / "checkpoints" / "step_000000016").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000000016.damaged-1").mkdir()
     (tmp_path / "checkpoints" / "step_000000016.damaged-1" / "MANIFEST.json").touch()
-    assert not is_run(tmp_path)
+    assert kind_of(tmp_path) is Kind.NOTHING
     with pytest.raises(ConfigError, match="is not empty and is no run directory"):
         check_run_dir(tmp_path, Config())
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,11 +30,12 @@ from txl_dist.data.position import CorpusState, StreamState
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
-from txl_dist.manifest import problems_of
+from txl_dist.manifest import files_of, problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.run_files import checkpoint_folder, list_checkpoints
+from txl_dist.text.training import train_tokenizer
 from txl_dist.train import saving as saving_module
-from txl_dist.train.checkpoint import CorpusFacts
+from txl_dist.train.checkpoint import CorpusFacts, choose_checkpoint
 from txl_dist.train.health import Health
 from txl_dist.train.partitions import WEIGHT, Fragment
 from txl_dist.train.saver import HostCopy, Saver
@@ -45,7 +45,8 @@ from txl_dist.train.state import TrainState
 from txl_dist.train.stopping import StopRequests
 
 PROBE = {"tokens": torch.arange(4), "losses": torch.ones(1, 4)}
-FACTS = CorpusFacts(tokenizer_json="{}", tokenizer_fingerprint="f" * 64, vocab_size=7)
+TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
+FACTS = CorpusFacts(TOKENIZER.to_json(), TOKENIZER.fingerprint, TOKENIZER.vocab_size)
 
 
 class FakeEngine:
@@ -252,33 +253,81 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_commi
     assert (again, problems, num_lane_files) == ("", [], 2)
 
 
-@pytest.mark.parametrize(
-    ("swapped", "found"),
-    [
-        (["engine/00000.safetensors"], ["engine/00000.safetensors"]),
-        (["lanes/00000-00003.safetensors"], ["lanes/00000-00003.safetensors"]),
-        (["probe.safetensors"], ["probe.safetensors"]),
-        (["state.json"], ["engine/00000.safetensors", "lanes/00000-00003.safetensors", "probe.safetensors"]),
-        (["engine/00000.safetensors", "probe.safetensors"], ["engine/00000.safetensors", "probe.safetensors"]),
-    ],
-)
-def test_files_of_two_saves_are_never_taken_for_one_checkpoint_though_the_manifest_fits(
-    alone: Ranks, tmp_path: Path, swapped: list[str], found: list[str]
+def save_twice(ranks: Ranks, folder: str) -> list[str]:
+    """Errors of two saves between which everything changes."""
+    Path(folder).mkdir(exist_ok=True)
+    it = parts(ranks, Path(folder))
+    errors = [it.save(1)]
+    it.engine.weight += 1
+    return [*errors, it.save(2)]
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with two checkpoints."""
+    folder = tmp_path_factory.mktemp("twice")
+    assert run_ranks(save_twice, str(folder / "run"), world_size=2, folder=folder / "results") == [["", ""]] * 2
+    return folder / "run"
+
+
+def from_the_save_before(name: str) -> Callable[[Path], None]:
+    def take(folder: Path) -> None:
+        shutil.copy(folder.with_name("step_000000001") / name, folder / name)
+
+    return take
+
+
+def edited(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+
+    return edit
+
+
+def exchange_lanes(folder: Path) -> None:
+    first, second = sorted((folder / "lanes").iterdir())
+    first.rename(folder / "first")
+    second.rename(first)
+    (folder / "first").rename(second)
+
+
+def exchange_two_ids(folder: Path) -> None:
+    values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    values["symbols"][:2] = reversed(values["symbols"][:2])
+    (folder / "tokenizer.json").write_text(json.dumps(values, sort_keys=True, separators=(",", ":")), encoding="utf-8")
+
+
+CHANGES = [
+    ("engine/00000.safetensors", from_the_save_before("engine/00000.safetensors")),
+    ("engine/00001.safetensors", from_the_save_before("engine/00001.safetensors")),
+    ("lanes/00000-00001.safetensors", from_the_save_before("lanes/00000-00001.safetensors")),
+    ("lanes/00002-00003.safetensors", exchange_lanes),
+    ("probe.safetensors", from_the_save_before("probe.safetensors")),
+    ("state.json", from_the_save_before("state.json")),
+    ("config.toml", edited("config.toml", "memory_len = 12", "memory_len = 6")),
+    ("config.toml", edited("config.toml", "pre_norm = false", "pre_norm = true")),
+    ("tokenizer.json", exchange_two_ids),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_a_file_of_another_save_or_another_hand_is_found_though_the_manifest_fits_and_the_one_before_goes_on(
+    saved_twice: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
 ) -> None:
-    (tmp_path / "other").mkdir()
-    it, other = parts(alone, tmp_path), parts(alone, tmp_path / "other")
-    other.engine.weight += 1
-    state = it.state(2)
-    assert it.save(2) == ""
-    other.saver.begin(replace(state, tokens_seen=state.tokens_seen + 1), other.engine, probe=PROBE)
-    assert other.saver.finish().error == ""
-    assert checkpoint_problems(it.folder(2)) == checkpoint_problems(other.folder(2)) == []
-    for name in swapped:
-        shutil.copy(other.folder(2) / name, it.folder(2) / name)
-    sign(it.folder(2))
-    assert problems_of(it.folder(2)) == []
-    reasons = [f"{name} was not saved together with this state.json" for name in found]
-    assert checkpoint_problems(it.folder(2)) == reasons
+    run = Path(shutil.copytree(saved_twice, tmp_path / "run"))
+    before, changed = list_checkpoints(run)
+    assert sorted({one for one, _ in CHANGES}) == files_of(changed), "no kind of file is left out"
+    assert checkpoint_problems(before) == checkpoint_problems(changed) == []
+    change(changed)
+    sign(changed)
+    assert problems_of(changed) == [], "the manifest alone sees nothing"
+    assert any(name in problem for problem in checkpoint_problems(changed))
+    found, (remark,) = choose_checkpoint(run, "auto")
+    assert found == before
+    assert remark.startswith("passed over a damaged checkpoint, step_000000002: ")
 
 
 class Records:
@@ -462,6 +511,27 @@ def test_a_signal_to_one_rank_ends_the_attempts_on_all(tmp_path: Path) -> None:
     message, attempts, left = results[0]
     assert message.startswith("step 7 could not be saved before SIGTERM ended the attempts; the log says why")
     assert (attempts, left) == ([("save_failed", 7)] * 2, ["checkpoints"])
+
+
+def test_who_asks_to_stop_in_the_last_save_waits_for_no_removal_of_older_ones(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, requests, go_on, waits = parts(alone, tmp_path, keep_last=1), Requests(), threading.Event(), 0
+
+    def ask_once(phase: str) -> None:
+        nonlocal waits
+        waits += phase == "prune"
+        assert waits < 10, "it waits for ever"
+        requests.count = 1 if waits else 0
+
+    one, records = saving(it, monkeypatch, requests=requests, beat=ask_once)
+    monkeypatch.setattr(saving_module, "_remove", lambda *_: go_on.wait())
+    one.begin(it.state(1))
+    assert one.finish(1)
+    one.finish_last(it.state(2), patience_s=900.0)
+    go_on.set()
+    assert records.events == [("saved", 1), ("saved", 2)]
+    assert waits > 0
 
 
 def test_a_save_rebuilds_no_run_directory_that_is_gone_and_the_last_one_says_so(

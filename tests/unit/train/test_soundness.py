@@ -15,10 +15,13 @@ from tests.helpers.checkpoints import GOLDEN_CHECKPOINT, change_state, golden_at
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError
 from txl_dist.manifest import problems_of
-from txl_dist.train.checkpoint import choose_checkpoint, newest_checkpoint
+from txl_dist.train.checkpoint import choose_checkpoint, load_memory, newest_checkpoint
 from txl_dist.train.soundness import checkpoint_problems, read_state
 
 STATE = json.loads((GOLDEN_CHECKPOINT / "state.json").read_text(encoding="utf-8"))
+
+
+FLOAT_VERSION = json.dumps(STATE | {"format_version": 2.0})
 
 
 def with_corpus(**values: Any) -> dict[str, Any]:
@@ -69,7 +72,10 @@ def test_a_state_of_wrong_types_or_ranges_is_passed_over_for_the_checkpoint_befo
     assert reason.startswith("step_000000016: ")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "{", '"' + 9 * "x", "[" * 100_000, '{"format_version": 2}', "\xff"])
+NO_STATES = ["", "[]", "null", "{", '"' + 9 * "x", "[" * 100_000, '{"format_version": 2}', FLOAT_VERSION, "\xff"]
+
+
+@pytest.mark.parametrize("text", NO_STATES)
 def test_a_state_that_is_none_is_an_error_with_a_remedy(tmp_path: Path, text: str) -> None:
     folder = golden_at(tmp_path, 16)
     (folder / "state.json").write_text(text, encoding="latin-1")
@@ -134,3 +140,25 @@ def test_files_of_lanes_of_other_names_or_shapes_are_passed_over(tmp_path: Path)
         found, (reason,) = newest_checkpoint(tmp_path / str(number))
         assert found is None, change
         assert "lanes/" in reason or "engine/" in reason
+
+
+def test_files_of_lanes_follow_each_other_by_number_also_where_names_grow_longer(tmp_path: Path) -> None:
+    folder = golden_at(tmp_path, 16)
+    shutil.rmtree(folder / "lanes")
+    (folder / "lanes").mkdir()
+    for first, last in ((0, 10_000), (10_001, 99_999), (100_000, 100_001)):
+        document = torch.arange(first, last + 1)[:, None]
+        memories = {"hidden": torch.zeros(1, last - first + 1, 1, 1), "document": document}
+        save_file(memories, folder / "lanes" / f"{first:05d}-{last:05d}.safetensors")
+    change_state(folder, **with_corpus(num_lanes=100_002))
+    assert checkpoint_problems(folder) == []
+    assert load_memory(folder, lanes=range(9_998, 100_002)).document_BM.flatten().tolist() == [*range(9_998, 100_002)]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "tokenizer.json"])
+def test_a_checkpoint_without_its_settings_or_its_tokenizer_is_none_whoever_wrote_it(tmp_path: Path, name: str) -> None:
+    folder = golden_at(tmp_path, 16)
+    (folder / name).unlink()
+    sign(folder)
+    (problem,) = checkpoint_problems(folder)
+    assert name in problem
