@@ -85,10 +85,12 @@ def train(argv: Sequence[str]) -> int:
 def launch(argv: Sequence[str]) -> int:
     """Train under the `deepspeed` launcher, on one machine or many, stopping and exiting cleanly."""
 
-    def read_settings(words: Sequence[str]) -> Config:
+    def read_settings(words: Sequence[str], is_here: bool) -> Config:
         arguments = _train_arguments(words)
         if arguments.dry_run:
             raise ConfigError("--dry-run needs no launcher. Use `txl train CONFIG --dry-run --ranks N`.")
+        if is_here:
+            check_paths(arguments.settings, resume=arguments.resume)
         return arguments.settings
 
     return run_launch(argv, read_settings=read_settings)

@@ -119,7 +119,46 @@ FLAGS: list[tuple[str, str]] = [
     ("inspect data/x --step one", "--step one: it must be a whole number"),
     ("verify data/x data/x", "cannot use 'data/x'"),
 ]
-CALLS = PATHS + SETTINGS + FLAGS
+LAUNCH: list[tuple[str, str]] = [
+    ("launch --hostfile nohosts e.toml", "--hostfile nohosts: No such file or directory. .*`HOST slots=N`"),
+    ("launch --hostfile=data e.toml", "--hostfile data: Is a directory"),
+    ("launch -H texts/b e.toml", "texts/b is no hostfile: line 1 is not `HOST slots=N`"),
+    ("launch -Htexts/a.txt e.toml", "texts/a.txt names no machine"),
+    ("launch --hostfile noise e.toml", "noise is no hostfile: it is no text"),
+    ("launch --hostfile twice e.toml", "twice: line 3 names node1 again"),
+    ("launch --hostfile hosts e.toml --train.num_lanes 7", "num_lanes=7 must be divisible by .* = 5 . 16 = 80"),
+    ("launch --hostfile hosts --num_nodes 1 e.toml --train.num_lanes 7", "num_lanes=7 .* = 2 . 16 = 32"),
+    ("launch --hostfile hosts --num_gpus 3 e.toml --train.num_lanes 7", "num_lanes=7 .* = 6 . 16 = 96"),
+    ("launch --master_port 99999999 e.toml", "--master_port 99999999: it must be a whole number from 1 to 65535"),
+    ("launch --master_port=abc e.toml", "--master_port abc: it must be a whole number"),
+    ("launch --num_accelerators two e.toml", "--num_accelerators two: it must be a whole number from 1"),
+    ("launch --num_accelerators 0 e.toml", "--num_accelerators 0: it must be a whole number from 1"),
+    ("launch --num_gpus -1 e.toml", "--num_gpus -1: it must be a whole number from 1"),
+    ("launch --num_gpus --no_ssh e.toml", "--num_gpus needs a value"),
+    ("launch --num_acelerators 2 e.toml", "unknown launcher flag --num_acelerators. Did you mean --num_accelerators?"),
+    ("launch --num-gpus 2 e.toml", "Did you mean --num_gpus?"),
+    ("launch --quite-unlike 2 e.toml", "unknown launcher flag --quite-unlike. See deepspeed --help"),
+    ("launch 2 e.toml", "cannot use '2': the words before e.toml are flags of the launcher"),
+    ("launch --include localhost:0 --num_gpus 1 e.toml", "choose the ranks: leave out --num_accelerators"),
+    ("launch -i localhost:0 -e localhost:1 e.toml", "Leave one out"),
+    ("launch --num_nodes 2 e.toml", "give them by --hostfile"),
+    ("launch e.toml --num_accelerators 2", "launcher flags go before .*: txl launch --num_accelerators 2 e.toml"),
+    ("launch e.toml --master_port=7", "launcher flags go before .*: txl launch --master_port=7 e.toml"),
+    (
+        "launch --num_accelerators 2 --train.max_steps 5 e.toml",
+        "settings go behind the configuration file: txl launch e.toml --train.max_steps 5",
+    ),
+    ("launch --resume must e.toml", "settings go behind .*: txl launch e.toml --resume must"),
+    ("launch --num_accelerators 2 e.toml", "data.path data/stdlib does not exist"),
+    ("launch e.toml --data.path runs/x", "data.path runs/x is a run"),
+    ("launch e.toml --data.path data/x --resume runs/x", f"Name a checkpoint of it: {STEP}"),
+    ("launch e.toml --data.path data/x --run.dir texts", "texts is not empty and is no run directory"),
+    ("launch e.toml --data.path data/x --optim.min_lr 1 --optim.lr 0.1", "optim.min_lr=1.0 must not exceed"),
+    ("launch --num_gpus 3 e.toml --data.path data/x --train.num_lanes 8", "num_lanes=8 must be divisible by .* = 3"),
+    ("launch nothing.toml", "cannot read the config file nothing.toml"),
+]
+"""What `txl launch` need not start ranks for."""
+CALLS = PATHS + SETTINGS + FLAGS + LAUNCH
 
 
 @pytest.fixture
@@ -130,6 +169,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / place / name).touch()
     (tmp_path / "e.toml").touch()
     (tmp_path / "bad.toml").write_text("[train]\nnum_lanes = 0\n")
+    (tmp_path / "texts/b").write_text("a line of a book\n")
+    (tmp_path / "hosts").write_text("# two machines\nnode1 slots=2\n\nnode2 slots=3 # a smaller one\n")
+    (tmp_path / "twice").write_text("node1 slots=2\nnode2 slots=2\nnode1 slots=2\n")
+    (tmp_path / "noise").write_bytes(bytes(range(256)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -151,8 +194,8 @@ def test_a_wrong_call_is_answered_in_one_line_with_what_to_do(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_wrong_paths_are_refused_before_torch_is_imported(folder: Path) -> None:
-    calls = [call.split() for call, _ in PATHS]
+def test_wrong_paths_and_launches_are_refused_before_torch_is_imported(folder: Path) -> None:
+    calls = [call.split() for call, _ in PATHS + LAUNCH]
     code = f"""
 import contextlib, io, sys
 from txl_dist.cli import main

@@ -112,7 +112,8 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     if code == REQUEUE:
         return f"stopped; {goes_on}"
     if code != HANG:
-        return f"training failed; the reason is above, and what led to it in {run_dir / 'log.txt'}"
+        log = run_dir / "log.txt"
+        return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
     if number := signal_of(launcher_code):
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hint = "; when memory runs out the system does that, see `dmesg`" if number == signal.SIGKILL else ""

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from txl_dist.config import Config
+from txl_dist.config import Config, check_config, plan_batch, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
+from txl_dist.files import read_text
+from txl_dist.suggest import did_you_mean
 
 SEEN_WITHIN_S = 30.0
 """A network file system may show so late what rank 0 wrote on another machine."""
 DEFAULT_HOSTFILE = "/job/hostfile"
 """What the `deepspeed` launcher reads without --hostfile, if it is there."""
+NUMBERS = {
+    "--num_gpus": (1, 1 << 20),
+    "--num_accelerators": (1, 1 << 20),
+    "--num_nodes": (1, 1 << 20),
+    "--node_rank": (0, 1 << 20),
+    "--master_port": (1, 65535),
+    "--ssh_port": (1, 65535),
+}
+"""Flags of the launcher that take a whole number, with its least and its most."""
+TEXTS = (
+    *("--hostfile -H", "--include -i", "--exclude -e", "--master_addr", "--launcher", "--launcher_args"),
+    *("--enable_each_rank_log", "--autotuning", "--bind_core_list", "--venv_script", "--log_level"),
+)
+SWITCHES = (
+    *("--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid"),
+    *("--bind_cores_to_rank", "--quiet -q", "--help -h"),
+)
+TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "ranks", "init")
+"""Those of `txl train` that are no settings."""
+RANKS_PER_CORE = 4
+"""Above that a word is said: the ranks of a CPU compute in turns."""
+_HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})(?!\d)", re.ASCII)
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
 Train on all GPUs of this machine, or on the nodes of a hostfile: words before the configuration go to the
@@ -28,8 +55,12 @@ Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks,
   76  a rank hung or was lost: again too    2   a mistake to be mended first        else: an error"""
 
 
-def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
-    """Train under the `deepspeed` launcher, stopping and exiting cleanly."""
+def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
+    """Train under the `deepspeed` launcher, stopping and exiting cleanly.
+
+    `read_settings`: what the words behind the launcher's flags set; its second argument says that all ranks will run
+    on this machine, so that their paths can be checked here.
+    """
     verbose = "--verbose" in words
     words = [word for word in words if word != "--verbose"]
     config_at = next((index for index, word in enumerate(words) if word.endswith(".toml")), None)
@@ -39,22 +70,135 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str]], Con
         say(USAGE)
         return 0
     flags, train_words = list(words[:config_at]), list(words[config_at:])
-    settings = read_settings(train_words)
+    asked = _read_flags(flags, train_words)
+    slots = _slots(asked.hostfile)
+    _check_together(asked, has_hosts=bool(slots))
+    settings = read_settings(train_words, not slots)
+    num_ranks = check_launch(asked, settings, slots=slots)
     from txl_dist.dist import uses_gpu
     from txl_dist.ops.launcher import launch as run_launcher
 
-    is_other_machines = any(flag.startswith(("-H", "--host")) for flag in flags) or os.path.isfile(DEFAULT_HOSTFILE)
-    if not is_other_machines and not uses_gpu():
+    if not slots and not uses_gpu():
         # Without it DeepSpeed looks for other hardware first and may find half-installed drivers.
         os.environ["DS_ACCELERATOR"] = "cpu"
         if not flags:
             flags = ["--num_accelerators", "1"]  # its own choice would be one per NUMA node
             say("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
-    if not is_other_machines and not any(flag.startswith("--master_port") for flag in flags):
+        num_cores = len(os.sched_getaffinity(0))
+        if num_ranks > RANKS_PER_CORE * num_cores:
+            say(f"txl launch: {num_ranks} ranks share {num_cores} cores: steps will be slow", to=sys.stderr)
+    if not slots and asked.master_port is None:
         flags += ["--master_port", str(_free_port())]  # its own is always 29500, which another run may have
-    seen_within_s = SEEN_WITHIN_S if is_other_machines else 0.0
+    seen_within_s = SEEN_WITHIN_S if slots else 0.0
     run_dir = Path(settings.run.dir)
     return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
+
+
+def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Sequence[int]) -> int:
+    """Refuse what needs no ranks to be seen wrong. Returns their number; 0 where only the launcher knows it.
+
+    `slots`: ranks of each machine of the hostfile; none where there is none. Raises ConfigError.
+    """
+    from txl_dist.train.run_dir import check_run_dir
+
+    num_local = int(asked.num_accelerators or asked.num_gpus or 0)
+    used = slots[: int(asked.num_nodes)] if asked.num_nodes else slots
+    num_ranks = 0 if asked.include or asked.exclude else num_local * (len(used) or 1) or sum(used)
+    check_config(settings)
+    if num_ranks:
+        plan_batch(settings.train, world_size=num_ranks)
+    check_run_dir(Path(settings.run.dir), settings)
+    return num_ranks
+
+
+class _Flags(argparse.ArgumentParser):
+    """The launcher's flags, read as it reads them, but without importing it, which takes seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False)
+        for names in (*NUMBERS, *TEXTS):
+            self.add_argument(*names.split())
+        for names in SWITCHES:
+            self.add_argument(*names.split(), action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.fullmatch(r"argument (\S+): expected one argument", message)
+        raise ConfigError(f"{flag[1] if flag else message}{' needs a value' if flag else ''}. See deepspeed --help.")
+
+
+def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Namespace:
+    """What the launcher is asked for, as text, None where nothing is. Raises ConfigError for what it does not know."""
+    config = train_words[0]
+    asked, unknown = _Flags().parse_known_args(flags)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        if flag.removeprefix("--").replace("-", "_") in (*setting_names(), *TRAIN_FLAGS):
+            raise ConfigError(f"settings go behind the configuration file: txl launch {config} {' '.join(unknown)}.")
+        if not flag.startswith("-"):
+            raise ConfigError(f"cannot use {flag!r}: the words before {config} are flags of the launcher.")
+        hint = did_you_mean(flag.lstrip("-"), _names(), spell=lambda name: f"--{name}")
+        raise ConfigError(f"unknown launcher flag {flag}.{hint or ' See deepspeed --help.'}")
+    for flag, (least, most) in NUMBERS.items():
+        value = getattr(asked, flag.removeprefix("--"))
+        if value is not None and not (re.fullmatch(r"\d{1,9}", value, re.ASCII) and least <= int(value) <= most):
+            raise ConfigError(f"{flag} {value}: it must be a whole number from {least} to {most}.")
+    for word, after in zip(train_words, [*train_words[1:], ""], strict=True):
+        if word.startswith("--") and word[2:].partition("=")[0] in set(_names()) - {"help"}:
+            value = "" if "=" in word or not after or after.startswith("-") else f" {after}"
+            raise ConfigError(f"launcher flags go before the configuration file: txl launch {word}{value} {config}.")
+    return asked
+
+
+def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
+    num_local = asked.num_accelerators or asked.num_gpus
+    chosen = asked.include or asked.exclude
+    rules = [
+        (not (asked.include and asked.exclude), "--include and --exclude cannot be given together. Leave one out."),
+        (
+            not (chosen and (num_local or asked.num_nodes)),
+            "--include and --exclude choose the ranks: leave out --num_accelerators, --num_gpus and --num_nodes.",
+        ),
+        (
+            has_hosts or int(asked.num_nodes or 1) == 1,
+            f"--num_nodes {asked.num_nodes} needs the machines: give them by --hostfile.",
+        ),
+    ]
+    if broken := [message for holds, message in rules if not holds]:
+        raise ConfigError(broken[0])
+
+
+def _names() -> list[str]:
+    return [names.split()[0].removeprefix("--") for names in (*NUMBERS, *TEXTS, *SWITCHES)]
+
+
+def _slots(hostfile: str | None) -> list[int]:
+    """Ranks of each machine of the hostfile that the launcher will read; none if it will read none."""
+    if hostfile is None and not os.path.isfile(DEFAULT_HOSTFILE):
+        return []
+    file = hostfile or DEFAULT_HOSTFILE
+    try:
+        lines = [line.strip() for line in read_text(Path(file)).split("\n")]
+    except OSError as error:
+        raise ConfigError(
+            f"--hostfile {file}: {error.strerror}. Name a file with a line `HOST slots=N` per machine."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"--hostfile {file} is no hostfile: it is no text. Name one with a line `HOST slots=N` per machine."
+        ) from error
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
+            continue
+        found = _HOST.match(line)
+        if not found:
+            raise ConfigError(f"--hostfile {file} is no hostfile: line {number} is not `HOST slots=N`.")
+        if found[1] in hosts:
+            raise ConfigError(f"--hostfile {file}: line {number} names {found[1]} again. Give each machine one line.")
+        hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise ConfigError(f"--hostfile {file} names no machine. Give each a line `HOST slots=N`.")
+    return list(hosts.values())
 
 
 def _free_port() -> int:

@@ -3,22 +3,26 @@
 The launcher is a stand-in with the habits of the real one: `deepspeed` starts a node launcher, which starts ranks.
 """
 
+import argparse
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from txl_dist.cli import TrainArguments, main
 from txl_dist.config import Config
 from txl_dist.errors import HANG, REQUEUE, ConfigError
-from txl_dist.ops.launcher import exit_code
+from txl_dist.ops.launcher import exit_code, last_word
 from txl_dist.ops.launcher import launch as run_launcher
+from txl_dist.sections import TrainSection
 from txl_dist.train.processes import process_id
-from txl_dist.verbs.launch import launch
+from txl_dist.verbs.launch import NUMBERS, SWITCHES, TEXTS, TRAIN_FLAGS, launch
 
 DEEPSPEED = f"""#!{sys.executable}
 import subprocess, sys
@@ -249,16 +253,16 @@ def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.Mo
     monkeypatch.setattr("txl_dist.dist.uses_gpu", lambda: False)
     monkeypatch.setenv("DS_ACCELERATOR", "")
     words = ["--num_accelerators", "2", "c.toml", "--train.max_steps", "7"]
-    assert launch(words, read_settings=lambda _: Config()) == 75
+    assert launch(words, read_settings=lambda *_: Config()) == 75
     assert seen["flags"][:-1] == ["--num_accelerators", "2", "--master_port"]
     assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
     assert seen["rest"] == {"run_dir": Path(Config().run.dir), "seen_within_s": 0.0, "verbose": False}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
-    launch(["c.toml"], read_settings=lambda _: Config())
+    launch(["c.toml"], read_settings=lambda *_: Config())
     assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]
     with pytest.raises(ConfigError, match=r"no word ends in \.toml"):
-        launch(["--num_gpus", "2"], read_settings=lambda _: Config())
-    assert launch(["--help"], read_settings=lambda _: Config()) == 0
+        launch(["--num_gpus", "2"], read_settings=lambda *_: Config())
+    assert launch(["--help"], read_settings=lambda *_: Config()) == 0
 
 
 def flags_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
@@ -266,7 +270,7 @@ def flags_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
     seen: list[list[str]] = []
     monkeypatch.setattr("txl_dist.ops.launcher.launch", lambda flags, words, **rest: seen.append(flags) or 0)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launch([*flags, "c.toml"], read_settings=lambda _: Config())
+    launch([*flags, "c.toml"], read_settings=lambda *_: Config())
     return seen[0]
 
 
@@ -290,8 +294,10 @@ def test_the_ranks_of_one_machine_meet_at_a_port_that_nobody_has(monkeypatch: py
     ],
 )
 def test_a_port_that_is_named_or_that_other_machines_must_know_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    monkeypatch.chdir(tmp_path)
     assert flags_of(monkeypatch, *flags) == list(flags)
 
 
@@ -300,4 +306,51 @@ def test_the_hostfile_that_the_launcher_reads_unasked_counts_too(
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     monkeypatch.setattr("txl_dist.verbs.launch.DEFAULT_HOSTFILE", str(tmp_path / "hosts"))
-    assert flags_of(monkeypatch, "--num_gpus", "2") == ["--num_gpus", "2"]
+    assert flags_of(monkeypatch, "--num_gpus", "1") == ["--num_gpus", "1"]
+
+
+def test_the_launcher_has_the_flags_that_are_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own parser, of the installed DeepSpeed, is asked."""
+    from deepspeed.launcher import runner
+
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, args=None: parsers.append(parser))
+    runner.parse_args([])
+    own = {name: action.nargs == 0 for action in parsers[0]._actions for name in action.option_strings}
+    ours = {name: False for names in (*NUMBERS, *TEXTS) for name in names.split()}
+    ours |= {name: True for names in SWITCHES for name in names.split()}
+    assert ours == own
+
+
+def test_the_flags_that_belong_behind_the_configuration_are_those_of_train() -> None:
+    flags = {field.name for field in fields(TrainArguments)} - {"config", "settings"}
+    assert set(TRAIN_FLAGS) == flags
+
+
+@pytest.mark.parametrize(("ranks", "is_warned"), [("2", False), ("100", True)])
+def test_far_more_ranks_than_cores_get_a_word_and_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str, is_warned: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("txl_dist.ops.launcher.launch", lambda *words, **rest: 0)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    settings = Config(train=TrainSection(num_lanes=int(ranks), microbatch_lanes=1))
+    assert launch(["--num_accelerators", ranks, "c.toml"], read_settings=lambda *_: settings) == 0
+    assert ("100 ranks share 2 cores" in capsys.readouterr().err) == is_warned
+
+
+def test_where_other_machines_run_the_ranks_the_corpora_are_not_looked_for_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "c.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("txl_dist.ops.launcher.launch", lambda *words, **rest: 7)
+    assert main(["launch", "--hostfile", "hosts", "c.toml", "--data.path", "nothing/here"]) == 7
+    assert main(["launch", "c.toml", "--data.path", "nothing/here"]) == 2
+
+
+def test_a_log_is_named_only_where_there_is_one(tmp_path: Path) -> None:
+    assert last_word(1, launcher_code=1, run_dir=tmp_path) == "training failed; the reason is above"
+    (tmp_path / "log.txt").touch()
+    assert last_word(1, launcher_code=1, run_dir=tmp_path).endswith(f", and what led to it in {tmp_path / 'log.txt'}")
