@@ -142,7 +142,7 @@ def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
     if os.path.lexists(path):
         if kind_of(path.parent) in wanted:
             return f"{where} is a file of {kind_of(path.parent).value}. Name the folder: {path.parent}."
-        return f"{where} is not {_either(wanted)} but no folder at all. {makers}."
+        return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
     if os.path.isdir(path.with_name(f".{path.name}.prepare")) and Kind.CORPUS in wanted:
         return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` goes on."
     beside = _of_kind(path.parent, wanted)

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, NoReturn
 
 from txl_dist.data.documents import Cut, Form
+from txl_dist.data.named import NAMED
 from txl_dist.data.remote import filesystem_of, retrying
 from txl_dist.errors import DataError
+from txl_dist.suggest import did_you_mean
 
 STDLIB = "stdlib"
 """Input name of the built-in corpus."""
@@ -194,7 +196,10 @@ def _paths_of(given: str) -> Iterator[Path]:
             raise DataError(f"no file matches {given}. Check the pattern; `**` stands for folders at any depth.")
         yield from matches
     else:
-        raise DataError(f"input {given} does not exist. Give a file, a folder, or {STDLIB} for the built-in text.")
+        raise DataError(
+            f"input {given} does not exist.{did_you_mean(given, [STDLIB, *NAMED])} Give a file, a folder, or {STDLIB} "
+            "for the built-in text."
+        )
 
 
 def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str]]:

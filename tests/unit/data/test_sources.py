@@ -408,3 +408,8 @@ def test_a_pipe_or_a_device_is_refused_at_once_with_the_way_to_read_it(kind: str
         path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match=r"is a pipe or a device.*\| txl prepare -"):
         list_sources([path], Listing(), split="train")
+
+
+def test_a_misspelt_corpus_of_the_papers_is_answered_with_the_one_that_was_meant() -> None:
+    with pytest.raises(DataError, match=r"wikitext-104 does not exist\. Did you mean wikitext-103\?"):
+        list_sources(["wikitext-104"], Listing(), split="train")
