@@ -55,7 +55,9 @@ def test_a_lock_that_leads_back_to_itself_is_taken_over(tmp_path: Path, nonces: 
 )
 def test_a_lock_that_cannot_be_understood_is_taken_over_once_it_is_stale(tmp_path: Path, content: str) -> None:
     (tmp_path / "RUN.lock").write_text(content, encoding="utf-8")
-    RunLock.acquire(tmp_path, stale_after_s=0.01).release()
+    lock = RunLock.acquire(tmp_path, stale_after_s=0.01)
+    assert lock.nonce in (tmp_path / "RUN.lock").read_text(encoding="utf-8")
+    lock.release()
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "device"])
