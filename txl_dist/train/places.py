@@ -42,7 +42,7 @@ def require_corpus(checkpoint: Path, config: Config) -> str:
     if kind_of(path) is Kind.CORPUS:
         return path
     known = read_state(checkpoint).get("corpora")
-    kept = known[0] if isinstance(known, list) and known and isinstance(known[0], str) else os.path.abspath(path)
+    kept = known[0] if known else os.path.abspath(path)
     places = " or ".join(dict.fromkeys([kept, os.path.abspath(path)]))
     raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")
 
