@@ -142,7 +142,9 @@ def goodput(lab: Lab, *, minutes: float, mean_s: float = 10.0) -> Case:
     while not storm.is_over:
         case.exit_codes.append(storm.start_and_strike())
     run, tally = storm.run, storm.tally
-    finish = (*WORDS, "--train.max_steps", str(run.highest_step))
+    # One more than any start has trained: where the last one saved at its last step, nothing would be left to save, and
+    # the checkpoint would be one of a run "for ever", not of this command.
+    finish = (*WORDS, "--train.max_steps", str(run.highest_step + 1))
     with lab.start(run, *finish) as job:
         case.exit_codes.append(job.wait(limit_s=600))
     wall_s = time.time() - begun_s
