@@ -156,7 +156,8 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
     newest = max((run / "checkpoints").glob("step_*"))
     place.txl("inspect", str(newest), "--json", "facts.json")
     shown["inspected"] = plain(read(place.folder / "facts.json"))
-    place.txl("evaluate", str(run), "--memory-len", "0", "-1", "--json", "facts.json")
+    lens = ["-1"] if name == "quickstart" else ["0", "-1"]
+    place.txl("evaluate", str(run), "--memory-len", *lens, "--json", "facts.json")
     shown["evaluated"] = plain(numbers_of(read(place.folder / "facts.json")))
     bundle = place.folder / "bundle"
     place.txl("export", str(run), str(bundle))
@@ -186,9 +187,21 @@ def run_shown(run: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path, *patterns: str) -> dict[str, str]:
-    """The sha256 of the files of a folder and below, by name."""
+    """The sha256 of the files of a folder and below, by name; of tensors without the metadata."""
     found = sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
-    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in found}
+    return {
+        str(path.relative_to(folder)): digest(tensors_of(path) if path.suffix == ".safetensors" else path.read_bytes())
+        for path in found
+    }
+
+
+def tensors_of(path: Path) -> bytes:
+    """A safetensors file without its metadata, which names the hash of the state that it was saved with."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header.pop("__metadata__", None)
+    return json.dumps(header, sort_keys=True).encode() + data[begin:]
 
 
 def numbers_of(report: Any) -> Any:
