@@ -156,7 +156,7 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
     newest = max((run / "checkpoints").glob("step_*"))
     place.txl("inspect", str(newest), "--json", "facts.json")
     shown["inspected"] = plain(read(place.folder / "facts.json"))
-    lens = ["-1"] if name == "quickstart" else ["0", "-1"]
+    lens = ["-1"] if name == "quickstart" else ["6", "-1"]
     place.txl("evaluate", str(run), "--memory-len", *lens, "--json", "facts.json")
     shown["evaluated"] = plain(numbers_of(read(place.folder / "facts.json")))
     bundle = place.folder / "bundle"
