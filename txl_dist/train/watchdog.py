@@ -168,14 +168,7 @@ class Watchdog:
         # Who asks for the first cause is about to leave.
         is_stalled = idle_s > self._limit_s and not self._asked.is_set()
         return Beat(
-            self._process,
-            step,
-            phase,
-            _line(frame),
-            waits,
-            is_stalled,
-            self._asked.is_set(),
-            idle_s > self._limit_s / 2,
+            self._process, step, phase, where, waits, is_stalled, self._asked.is_set(), idle_s > self._limit_s / 2
         )
 
     def _judge(self, now_s: float) -> Verdict | None:
