@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 
 from txl_dist.config import load_config
 from txl_dist.data.corpus import Split
-from txl_dist.data.inspect import aligned
 from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.tables import aligned
 from txl_dist.train.checkpoint import continued_stream
 from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, open_corpora, train_splits
