@@ -81,7 +81,7 @@ def make_steps(variant: str, *, size: int) -> None:
     import torch
 
     from txl_dist.config import Config, plan_batch
-    from txl_dist.data.stream import plain_segment
+    from txl_dist.data.read.stream import plain_segment
     from txl_dist.dist import joined_ranks
     from txl_dist.train.batch import batch_maker
     from txl_dist.train.engine import ZeroEngine

@@ -28,10 +28,10 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import lanes_of_rank
 from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.dist import Ranks, barrier, joined_ranks
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker

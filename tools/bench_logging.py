@@ -21,7 +21,7 @@ import torch
 from measuring import add_measure_options, interleaved, write_json
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.log import start_logging
 from txl_dist.train.batch import batch_maker

@@ -28,7 +28,7 @@ from txl_dist.convert.checks import Imported
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.vocabulary import identity_tokenizer
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.infer.bundle import DTYPES, copy_weights
 from txl_dist.model.flops import has_projections
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL

@@ -14,9 +14,9 @@ from tests.helpers.checkpoints import golden_at, sign
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.position import CorpusState, StreamState
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.lanes import lanes_of_rank
+from txl_dist.data.read.position import CorpusState, StreamState
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import problems_of

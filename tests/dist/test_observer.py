@@ -19,8 +19,8 @@ from tests.helpers.launch import ENVIRONMENT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, config_to_toml, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.evaluation import EvalStream
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.dist import Ranks
 from txl_dist.infer.generate import generate
 from txl_dist.model.attention import Attention

@@ -18,8 +18,8 @@ from txl_dist.dist import Ranks, all_reduce_sum, barrier, is_waiting, joined_ran
 from txl_dist.errors import HANG
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, start_logging
+from txl_dist.processes import process_id
 from txl_dist.train.heartbeats import Beat
-from txl_dist.train.processes import process_id
 from txl_dist.train.step import decide
 from txl_dist.train.watchdog import Watchdog, behind
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.launch import train
 from txl_dist.config import config_from_dict, config_to_toml
-from txl_dist.data.position import StreamState
+from txl_dist.data.read.position import StreamState
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.checkpoint import load_memory
 from txl_dist.train.soundness import read_state

@@ -1,6 +1,7 @@
 """The house rules that hold the package up, read from its source: floors, who may import what, size, language.
 
-    0 errors console files sections config     1 dist faults log manifest rng run_files     2 text     3 data | model
+    0 errors console files sections config     1 dist faults log manifest processes progress rng run_files
+    2 text     3 data | model
     4 infer, convert     5 train, ops     6 verbs, cli, __main__
 
 Imports point down. Floors 3 holds two rooms that do not know each other; convert may use infer, and ops train.
@@ -27,6 +28,8 @@ FLOOR = {
     "suggest": 0,
     "tables": 0,
     "dist": 1,
+    "processes": 1,
+    "progress": 1,
     "faults": 1,
     "console": 0,
     "files": 0,

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.lanes import hash64
+from txl_dist.data.read.lanes import hash64
 from txl_dist.files import open_new
 
 UInt64s = npt.NDArray[np.uint64]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import (
     SPLITS,
     TEST,
@@ -24,19 +23,20 @@ from txl_dist.data.documents import (
     is_learnt_from,
     pieces_of,
 )
+from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME
 from txl_dist.data.held_out import hold_out
 from txl_dist.data.inputs import Cursor, Part, read_parts
 from txl_dist.data.named import materialise
-from txl_dist.data.progress import Progress
+from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.settings import PrepareSettings
-from txl_dist.data.shards import INDEX_NAME, TOKENIZER_NAME
 from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.split_names import split_by_name
 from txl_dist.data.streams import begin, chunks_of
 from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import open_new, read_bytes, replace_file
+from txl_dist.progress import Progress
 from txl_dist.text.importing import import_tokenizer
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
 from txl_dist.text.training import DEFAULT_SUBWORDS, check_training, train_tokenizer

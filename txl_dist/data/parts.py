@@ -36,9 +36,9 @@ from txl_dist.data.documents import (
     text_bytes_of,
 )
 from txl_dist.data.duplicates import NUM_BANDS, band_keys
+from txl_dist.data.format import Tokens, token_dtype
 from txl_dist.data.inputs import Cursor, Part
-from txl_dist.data.lanes import hash64
-from txl_dist.data.shards import Tokens, token_dtype
+from txl_dist.data.read.lanes import hash64
 from txl_dist.errors import DataError
 from txl_dist.files import read_json, replace_file, typed, write_bytes
 from txl_dist.text.tokenizer import Ids, Tokenizer, load_tokenizer

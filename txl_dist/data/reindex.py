@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.check.inspect import corpus_facts, corpus_lines
+from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.documents import count_characters, text_bytes_of
-from txl_dist.data.inspect import corpus_facts, corpus_lines
-from txl_dist.data.shards import (
+from txl_dist.data.format import (
     FORMAT_VERSION,
     INDEX_NAME,
     RECORD,
@@ -42,8 +42,8 @@ from txl_dist.data.shards import (
     SplitInfo,
     counts_name,
 )
-from txl_dist.data.storage import MappedPayload
-from txl_dist.data.tars import ForwardReader, Sample, read_samples
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.storage.places import MappedPayload
 from txl_dist.errors import DataError
 from txl_dist.files import flush_folder, replace_file, write_bytes, write_hashed_json
 from txl_dist.text.foreign import ADDED, ForeignTokenizer

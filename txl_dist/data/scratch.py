@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from txl_dist.data.shards import INDEX_NAME
-from txl_dist.data.verify import verify_corpus
+from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.format import INDEX_NAME
 from txl_dist.errors import DataError
 from txl_dist.files import flush_folder, read_bytes, read_json, replace_file, write_bytes
 from txl_dist.log import logger

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from txl_dist.data.corpus import open_corpus
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import TxlError
 
 MIB = 2**20

@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl_dist.config import Config, load_config
-from txl_dist.data.corpus import Corpus, Split
-from txl_dist.data.position import StreamState, continued
+from txl_dist.data.read.corpus import Corpus, Split
+from txl_dist.data.read.position import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point

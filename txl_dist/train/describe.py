@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
-from txl_dist.data.corpus import Split
-from txl_dist.data.lanes import epochs_read
-from txl_dist.data.position import StreamState
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.position import StreamState
 from txl_dist.dist import uses_gpu
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import Config
-from txl_dist.data.corpus import Split
-from txl_dist.data.evaluation import EvalStream
-from txl_dist.data.units import TextUnits, text_units
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.evaluation import EvalStream
+from txl_dist.data.read.units import TextUnits, text_units
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import Config, check_config, config_from_dict
-from txl_dist.data.baselines import order0_and_bigram
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.evaluation import EvalStream
-from txl_dist.data.progress import Progress
-from txl_dist.data.units import TextUnits, text_units
+from txl_dist.data.check.baselines import order0_and_bigram
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.evaluation import EvalStream
+from txl_dist.data.read.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
 from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
@@ -25,6 +24,7 @@ from txl_dist.infer.bundle import DTYPES, Bundle, load, network_of
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker

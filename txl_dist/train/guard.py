@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from txl_dist.config import Config, load_config
-from txl_dist.data.corpus import Split
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import documents_at
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import documents_at
 from txl_dist.dist import gather_objects
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import warn_for_all

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from txl_dist.files import parse_object, typed
-from txl_dist.train.processes import ProcessId, process_of
+from txl_dist.processes import ProcessId, process_of
 
 EXCHANGE_EVERY_S = 1.0
 TICK_S = 0.25

@@ -16,9 +16,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from txl_dist.config import load_config
-from txl_dist.data.corpus import Split
-from txl_dist.data.lanes import epochs_read
-from txl_dist.data.position import StreamState
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.tables import aligned

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.data.corpus import Corpus, Split, open_corpus
-from txl_dist.data.lanes import epochs_read
-from txl_dist.data.position import StreamState, first_state
-from txl_dist.data.storage import StorageSettings
+from txl_dist.data.read.corpus import Corpus, Split, open_corpus
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.position import StreamState, first_state
+from txl_dist.data.storage.places import StorageSettings
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import Config
-from txl_dist.data.corpus import Split
-from txl_dist.data.evaluation import EvalStream
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.attention import Attention
 from txl_dist.model.memory import EMPTY, Memory

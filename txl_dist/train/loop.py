@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import epochs_read, lanes_of_rank
-from txl_dist.data.position import StreamState
-from txl_dist.data.prefetch import prefetch
-from txl_dist.data.units import text_units
+from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.lanes import epochs_read, lanes_of_rank
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.prefetch import prefetch
+from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point

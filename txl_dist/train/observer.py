@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from txl_dist.config import Config
-from txl_dist.data.corpus import Split
-from txl_dist.data.units import text_units
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks
 from txl_dist.rng import derive_seed
 from txl_dist.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from txl_dist.config import load_config
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError
 from txl_dist.infer.bundle import probe_tolerance

@@ -29,7 +29,7 @@ from txl_dist.dist import Ranks, from_first, gather_objects, together
 from txl_dist.errors import ConfigError
 from txl_dist.files import open_regular, parse_object
 from txl_dist.log import logger
-from txl_dist.train.processes import ProcessId, process_id, process_of
+from txl_dist.processes import ProcessId, process_id, process_of
 
 NAME = "RUN.lock"
 BEAT_EVERY_S = 5.0

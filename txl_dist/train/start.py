@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Corpus
+from txl_dist.data.read.corpus import Corpus
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.log import logger, note_in_file, start_logging

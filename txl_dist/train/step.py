@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Split
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.dist import Ranks, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory

@@ -19,7 +19,7 @@ from types import FrameType
 from txl_dist.errors import ConfigError
 from txl_dist.files import is_gone, parse_json
 from txl_dist.log import logger
-from txl_dist.train.processes import ProcessId, command_of, parent_of, process_id, process_of
+from txl_dist.processes import ProcessId, command_of, parent_of, process_id, process_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LOOK_EVERY_S = 1.0

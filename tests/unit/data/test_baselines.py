@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from txl_dist.data.baselines import order0_and_bigram
+from txl_dist.data.check.baselines import order0_and_bigram
 from txl_dist.errors import DataError
 
 

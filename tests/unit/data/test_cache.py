@@ -18,11 +18,11 @@ import pytest
 from tests.helpers.corpora import flip_bit
 from tests.helpers.http import FileServer, serve
 from tests.helpers.launch import wait_for
-from txl_dist.data import remote
-from txl_dist.data.cache import CachedStorage
-from txl_dist.data.origins import UrlOrigin
-from txl_dist.data.shards import ShardInfo
-from txl_dist.data.storage import StorageSettings, open_storage
+from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage import retries as remote
+from txl_dist.data.storage.cache import CachedStorage
+from txl_dist.data.storage.origins import UrlOrigin
+from txl_dist.data.storage.places import StorageSettings, open_storage
 from txl_dist.errors import DataError
 
 SIZE = 100_000

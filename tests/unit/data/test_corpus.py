@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.documents import Reading, content_digest, split_of
-from txl_dist.data.lanes import hash64
+from txl_dist.data.format import RECORD, SplitInfo, token_dtype, write_shard
 from txl_dist.data.prepare import prepare_corpus
-from txl_dist.data.shards import RECORD, SplitInfo, token_dtype, write_shard
-from txl_dist.data.units import text_units
-from txl_dist.data.verify import verify_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.lanes import hash64
+from txl_dist.data.read.units import text_units
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.tokenizer import WordTokenizer
 

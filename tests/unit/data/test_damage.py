@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import random_text, random_texts, tiny_corpus
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.shards import RECORD
-from txl_dist.data.verify import verify_corpus
+from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.format import RECORD
+from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import DataError
 
 NUM_FLIPS, NUM_CUTS = 200, 50

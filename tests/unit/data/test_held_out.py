@@ -14,7 +14,7 @@ import tokenizers
 from tests.helpers.corpora import random_text, write_jsonl
 from tests.unit.data.test_prepare import killed
 from txl_dist.data import held_out, job, prepare
-from txl_dist.data.corpus import open_corpus
+from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.documents import (
     SHORTEST_TAIL,
     Document,
@@ -25,7 +25,7 @@ from txl_dist.data.documents import (
 )
 from txl_dist.data.held_out import hold_out
 from txl_dist.data.prepare import prepare_corpus
-from txl_dist.data.verify import verify_corpus
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.training import MOST_IDS
 

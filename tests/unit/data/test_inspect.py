@@ -11,10 +11,10 @@ import pytest
 
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.inspect import find_shard, lane_facts
-from txl_dist.data.position import first_state
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.check.inspect import find_shard, lane_facts
+from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.read.position import first_state
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.rng import derive_seed
 from txl_dist.text.tokenizer import CharTokenizer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.data.lanes import (
+from txl_dist.data.read.lanes import (
     Cut,
     LanePlan,
     allot_lanes,

@@ -19,15 +19,15 @@ import pytest
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from tests.helpers.logs import recorded_log
 from txl_dist.data import assembly, inputs, job, named, parts, prepare, workers
-from txl_dist.data.corpus import Corpus, open_corpus
+from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.documents import text_bytes_of
 from txl_dist.data.named import Member, NamedCorpus
 from txl_dist.data.prepare import PrepareSummary, prepare_corpus
-from txl_dist.data.progress import Progress
+from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.settings import PrepareSettings
 from txl_dist.data.sources import Listing, list_sources
-from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.progress import Progress
 from txl_dist.text.training import train_tokenizer
 
 SETTINGS: dict[str, Any] = {"kind": "byte", "valid_fraction": 0.1, "test_fraction": 0.1, "shard_len": 3000}

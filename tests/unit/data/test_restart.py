@@ -15,10 +15,10 @@ import pytest
 from tests.helpers.corpora import flip_bit, random_texts, write_jsonl
 from tests.helpers.logs import recorded_log
 from txl_dist.data import job, prepare
-from txl_dist.data.corpus import open_corpus
+from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.data.scratch import check_target, claim_scratch
-from txl_dist.data.verify import verify_corpus
 from txl_dist.errors import DataError
 from txl_dist.text.training import train_tokenizer
 

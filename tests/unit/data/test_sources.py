@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.http import serve
-from txl_dist.data import remote, sources
+from txl_dist.data import sources
 from txl_dist.data.documents import (
     Document,
     Reading,
@@ -28,6 +28,7 @@ from txl_dist.data.documents import (
 )
 from txl_dist.data.inputs import Cursor, read_parts
 from txl_dist.data.sources import Listing, check_inputs, identities, list_sources
+from txl_dist.data.storage import retries as remote
 from txl_dist.errors import DataError
 
 

@@ -13,14 +13,14 @@ import pytest
 
 from tests.helpers.corpora import flip_bit, tiny_corpus
 from tests.helpers.http import serve
-from txl_dist.data import remote
-from txl_dist.data.cache import CachedStorage
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.position import first_state
-from txl_dist.data.ranges import RangeStorage
-from txl_dist.data.shards import ShardInfo
-from txl_dist.data.storage import LocalStorage, Storage, StorageSettings, open_storage
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.format import ShardInfo
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.position import first_state
+from txl_dist.data.read.stream import LaneStream
+from txl_dist.data.storage import retries as remote
+from txl_dist.data.storage.cache import CachedStorage
+from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings, open_storage
+from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.errors import DataError
 
 CONTENT = bytes(range(256)) * 20

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.corpora import flip_bit, tiny_corpus
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.evaluation import EvalStream
-from txl_dist.data.lanes import Cut, LanePlan, Ranges, lanes_of_rank, merged, owners_of_lanes
-from txl_dist.data.position import CorpusState, StreamState, continued, first_state
-from txl_dist.data.prefetch import prefetch
-from txl_dist.data.shards import RECORD
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.format import RECORD
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.evaluation import EvalStream
+from txl_dist.data.read.lanes import Cut, LanePlan, Ranges, lanes_of_rank, merged, owners_of_lanes
+from txl_dist.data.read.position import CorpusState, StreamState, continued, first_state
+from txl_dist.data.read.prefetch import prefetch
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import CheckpointError, DataError, UnreachableError
 from txl_dist.files import write_hashed_json
 
@@ -469,7 +469,7 @@ def test_a_segment_in_the_ring_holds_until_so_many_more_were_taken(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, steps_at_once: int
 ) -> None:
     plain = take(stream(corpus), 60)
-    monkeypatch.setattr("txl_dist.data.stream.STEPS_AT_ONCE", steps_at_once)
+    monkeypatch.setattr("txl_dist.data.read.stream.STEPS_AT_ONCE", steps_at_once)
     held: list[tuple[np.ndarray, np.ndarray]] = []
     places = set()
     for (segment, state), (_, _, expected_state) in zip(stream(corpus, num_buffers=5), plain, strict=False):
@@ -487,7 +487,7 @@ def test_the_segments_before_damage_come_before_its_error(
 ) -> None:
     counts = []
     for steps_at_once in (1, 8):
-        monkeypatch.setattr("txl_dist.data.stream.STEPS_AT_ONCE", steps_at_once)
+        monkeypatch.setattr("txl_dist.data.read.stream.STEPS_AT_ONCE", steps_at_once)
         counts.append(0)
         try:
             for _ in stream(damaged[0], segment_len=5):
@@ -590,7 +590,7 @@ def test_records_of_other_sizes_than_the_index_says_are_refused(tmp_path: Path) 
 
 def test_lanes_say_early_which_shard_they_will_read_next(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     hints: list[int] = []
-    monkeypatch.setattr("txl_dist.data.corpus.Split.prefetch", lambda self, indices: hints.extend(indices))
+    monkeypatch.setattr("txl_dist.data.read.corpus.Split.prefetch", lambda self, indices: hints.extend(indices))
     reading = stream(corpus, lanes=range(1), state=first(corpus, num_lanes=1), segment_len=9)
     read: list[int] = []
     state = first(corpus, num_lanes=1)
@@ -611,7 +611,7 @@ def test_an_outage_is_never_skipped_as_damage(corpus: Corpus, monkeypatch: pytes
     damage = DamagePolicy(skip=True, max_skipped=10**9)
     for name in ("Shard.document", "Split.open_shard"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"txl_dist.data.corpus.{name}", fail)
+            patch.setattr(f"txl_dist.data.read.corpus.{name}", fail)
             with pytest.raises(UnreachableError):
                 take(stream(corpus, damage=damage), 1)
     assert damage.num_skipped == 0

@@ -14,11 +14,11 @@ import pytest
 
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
-from txl_dist.data import tars
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.storage import StorageSettings
-from txl_dist.data.tars import ForwardReader
-from txl_dist.data.verify import bytes_of_shards, each_problem, strangers, verify_corpus
+from txl_dist.data.check import tars
+from txl_dist.data.check.tars import ForwardReader
+from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers, verify_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.storage.places import StorageSettings
 
 
 @pytest.fixture

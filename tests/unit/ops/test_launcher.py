@@ -20,8 +20,8 @@ from txl_dist.config import Config
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.ops.launcher import exit_code, last_word
 from txl_dist.ops.launcher import launch as run_launcher
+from txl_dist.processes import process_id
 from txl_dist.sections import TrainSection
-from txl_dist.train.processes import process_id
 from txl_dist.verbs.launch import NUMBERS, SWITCHES, TEXTS, TRAIN_FLAGS, launch
 
 DEEPSPEED = f"""#!{sys.executable}

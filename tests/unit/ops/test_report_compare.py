@@ -11,7 +11,7 @@ from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.made_runs import make_run, write_state
 from txl_dist.cli import main
 from txl_dist.config import Config, config_to_toml
-from txl_dist.data.units import text_units
+from txl_dist.data.read.units import text_units
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.ops.compare import Unit, unit_of, write_comparison
 from txl_dist.ops.summary import facts_of, read_run

@@ -24,7 +24,7 @@ from txl_dist.ops.pictures import straggler_sentence
 from txl_dist.ops.records import History, Table, read_history
 from txl_dist.ops.report import render, write_report
 from txl_dist.ops.summary import facts_of, read_run
-from txl_dist.train.processes import process_id
+from txl_dist.processes import process_id
 
 VOID = {"meta", "link", "br", "img"}
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.progress import Progress
+from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import write_bundle
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.infer.score import log_probabilities
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.progress import Progress
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.evaluation_report import evaluate_trained
 from txl_dist.train.evaluation_settings import Overrides
@@ -340,7 +340,7 @@ def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_nothing_elsewhere(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(Progress, "_show_bar", lambda self: lines.append(self.line()))
-    monkeypatch.setattr("txl_dist.data.progress._QUIET_S", 0.0)
+    monkeypatch.setattr("txl_dist.progress._QUIET_S", 0.0)
     evaluated(made)
     assert lines == []
     assert "scoring" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.model.flops import count_parameters, typical_shares
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares

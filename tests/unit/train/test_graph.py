@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.models import tiny_model
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
 from txl_dist.train import graph

@@ -13,9 +13,9 @@ from tests.helpers.checkpoints import GOLDEN, GOLDEN_CHECKPOINT, golden_at
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, config_from_dict, config_to_toml
-from txl_dist.data.inspect import lane_facts
-from txl_dist.data.position import StreamState, continued
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.check.inspect import lane_facts
+from txl_dist.data.read.position import StreamState, continued
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.inspection import checkpoint_facts, stream_before_step

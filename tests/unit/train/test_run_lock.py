@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from txl_dist.dist import Ranks
 from txl_dist.errors import ConfigError
+from txl_dist.processes import process_id
 from txl_dist.train import run_lock
-from txl_dist.train.processes import process_id
 from txl_dist.train.run_lock import NAME, RunLock, prove_shared
 
 SPAWN = mp.get_context("fork")

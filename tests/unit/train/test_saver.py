@@ -25,8 +25,8 @@ from tests.helpers.checkpoints import sign
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config
-from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.position import CorpusState, StreamState
+from txl_dist.data.read.lanes import lanes_of_rank
+from txl_dist.data.read.position import CorpusState, StreamState
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger

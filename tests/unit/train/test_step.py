@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
-from txl_dist.data.position import CorpusState, StreamState
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.position import CorpusState, StreamState
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL

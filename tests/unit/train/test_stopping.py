@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from txl_dist.errors import ConfigError
+from txl_dist.processes import process_id
 from txl_dist.train import stopping
-from txl_dist.train.processes import process_id
 from txl_dist.train.stopping import StopRequests, parse_duration
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_dist.data.corpus import Split
-from txl_dist.data.lanes import Cut, LanePlan, Ranges, allot_lanes, merged, outside
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.lanes import Cut, LanePlan, Ranges, allot_lanes, merged, outside
 from txl_dist.errors import CheckpointError
 
 STATE_VERSION = 2

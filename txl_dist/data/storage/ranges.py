@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.origins import Origin, UrlOrigin
-from txl_dist.data.remote import DamageError, retrying
-from txl_dist.data.shards import ShardInfo
-from txl_dist.data.storage import Payload, Storage, check_size
+from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.origins import Origin, UrlOrigin
+from txl_dist.data.storage.places import Payload, Storage, check_size
+from txl_dist.data.storage.retries import DamageError, retrying
 from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20

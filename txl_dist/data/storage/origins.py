@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from txl_dist.data.remote import check_protocol, filesystem_of, watched
+from txl_dist.data.storage.retries import check_protocol, filesystem_of, watched
 from txl_dist.errors import DataError
 
 

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.corpus import Shards, Split
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import Cut, LanePlan, Stretch, owners_of_lanes
-from txl_dist.data.position import Span, StreamState
-from txl_dist.data.shards import Tokens
+from txl_dist.data.format import Tokens
+from txl_dist.data.read.corpus import Shards, Split
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.lanes import Cut, LanePlan, Stretch, owners_of_lanes
+from txl_dist.data.read.position import Span, StreamState
 from txl_dist.errors import DataError, UnreachableError
 
 Int64s = npt.NDArray[np.int64]

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.data.corpus import Corpus, Split
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.read.corpus import Corpus, Split
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.tables import aligned, printable
 from txl_dist.text.clusters import cluster_edges, cluster_shares

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from txl_dist.data.corpus import Shards, Split
-from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.stream import Int64s, Segment
+from txl_dist.data.read.corpus import Shards, Split
+from txl_dist.data.read.lanes import lanes_of_rank
+from txl_dist.data.read.stream import Int64s, Segment
 from txl_dist.errors import DataError
 
 

@@ -21,8 +21,8 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.shards import Tokens
-from txl_dist.data.storage import Payload
+from txl_dist.data.format import Tokens
+from txl_dist.data.storage.places import Payload
 from txl_dist.errors import DataError
 
 CHUNK_BYTES = 1 << 22

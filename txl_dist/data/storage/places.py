@@ -20,7 +20,7 @@ from typing import IO, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.shards import ShardInfo
+from txl_dist.data.format import ShardInfo
 from txl_dist.errors import DataError
 from txl_dist.files import inside, open_regular, read_bytes
 
@@ -159,10 +159,10 @@ def open_storage(location: str | Path, settings: StorageSettings) -> Storage:
     if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
         return LocalStorage(Path(location))
     # Not at the top: these build on this file.
-    from txl_dist.data.cache import CachedStorage
-    from txl_dist.data.origins import PipeOrigin, UrlOrigin
-    from txl_dist.data.ranges import RangeStorage
-    from txl_dist.data.remote import check_protocol
+    from txl_dist.data.storage.cache import CachedStorage
+    from txl_dist.data.storage.origins import PipeOrigin, UrlOrigin
+    from txl_dist.data.storage.ranges import RangeStorage
+    from txl_dist.data.storage.retries import check_protocol
 
     protocol = check_protocol(url, allow=settings.allow_protocols)
     if protocol == "file":

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.shards import (
+from txl_dist.data.format import (
     FORMAT_VERSION,
     INDEX_NAME,
     RECORD,
@@ -37,7 +36,8 @@ from txl_dist.data.shards import (
     Tokens,
     counts_name,
 )
-from txl_dist.data.storage import REMEDY, Storage, StorageSettings, open_storage
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.storage.places import REMEDY, Storage, StorageSettings, open_storage
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
