@@ -28,7 +28,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.lanes import lanes_of_rank

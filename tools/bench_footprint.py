@@ -29,7 +29,7 @@ import numpy as np
 from measuring import print_table, write_json
 
 from txl_dist.config import Config, config_from_dict, config_to_toml, plan_batch
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.model.flops import count_parameters
 from txl_dist.text.clusters import cluster_edges, cluster_shares

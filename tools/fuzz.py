@@ -52,13 +52,13 @@ from safetensors.torch import save_file
 from txl_dist.config import Config, check_config, load_config
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.vocabulary import read_vocabulary
-from txl_dist.data.assembly import ShardTask, is_written, read_written
 from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.documents import Block, Reading, documents_of
-from txl_dist.data.parts import read_part_info
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.assembly import ShardTask, is_written, read_written
+from txl_dist.data.prepare.documents import Block, Reading, documents_of
+from txl_dist.data.prepare.encoding import read_part_info
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.prepare.scratch import claim_scratch
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.scratch import claim_scratch
 from txl_dist.errors import TxlError
 from txl_dist.files import canonical_hash
 from txl_dist.infer.bundle import load, network_of, write_bundle

@@ -14,9 +14,9 @@ from txl_dist import files
 from txl_dist.config import Config, load_config
 from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.format import INDEX_NAME
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.reindex import reindex_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.reindex import reindex_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import canonical_hash, hashed_json, inside, parse_json, parse_toml, read_bytes, replace_file
 from txl_dist.log import GrowingFile

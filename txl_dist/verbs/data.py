@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from txl_dist.console import say
-from txl_dist.data.settings import PrepareSettings
+from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
 
@@ -49,7 +49,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
         require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
     if arguments.reindex:
         return _reindex(arguments)
-    from txl_dist.data.prepare import prepare_corpus
+    from txl_dist.data.prepare.run import prepare_corpus
     from txl_dist.log import start_logging
 
     start_logging()
@@ -58,7 +58,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
 
 def _reindex(arguments: PrepareArguments) -> None:
-    from txl_dist.data.reindex import bytes_of_tars, reindex_corpus
+    from txl_dist.data.prepare.reindex import bytes_of_tars, reindex_corpus
     from txl_dist.log import start_logging
     from txl_dist.progress import Progress
 
@@ -137,8 +137,8 @@ def _checkpoint_problems(folder: Path) -> list[str]:
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
     from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers
+    from txl_dist.data.prepare.workers import num_cores
     from txl_dist.data.read.corpus import open_corpus
-    from txl_dist.data.workers import num_cores
     from txl_dist.log import start_logging
     from txl_dist.progress import Progress
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from txl_dist.data import duplicates
-from txl_dist.data.documents import content_digest
-from txl_dist.data.duplicates import NUM_BANDS, band_keys, count_near, find_equal
-from txl_dist.data.parts import PART_RECORD
+from txl_dist.data.prepare import duplicates
+from txl_dist.data.prepare.documents import content_digest
+from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys, count_near, find_equal
+from txl_dist.data.prepare.encoding import PART_RECORD
 
 
 def table_of(texts: list[str], *, first: int = 0) -> Any:

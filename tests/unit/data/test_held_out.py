@@ -13,9 +13,11 @@ import tokenizers
 
 from tests.helpers.corpora import random_text, write_jsonl
 from tests.unit.data.test_prepare import killed
-from txl_dist.data import held_out, job, prepare
 from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.documents import (
+from txl_dist.data.prepare import held_out
+from txl_dist.data.prepare import run as prepare
+from txl_dist.data.prepare import tokenizing as job
+from txl_dist.data.prepare.documents import (
     SHORTEST_TAIL,
     Document,
     Reading,
@@ -23,8 +25,8 @@ from txl_dist.data.documents import (
     cut_tails,
     pieces_of,
 )
-from txl_dist.data.held_out import hold_out
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.held_out import hold_out
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.training import MOST_IDS
@@ -193,7 +195,7 @@ def test_parts_of_another_way_to_hold_out_are_not_kept(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("txl_dist.data.prepare._assemble", failing)
+        patch.setattr("txl_dist.data.prepare.run._assemble", failing)
         with pytest.raises(KeyboardInterrupt):
             prepare_corpus(tmp_path / "out", **settings)
     for number in range(60):  # many files now, so that whole ones are held out
@@ -360,7 +362,7 @@ def test_the_same_command_finds_its_corpus_whatever_its_held_out_text_begins_wit
 def test_an_impossible_vocabulary_is_refused_before_any_text_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, vocab_size: int
 ) -> None:
-    monkeypatch.setattr("txl_dist.data.job.read_parts", never)
+    monkeypatch.setattr("txl_dist.data.prepare.tokenizing.read_parts", never)
     (tmp_path / "a.txt").write_text(prose(6_000))
     with pytest.raises(ConfigError, match=rf"vocab_size={vocab_size} is too (small: .* or more|large: .* smaller)"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], kind=kind, vocab_size=vocab_size)

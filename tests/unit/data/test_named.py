@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from txl_dist.data import named
-from txl_dist.data.named import NAMED, Member, NamedCorpus, materialise
+from txl_dist.data.prepare import named
+from txl_dist.data.prepare.named import NAMED, Member, NamedCorpus, materialise
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.training import train_tokenizer
 

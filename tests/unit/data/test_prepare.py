@@ -18,14 +18,18 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from tests.helpers.logs import recorded_log
-from txl_dist.data import assembly, inputs, job, named, parts, prepare, workers
 from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.documents import text_bytes_of
-from txl_dist.data.named import Member, NamedCorpus
-from txl_dist.data.prepare import PrepareSummary, prepare_corpus
+from txl_dist.data.prepare import assembly, named, workers
+from txl_dist.data.prepare import cutting as inputs
+from txl_dist.data.prepare import encoding as parts
+from txl_dist.data.prepare import run as prepare
+from txl_dist.data.prepare import tokenizing as job
+from txl_dist.data.prepare.documents import text_bytes_of
+from txl_dist.data.prepare.named import Member, NamedCorpus
+from txl_dist.data.prepare.run import PrepareSummary, prepare_corpus
+from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.sources import Listing, list_sources
 from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.settings import PrepareSettings
-from txl_dist.data.sources import Listing, list_sources
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.progress import Progress
 from txl_dist.text.training import train_tokenizer
@@ -59,7 +63,8 @@ def texts_in(corpus: Corpus, split: str) -> list[str]:
 KILLED = """
 import os, signal, sys
 import psutil
-from txl_dist.data import job, prepare
+from txl_dist.data.prepare import tokenizing as job
+from txl_dist.data.prepare import run as prepare
 settings = eval(sys.argv[2])
 where, after = sys.argv[3], int(sys.argv[4])
 
@@ -416,7 +421,7 @@ def test_a_shard_ends_where_documents_do_and_none_is_empty(tmp_path: Path) -> No
 MEASURED = """
 import re, sys
 from pathlib import Path
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 prepare_corpus(sys.argv[2], inputs=[sys.argv[1]], tokenizer_path=sys.argv[3], num_workers=1, part_bytes=1 << 19,
                shard_len=1 << 20, valid_fraction=0.01)
 # Not ru_maxrss, which keeps the peak of whoever started this process.

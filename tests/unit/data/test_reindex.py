@@ -17,8 +17,8 @@ import pytest
 from tests.helpers.corpora import random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.data.check.verify import strangers, verify_corpus
+from txl_dist.data.prepare.reindex import find_tars, reindex_corpus
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.reindex import find_tars, reindex_corpus
 from txl_dist.errors import DataError
 from txl_dist.text.tokenizer import CharTokenizer
 

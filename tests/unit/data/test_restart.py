@@ -14,17 +14,18 @@ import pytest
 
 from tests.helpers.corpora import flip_bit, random_texts, write_jsonl
 from tests.helpers.logs import recorded_log
-from txl_dist.data import job, prepare
 from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare import run as prepare
+from txl_dist.data.prepare import tokenizing as job
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.prepare.scratch import check_target, claim_scratch
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.scratch import check_target, claim_scratch
 from txl_dist.errors import DataError
 from txl_dist.text.training import train_tokenizer
 
 KILLED = """
 import importlib, os, signal, sys
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 
 output, settings, module, place, after = sys.argv[1:]
 *owners, name = place.split(".")
@@ -78,8 +79,8 @@ def test_shards_are_kept_only_by_the_plan_that_they_were_written_for(
 ) -> None:
     settings = {**SETTINGS, "inputs": [str(source)], "shard_len": 3000}
     prepare_corpus(tmp_path / "expected", **settings)
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare", "write_planned", 5)
-    module = "txl_dist.data.prepare" if place == "write_planned" else "txl_dist.data.assembly"
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned", 5)
+    module = "txl_dist.data.prepare.run" if place == "write_planned" else "txl_dist.data.prepare.assembly"
     scratch = killed(tmp_path / "out", {**settings, **other}, module, place, 1 if place == "write_planned" else 0)
     if place == "replace_file":  # the tar is that of the other plan by now
         assert not (scratch / "shard-train-000000.tar.json").exists()
@@ -92,7 +93,7 @@ def test_shards_are_kept_only_by_the_plan_that_they_were_written_for(
 def test_shards_that_were_damaged_meanwhile_are_written_again(tmp_path: Path, source: Path) -> None:
     settings = {**SETTINGS, "inputs": [str(source)], "shard_len": 3000}
     prepare_corpus(tmp_path / "expected", **settings)
-    scratch = killed(tmp_path / "out", settings, "txl_dist.data.prepare", "write_planned", 5)
+    scratch = killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned", 5)
     os.truncate(scratch / "corpus" / "train-000000.tar", 5000)
     flip_bit(scratch / "corpus" / "train-000001.tar.idx")
     assert prepare_corpus(tmp_path / "out", **settings).shards_kept == 3
@@ -103,7 +104,7 @@ def test_after_a_kill_in_the_cleaning_up_the_corpus_may_be_moved_away_and_made_a
     tmp_path: Path, source: Path
 ) -> None:
     settings = {**SETTINGS, "inputs": [str(source)], "shard_len": 3000}
-    for number, (module, place) in enumerate([("txl_dist.data.scratch", "flush_folder"), ("shutil", "rmtree")]):
+    for number, (module, place) in enumerate([("txl_dist.data.prepare.scratch", "flush_folder"), ("shutil", "rmtree")]):
         output, moved = tmp_path / str(number), tmp_path / f"moved{number}"
         scratch = killed(output, settings, module, place)
         assert verify_corpus(output) == []
@@ -122,10 +123,10 @@ def test_a_kill_between_a_part_and_what_is_said_of_it_leaves_no_other_text_in_it
     settings = {"inputs": [str(source)], "num_workers": 1, "documents": "line", "valid_fraction": 0.0}
     settings["tokenizer_path"] = str(tmp_path / "tokenizer.json")
     source.write_text("the right text\n")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare", "write_planned")
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned")
     source.rename(right)
     source.write_text("the wrong text\n")
-    killed(tmp_path / "out", settings, "txl_dist.data.parts", "replace_file")
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.encoding", "replace_file")
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["the right text"]
@@ -135,10 +136,10 @@ def test_a_kill_between_a_tokenizer_and_what_it_was_learnt_from_leaves_no_other_
     source, right = tmp_path / "a.txt", tmp_path / "right.txt"
     settings = {"inputs": [str(source)], "num_workers": 1, "kind": "char", "valid_fraction": 0.0}
     source.write_text("abc")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare", "encode_part")
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "encode_part")
     source.rename(right)
     source.write_text("wxyz")
-    killed(tmp_path / "out", settings, "txl_dist.data.job", "replace_file", 1)
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.tokenizing", "replace_file", 1)
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["abc"]
@@ -146,7 +147,7 @@ def test_a_kill_between_a_tokenizer_and_what_it_was_learnt_from_leaves_no_other_
 
 def test_a_kill_while_work_is_discarded_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, source: Path) -> None:
     settings = {**SETTINGS, "inputs": [str(source)]}
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare", "write_planned")
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned")
     scratch = killed(tmp_path / "out", {**settings, "seed": 5}, "pathlib", "Path.unlink", 1)
     assert list(scratch.glob("part-*.json"))
     assert prepare_corpus(tmp_path / "out", **settings).parts_kept == 0
@@ -158,7 +159,7 @@ def test_a_kill_between_the_two_renames_of_overwrite_loses_neither_corpus(tmp_pa
     old = content_of(tmp_path / "out")
     scratch = killed(tmp_path / "out", {**settings, "seed": 1, "overwrite": True}, "pathlib", "Path.rename", 1)
     assert not (tmp_path / "out").exists()
-    killed(tmp_path / "out", {**settings, "seed": 2, "overwrite": True}, "txl_dist.data.prepare", "encode_part")
+    killed(tmp_path / "out", {**settings, "seed": 2, "overwrite": True}, "txl_dist.data.prepare.run", "encode_part")
     assert content_of(tmp_path / "out") == old
     prepare_corpus(tmp_path / "out", **settings, seed=2, overwrite=True)
     assert content_of(tmp_path / "out") != old

@@ -17,8 +17,9 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.http import serve
-from txl_dist.data import sources
-from txl_dist.data.documents import (
+from txl_dist.data.prepare import sources
+from txl_dist.data.prepare.cutting import Cursor, read_parts
+from txl_dist.data.prepare.documents import (
     Document,
     Reading,
     content_digest,
@@ -26,8 +27,7 @@ from txl_dist.data.documents import (
     split_of,
     text_bytes_of,
 )
-from txl_dist.data.inputs import Cursor, read_parts
-from txl_dist.data.sources import Listing, check_inputs, identities, list_sources
+from txl_dist.data.prepare.sources import Listing, check_inputs, identities, list_sources
 from txl_dist.data.storage import retries as remote
 from txl_dist.errors import DataError
 
@@ -345,7 +345,7 @@ def test_a_closed_stdin_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
 def test_a_document_that_is_too_long_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from txl_dist.data import inputs
+    from txl_dist.data.prepare import cutting as inputs
 
     monkeypatch.setattr(inputs, "LONGEST_RECORD", 1000)
     (tmp_path / "a.txt").write_text("text " * 300 + "\n" + "text\n" * 300)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.prepare.sources import Listing, list_sources
+from txl_dist.data.prepare.split_names import split_by_name
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.sources import Listing, list_sources
-from txl_dist.data.split_names import split_by_name
 from txl_dist.errors import ConfigError, DataError
 
 

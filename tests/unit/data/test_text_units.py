@@ -15,15 +15,15 @@ import pytest
 
 from tests.helpers.corpora import random_text, random_texts, tiny_corpus, write_jsonl
 from tests.unit.data.test_reindex import npy, write_tar
-from txl_dist.data.documents import text_bytes_of
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.documents import text_bytes_of
+from txl_dist.data.prepare.reindex import reindex_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus, Split, open_corpus
 from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.data.read.lanes import LanePlan, lanes_of_rank, owners_of_lanes
 from txl_dist.data.read.position import StreamState, continued, first_state
 from txl_dist.data.read.stream import LaneStream, plain_segment
 from txl_dist.data.read.units import text_units
-from txl_dist.data.reindex import reindex_corpus
 from txl_dist.files import canonical_hash, write_hashed_json
 from txl_dist.text.tokenizer import CharTokenizer, WordTokenizer
 from txl_dist.train.batch import BatchMaker

@@ -21,8 +21,8 @@ from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from txl_dist.data.documents import SPLITS, TEST, TRAIN, VALID
-from txl_dist.data.sources import PIPE, STDIN, STDLIB, SourceFile
+from txl_dist.data.prepare.documents import SPLITS, TEST, TRAIN, VALID
+from txl_dist.data.prepare.sources import PIPE, STDIN, STDLIB, SourceFile
 
 _SURE_WORDS = frozenset({"train", "training", "valid", "validation", "val", "dev", "test"})
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})

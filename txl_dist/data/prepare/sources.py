@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, NoReturn
 
-from txl_dist.data.documents import Cut, Form
-from txl_dist.data.named import NAMED
+from txl_dist.data.prepare.documents import Cut, Form
+from txl_dist.data.prepare.named import NAMED
 from txl_dist.data.storage.retries import filesystem_of, retrying
 from txl_dist.errors import DataError
 from txl_dist.suggest import did_you_mean

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from txl_dist.data.documents import SHORTEST_TAIL, SPLITS, TEST, TRAIN, VALID, Document, Reading, pieces_of
+from txl_dist.data.prepare.documents import SHORTEST_TAIL, SPLITS, TEST, TRAIN, VALID, Document, Reading, pieces_of
 from txl_dist.errors import DataError
 
 Documents = Callable[[], Iterator[Document]]

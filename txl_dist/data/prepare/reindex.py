@@ -32,7 +32,6 @@ import numpy.typing as npt
 
 from txl_dist.data.check.inspect import corpus_facts, corpus_lines
 from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
-from txl_dist.data.documents import count_characters, text_bytes_of
 from txl_dist.data.format import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -42,6 +41,7 @@ from txl_dist.data.format import (
     SplitInfo,
     counts_name,
 )
+from txl_dist.data.prepare.documents import count_characters, text_bytes_of
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.storage.places import MappedPayload
 from txl_dist.errors import DataError

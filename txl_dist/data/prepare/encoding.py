@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.documents import (
+from txl_dist.data.format import Tokens, token_dtype
+from txl_dist.data.prepare.cutting import Cursor, Part
+from txl_dist.data.prepare.documents import (
     TRAIN,
     Block,
     Piece,
@@ -35,9 +37,7 @@ from txl_dist.data.documents import (
     pieces_of,
     text_bytes_of,
 )
-from txl_dist.data.duplicates import NUM_BANDS, band_keys
-from txl_dist.data.format import Tokens, token_dtype
-from txl_dist.data.inputs import Cursor, Part
+from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys
 from txl_dist.data.read.lanes import hash64
 from txl_dist.errors import DataError
 from txl_dist.files import read_json, replace_file, typed, write_bytes

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from txl_dist.data.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
+from txl_dist.data.prepare.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
 from txl_dist.errors import DataError
 from txl_dist.files import open_new

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.data.documents import (
+from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME
+from txl_dist.data.prepare.cutting import Cursor, Part, read_parts
+from txl_dist.data.prepare.documents import (
     SPLITS,
     TEST,
     TRAIN,
@@ -23,17 +25,15 @@ from txl_dist.data.documents import (
     is_learnt_from,
     pieces_of,
 )
-from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME
-from txl_dist.data.held_out import hold_out
-from txl_dist.data.inputs import Cursor, Part, read_parts
-from txl_dist.data.named import materialise
+from txl_dist.data.prepare.held_out import hold_out
+from txl_dist.data.prepare.named import materialise
+from txl_dist.data.prepare.opening import begin, chunks_of
+from txl_dist.data.prepare.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
+from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.sources import Listing, SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.prepare.split_names import split_by_name
+from txl_dist.data.prepare.workers import num_cores
 from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
-from txl_dist.data.settings import PrepareSettings
-from txl_dist.data.sources import Listing, SourceFile, check_inputs, identities, list_sources
-from txl_dist.data.split_names import split_by_name
-from txl_dist.data.streams import begin, chunks_of
-from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.progress import Progress

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
-from txl_dist.data.documents import Block, end_of_records
-from txl_dist.data.sources import SourceFile
-from txl_dist.data.streams import open_source, skip
+from txl_dist.data.prepare.documents import Block, end_of_records
+from txl_dist.data.prepare.opening import open_source, skip
+from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.errors import DataError
 
 LONGEST_RECORD = 1 << 31

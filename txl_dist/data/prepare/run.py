@@ -27,7 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.data.assembly import (
+from txl_dist.data.format import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    TOKENIZER_NAME,
+    SplitInfo,
+    counts_name,
+    npy_bytes,
+    token_dtype,
+)
+from txl_dist.data.prepare.assembly import (
     DROPPED,
     Duplicated,
     ShardTask,
@@ -38,18 +47,13 @@ from txl_dist.data.assembly import (
     read_written,
     write_planned,
 )
-from txl_dist.data.documents import SPLITS, TRAIN
-from txl_dist.data.format import (
-    FORMAT_VERSION,
-    INDEX_NAME,
-    TOKENIZER_NAME,
-    SplitInfo,
-    counts_name,
-    npy_bytes,
-    token_dtype,
-)
-from txl_dist.data.inputs import Cursor
-from txl_dist.data.job import (
+from txl_dist.data.prepare.cutting import Cursor
+from txl_dist.data.prepare.documents import SPLITS, TRAIN
+from txl_dist.data.prepare.encoding import Encoding, PartInfo, PartTask, encode_part, read_part_info
+from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, move_into_place
+from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.sources import count_left_out, identities, is_repeatable
+from txl_dist.data.prepare.tokenizing import (
     Job,
     check_in_the_way,
     check_learning,
@@ -59,12 +63,8 @@ from txl_dist.data.job import (
     make_tokenizer,
     remarks_on_size,
 )
-from txl_dist.data.parts import Encoding, PartInfo, PartTask, encode_part, read_part_info
+from txl_dist.data.prepare.workers import Workers, start_workers
 from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.scratch import CORPUS, check_target, claim_scratch, move_into_place
-from txl_dist.data.settings import PrepareSettings
-from txl_dist.data.sources import count_left_out, identities, is_repeatable
-from txl_dist.data.workers import Workers, start_workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger

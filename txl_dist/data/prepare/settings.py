@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from txl_dist import __version__
-from txl_dist.data.documents import TEST, VALID, Cut, EncodingErrors, Reading
+from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import read_bytes
 
@@ -115,7 +115,7 @@ class PrepareSettings:
     @property
     def name(self) -> str | None:
         """Of the named corpus, if that is the input."""
-        from txl_dist.data.named import NAMED
+        from txl_dist.data.prepare.named import NAMED
 
         given = [str(each) for each in self.inputs]
         if len(given) == 1 and given[0] in NAMED:
@@ -142,7 +142,7 @@ class PrepareSettings:
 
     def completed(self) -> PrepareSettings:
         """With the tokenizer, and what else a named corpus brings, where the caller left them open; checked."""
-        from txl_dist.data.named import NAMED
+        from txl_dist.data.prepare.named import NAMED
 
         self.check()
         own = {} if self.name is None else NAMED[self.name].tokenizer
