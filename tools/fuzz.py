@@ -72,12 +72,12 @@ from txl_dist.processes import process_id
 from txl_dist.sections import ModelSection
 from txl_dist.text.importing import open_tokenizer
 from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
-from txl_dist.train.checkpoint import consolidated_weights, load_memory, newest_checkpoint
-from txl_dist.train.heartbeats import Beat, Connection, _beat
+from txl_dist.train.checkpoint.read import consolidated_weights, load_memory, newest_checkpoint
 from txl_dist.train.inspection import checkpoint_facts, checkpoint_lines
 from txl_dist.train.run_dir import evaluated_losses
-from txl_dist.train.run_lock import RunLock
-from txl_dist.train.stopping import StopRequests
+from txl_dist.train.watch.heartbeats import Beat, Connection, _beat
+from txl_dist.train.watch.run_lock import RunLock
+from txl_dist.train.watch.stopping import StopRequests
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"

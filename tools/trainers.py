@@ -34,7 +34,7 @@ from txl_dist.model.flops import has_projections
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.train.batch import batch_maker, pinned, to_device
-from txl_dist.train.graph import GraphedModule, record_on_gpu
+from txl_dist.train.engine.graph import GraphedModule, record_on_gpu
 
 CLIP_NORM, LEARNING_RATE = 0.25, 2.5e-4
 

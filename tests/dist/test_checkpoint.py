@@ -23,7 +23,8 @@ from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.text.training import train_tokenizer
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import (
+from txl_dist.train.checkpoint.probe import check_probe, make_probe
+from txl_dist.train.checkpoint.read import (
     CorpusFacts,
     check_checkpoint,
     choose_checkpoint,
@@ -35,14 +36,13 @@ from txl_dist.train.checkpoint import (
     resized,
     retained,
 )
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles
+from txl_dist.train.checkpoint.write import Saved, Saver
+from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.export import export_bundle
 from txl_dist.train.health import Health
-from txl_dist.train.probe import check_probe, make_probe
-from txl_dist.train.saver import Saved, Saver
-from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
-from txl_dist.train.tensor_files import FragmentFiles
 
 pytestmark = pytest.mark.dist
 

@@ -16,7 +16,7 @@ from txl_dist.dist import Ranks
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.engine.zero import ZeroEngine
 
 NUM_STEPS, LR = 3, 0.5
 CLIP_NORMS = {"off": 0.0, "below": 0.05, "above": 1e4}

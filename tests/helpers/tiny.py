@@ -11,7 +11,7 @@ from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, to_device
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.engine.zero import ZeroEngine
 
 VOCAB_SIZE = 300
 

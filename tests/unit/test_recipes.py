@@ -19,7 +19,7 @@ from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
 from txl_dist.sections import TrainSection
-from txl_dist.train.job import remarks
+from txl_dist.train.preflight import remarks
 
 CONFIGS = Path(txl_dist.__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))

@@ -31,7 +31,7 @@ from txl_dist.ops import fabric
 from txl_dist.ops.checks import Finding, judge
 from txl_dist.ops.machine import Facts, gather
 from txl_dist.ops.nodes import differences, judge_peers, judge_reduce, judge_speed
-from txl_dist.train.run_lock import prove_shared
+from txl_dist.train.watch.run_lock import prove_shared
 
 MAX_PEERS = 256
 SHARED_WITHIN_S = 10.0

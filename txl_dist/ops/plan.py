@@ -23,7 +23,7 @@ from txl_dist.ops import scaling
 from txl_dist.ops.hardware import CONTEXT_GIB, FRAGMENTED_SHARE, Cluster, Gpu
 from txl_dist.ops.timing import OURS, AttentionKind, StepTime, Work, step_time
 from txl_dist.text.clusters import cluster_edges
-from txl_dist.train.footprint import bytes_per_rank
+from txl_dist.train.footprint.rank import bytes_per_rank
 
 ENOUGH = 0.98
 """Of the fastest, from which on less memory counts more than speed."""

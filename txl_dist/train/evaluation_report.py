@@ -28,11 +28,11 @@ from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.evaluate import evaluate
+from txl_dist.train.checkpoint.places import require_corpus
 from txl_dist.train.evaluation_settings import Overrides
 from txl_dist.train.export import Trained, network_in_fp32, read_trained
-from txl_dist.train.job import storage_settings
-from txl_dist.train.places import require_corpus
+from txl_dist.train.preflight import storage_settings
+from txl_dist.train.report.evaluate import evaluate
 
 Result = dict[str, Any]
 

@@ -18,9 +18,9 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.run_files import Kind, kind_of, list_checkpoints
 from txl_dist.sections import ModelSection
 from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
-from txl_dist.train.checkpoint import consolidated_weights, kept, scores_first_tokens
-from txl_dist.train.probe import read_probe
-from txl_dist.train.soundness import checkpoint_problems, read_state
+from txl_dist.train.checkpoint.probe import read_probe
+from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 
 
 class Trained(NamedTuple):

@@ -22,13 +22,13 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.tables import aligned
-from txl_dist.train.checkpoint import continued_stream
+from txl_dist.train.checkpoint.places import with_corpora_found
+from txl_dist.train.checkpoint.read import continued_stream
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
 from txl_dist.train.health import Health
-from txl_dist.train.job import first_stream, open_corpora, train_splits
-from txl_dist.train.places import with_corpora_found
+from txl_dist.train.preflight import first_stream, open_corpora, train_splits
 from txl_dist.train.run_dir import evaluated_losses
-from txl_dist.train.soundness import checkpoint_problems, lane_files, lanes_of, read_state
-from txl_dist.train.tensor_files import FragmentFiles, open_tensors
 
 _BESIDE = {
     "tmp": "a save that was not finished, or a removal; the next start removes it",

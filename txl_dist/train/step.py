@@ -25,8 +25,8 @@ from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker, pinned, to_device
-from txl_dist.train.engine import Engine
-from txl_dist.train.stragglers import StepClock
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.watch.stragglers import StepClock
 
 
 class StepInput(NamedTuple):

@@ -130,7 +130,7 @@ def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> 
 
 
 def _checkpoint_problems(folder: Path) -> list[str]:
-    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+    from txl_dist.train.checkpoint.soundness import checkpoint_problems  # brings torch
 
     return checkpoint_problems(folder)
 

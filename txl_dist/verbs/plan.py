@@ -108,7 +108,7 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
-    from txl_dist.train.job import open_corpora, train_splits
+    from txl_dist.train.preflight import open_corpora, train_splits
 
     try:
         corpora = open_corpora(config)

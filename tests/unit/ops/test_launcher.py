@@ -206,7 +206,7 @@ def test_what_does_not_leave_by_itself_is_killed(folder: Path) -> None:
 def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folder: Path, is_early: bool) -> None:
     (folder / "bin/rank.py").write_text(
         RANK.replace("os.getppid() == parent", "requests.reason == ''").replace(
-            "import os", "from txl_dist.train.stopping import StopRequests; requests = StopRequests()\nimport os"
+            "import os", "from txl_dist.train.watch.stopping import StopRequests; requests = StopRequests()\nimport os"
         )
     )
     if is_early:  # the launcher is gone when the ranks begin to look; only what they were told can help

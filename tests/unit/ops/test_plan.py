@@ -20,7 +20,7 @@ from txl_dist.ops import plan
 from txl_dist.ops.hardware import GPUS, Cluster
 from txl_dist.ops.plan import Question, attention_kind, changed, make_plan, usable_gpus
 from txl_dist.ops.plan_text import plan_lines
-from txl_dist.train.footprint import bytes_per_rank
+from txl_dist.train.footprint.rank import bytes_per_rank
 
 CONFIG = changed(
     Config(),

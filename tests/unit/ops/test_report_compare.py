@@ -17,7 +17,7 @@ from txl_dist.ops.compare import Unit, unit_of, write_comparison
 from txl_dist.ops.summary import facts_of, read_run
 from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
 from txl_dist.text.training import train_tokenizer
-from txl_dist.train.observer import text_facts
+from txl_dist.train.report.observer import text_facts
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
-from txl_dist.train.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
-from txl_dist.train.job import check_hardware
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
+from txl_dist.train.preflight import check_hardware
 
 
 def settings_of(*, world_size: int = 2, on_gpu: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:

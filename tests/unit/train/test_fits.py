@@ -19,9 +19,9 @@ from txl_dist.config import Config, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import typical_shares
 from txl_dist.text.clusters import cluster_edges
-from txl_dist.train import fits
-from txl_dist.train.footprint import bytes_per_rank
-from txl_dist.train.job import first_stream, remarks_on_repetition
+from txl_dist.train.footprint import fits
+from txl_dist.train.footprint.rank import bytes_per_rank
+from txl_dist.train.preflight import first_stream, remarks_on_repetition
 
 VOCAB_SIZE = 300
 WIDE = {"width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
@@ -173,7 +173,7 @@ def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_st
 
 PROGRAM = """
 import sys
-from txl_dist.train import fits
+from txl_dist.train.footprint import fits
 fits.room_bytes = lambda device: 1000.0
 from txl_dist.cli import main
 sys.exit(main(sys.argv[1:]))

@@ -17,9 +17,9 @@ from tests.helpers.models import tiny_model
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
-from txl_dist.train import graph
 from txl_dist.train.batch import BatchMaker
-from txl_dist.train.flat import FlatModule
+from txl_dist.train.engine import graph
+from txl_dist.train.engine.flat import FlatModule
 
 LANES, LENGTH, MEMORY = 2, 6, 9
 CUTOFFS = (10, 30)

@@ -19,7 +19,7 @@ from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.inspection import checkpoint_facts, stream_before_step
-from txl_dist.train.job import first_stream, open_corpora, train_splits
+from txl_dist.train.preflight import first_stream, open_corpora, train_splits
 
 
 @pytest.fixture(scope="module")

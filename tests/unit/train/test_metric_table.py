@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.terminal import Terminal
 from tests.unit.train.test_metrics import EVAL_RECORD, TRAIN_RECORD
 from tests.unit.train.test_sinks import LOOK
-from txl_dist.train.metric_table import METRICS, Cell, cells_of, line_of
-from txl_dist.train.sinks import format_record, record_cells
+from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
+from txl_dist.train.report.sinks import format_record, record_cells
 
 ROOT = Path(__file__).parents[3]
 FULL = TRAIN_RECORD | {"mfu_pct": 41.2, "save_s": 0.25, "skipped_steps": 3, "skipped_documents": 2}
@@ -106,5 +106,5 @@ def test_the_page_on_training_explains_every_number_of_the_table() -> None:
 
 
 def test_no_torch_is_needed_to_know_the_numbers() -> None:
-    script = "import sys, txl_dist.train.metric_table; sys.exit('torch' in sys.modules)"
+    script = "import sys, txl_dist.train.report.metric_table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0

@@ -22,9 +22,9 @@ from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_per_token
-from txl_dist.train import metrics
-from txl_dist.train.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s
-from txl_dist.train.sinks import JsonLines, format_record
+from txl_dist.train.report import metrics
+from txl_dist.train.report.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s
+from txl_dist.train.report.sinks import JsonLines, format_record
 
 FULL_DISK = Path("/dev/full")
 
@@ -170,7 +170,7 @@ def test_no_mfu_is_reported_of_a_device_whose_peak_nobody_knows() -> None:
 
 def test_peak_memory_follows_what_the_process_has_held() -> None:
     program = (
-        "import torch; from txl_dist.train.metrics import peak_memory_bytes as peak; before = peak();"
+        "import torch; from txl_dist.train.report.metrics import peak_memory_bytes as peak; before = peak();"
         "held = torch.ones(2**26); del held; print(peak() - before)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.sections import ModelSection, OptimSection
-from txl_dist.train.optim import apply_settings, build_optimizer
+from txl_dist.train.engine.optim import apply_settings, build_optimizer
 
 OPTIMIZERS = ["adam", "adamw", "lamb", "sgd"]
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.logs import recorded_log
 from txl_dist.errors import ConfigError
-from txl_dist.train.profile import StepProfile, parse_steps
+from txl_dist.train.report.profile import StepProfile, parse_steps
 
 
 def endless(closed: list[str]) -> Generator[int, None, None]:

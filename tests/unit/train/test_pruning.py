@@ -15,7 +15,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
 from txl_dist.train import export
-from txl_dist.train.checkpoint import choose_checkpoint, prune_checkpoints
+from txl_dist.train.checkpoint.read import choose_checkpoint, prune_checkpoints
 from txl_dist.train.export import read_trained
 
 

@@ -15,8 +15,8 @@ from tests.helpers.ranks import run_ranks
 from txl_dist.dist import Ranks
 from txl_dist.errors import ConfigError
 from txl_dist.processes import process_id
-from txl_dist.train import run_lock
-from txl_dist.train.run_lock import NAME, RunLock, prove_shared
+from txl_dist.train.watch import run_lock
+from txl_dist.train.watch.run_lock import NAME, RunLock, prove_shared
 
 SPAWN = mp.get_context("fork")
 

@@ -34,15 +34,15 @@ from txl_dist.manifest import files_of, problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.run_files import checkpoint_folder, list_checkpoints
 from txl_dist.text.training import train_tokenizer
-from txl_dist.train import saving as saving_module
-from txl_dist.train.checkpoint import CorpusFacts, choose_checkpoint
+from txl_dist.train.checkpoint import policy as saving_module
+from txl_dist.train.checkpoint.policy import Saving
+from txl_dist.train.checkpoint.read import CorpusFacts, choose_checkpoint
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
+from txl_dist.train.checkpoint.write import HostCopy, Saver
+from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.health import Health
-from txl_dist.train.partitions import WEIGHT, Fragment
-from txl_dist.train.saver import HostCopy, Saver
-from txl_dist.train.saving import Saving
-from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
-from txl_dist.train.stopping import StopRequests
+from txl_dist.train.watch.stopping import StopRequests
 
 PROBE = {"tokens": torch.arange(4), "losses": torch.ones(1, 4)}
 TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
@@ -107,7 +107,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing of tensors is written until the event is set."""
-    from txl_dist.train import saver as saver_module
+    from txl_dist.train.checkpoint import write as saver_module
 
     go_on, write = threading.Event(), saver_module.write_tensors
 
@@ -187,7 +187,7 @@ def test_a_file_system_that_fails_leaves_nothing_and_the_next_save_commits(
         raise OSError(number, os.strerror(number), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("txl_dist.train.saver.write_tensors", write_half)
+        patch.setattr("txl_dist.train.checkpoint.write.write_tensors", write_half)
         error = it.save(2)
     assert "cannot write" in error
     assert "step_000000002.tmp-nonce/lanes/00000-00003.safetensors" in error
@@ -214,7 +214,7 @@ def test_a_defect_in_the_writer_is_reported_as_one_and_leaves_nothing(
     alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path)
-    monkeypatch.setattr("txl_dist.train.saver.write_tensors", lambda *_, **__: {}["no such key"])
+    monkeypatch.setattr("txl_dist.train.checkpoint.write.write_tensors", lambda *_, **__: {}["no such key"])
     assert "KeyError('no such key'). This is a defect of the program" in it.save(1)
     assert files_below(tmp_path) == ["checkpoints"]
 

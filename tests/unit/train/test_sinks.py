@@ -17,8 +17,8 @@ from tests.helpers.logs import recorded_log
 from tests.helpers.tiny import tiny_config
 from tests.unit.train.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
 from txl_dist.errors import ConfigError
-from txl_dist.train.metrics import Reporter, check_sinks
-from txl_dist.train.sinks import format_record
+from txl_dist.train.report.metrics import Reporter, check_sinks
+from txl_dist.train.report.sinks import format_record
 
 SAMPLE: dict[str, Any] = {"step": 40, "prompt": "The ", "text": "end <b>of</b>\n  it"}
 LOOK: dict[str, Any] = {
@@ -196,7 +196,7 @@ def test_weights_and_biases_that_fails_never_ends_a_run(
     report = wandb_reporter(tmp_path)
     clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = clock.time = lambda: clock.now_s
-    monkeypatch.setattr("txl_dist.train.sinks.time", clock)
+    monkeypatch.setattr("txl_dist.train.report.sinks.time", clock)
     with recorded_log() as lines:
         # It is not asked again at once: each time a step might wait for its answer.
         for step, fails, clock.now_s in (

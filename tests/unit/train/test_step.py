@@ -23,10 +23,10 @@ from txl_dist.dist import Ranks
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import ZeroEngine, import_deepspeed
-from txl_dist.train.partitions import WEIGHT
+from txl_dist.train.engine.partitions import WEIGHT
+from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.step import Decision, StepInput, Stepper, decide, poll
-from txl_dist.train.stragglers import StepClock
+from txl_dist.train.watch.stragglers import StepClock
 
 
 class Says(NamedTuple):

@@ -12,8 +12,8 @@ import pytest
 
 from txl_dist.errors import ConfigError
 from txl_dist.processes import process_id
-from txl_dist.train import stopping
-from txl_dist.train.stopping import StopRequests, parse_duration
+from txl_dist.train.watch import stopping
+from txl_dist.train.watch.stopping import StopRequests, parse_duration
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ time.sleep(60)
 """
 RANK = """
 import pathlib, sys, time
-from txl_dist.train import stopping
+from txl_dist.train.watch import stopping
 requests = stopping.StopRequests()
 pathlib.Path("ready").touch()
 end_s = time.monotonic() + 30

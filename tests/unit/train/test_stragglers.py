@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from txl_dist.train.stragglers import NUM_REPORTS, StepClock, slowest, straggler
+from txl_dist.train.watch.stragglers import NUM_REPORTS, StepClock, slowest, straggler
 
 
 def test_the_slowest_is_measured_by_the_median_of_the_others() -> None:

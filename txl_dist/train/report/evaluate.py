@@ -24,7 +24,7 @@ from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.sinks import Record
+from txl_dist.train.report.sinks import Record
 
 POSITION_BINS = 32
 

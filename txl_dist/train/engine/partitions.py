@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from txl_dist.train.flat import Slot, Stored
+from txl_dist.train.engine.flat import Slot, Stored
 
 WEIGHT = "weight"
 

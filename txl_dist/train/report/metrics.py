@@ -26,9 +26,9 @@ from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import ConfigError, TrainingError, of_all
 from txl_dist.log import logger, warn_for_all
 from txl_dist.model.flops import flops_per_token, peak_tflops
-from txl_dist.train.engine import Engine
-from txl_dist.train.sinks import Console, JsonLines, Record, Sink, TensorBoard, WeightsAndBiases
-from txl_dist.train.stragglers import NUM_REPORTS, slowest, straggler
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.report.sinks import Console, JsonLines, Record, Sink, TensorBoard, WeightsAndBiases
+from txl_dist.train.watch.stragglers import NUM_REPORTS, slowest, straggler
 
 
 class Interval:

@@ -34,13 +34,13 @@ from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.run_files import list_checkpoints, step_of
-from txl_dist.train.engine import Engine
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
+from txl_dist.train.engine.partitions import WEIGHT
+from txl_dist.train.engine.zero import Engine
 from txl_dist.train.health import Health
-from txl_dist.train.partitions import WEIGHT
 from txl_dist.train.run_dir import refuse_frozen_changes
-from txl_dist.train.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.state import TrainState
-from txl_dist.train.tensor_files import FragmentFiles, open_tensors
 
 
 class CorpusFacts(NamedTuple):

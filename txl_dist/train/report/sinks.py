@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from txl_dist.log import FIT, GrowingFile, logger
-from txl_dist.train.metric_table import Cell, cells_of, line_of
+from txl_dist.train.report.metric_table import Cell, cells_of, line_of
 
 Record = dict[str, Any]
 

@@ -33,8 +33,8 @@ from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.text.clusters import ClusterRows
 from txl_dist.train.allocator import MAPPED_BYTES
-from txl_dist.train.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
-from txl_dist.train.flat import FlatModule
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
+from txl_dist.train.engine.flat import FlatModule
 
 Exchange = Literal["stays", "dropped", "sharded", "gathered"]
 

@@ -16,12 +16,12 @@ from txl_dist.dist import Ranks
 from txl_dist.rng import derive_seed
 from txl_dist.text.tokenizer import Tokenizer
 from txl_dist.train.batch import BatchMaker
-from txl_dist.train.engine import Engine
-from txl_dist.train.evaluate import evaluate
-from txl_dist.train.look import look
-from txl_dist.train.metrics import Reporter
-from txl_dist.train.sampling import sample_text
-from txl_dist.train.sinks import Record
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.report.evaluate import evaluate
+from txl_dist.train.report.memory_use import look
+from txl_dist.train.report.metrics import Reporter
+from txl_dist.train.report.sampling import sample_text
+from txl_dist.train.report.sinks import Record
 
 
 class StopAskedError(Exception):

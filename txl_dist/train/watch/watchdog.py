@@ -31,7 +31,7 @@ from txl_dist.errors import HANG, TxlError
 from txl_dist.files import open_to_append
 from txl_dist.log import logger
 from txl_dist.processes import ProcessId, process_id, process_of
-from txl_dist.train.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
+from txl_dist.train.watch.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
 
 SILENT_AFTER_S = 3.0
 """Seconds without a word after which a rank counts as frozen, once another one is stuck."""

@@ -20,14 +20,14 @@ from txl_dist.files import is_gone
 from txl_dist.log import warn_for_all
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
 from txl_dist.train.batch import BatchMaker
-from txl_dist.train.checkpoint import prune_checkpoints, retained
-from txl_dist.train.engine import Engine
-from txl_dist.train.metrics import Reporter, check_finite
-from txl_dist.train.probe import make_probe
-from txl_dist.train.saver import Saver
+from txl_dist.train.checkpoint.probe import make_probe
+from txl_dist.train.checkpoint.read import prune_checkpoints, retained
+from txl_dist.train.checkpoint.write import Saver
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.report.metrics import Reporter, check_finite
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import poll
-from txl_dist.train.stopping import StopRequests
+from txl_dist.train.watch.stopping import StopRequests
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
 _POLL_S = 0.2

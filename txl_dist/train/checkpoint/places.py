@@ -12,7 +12,7 @@ from pathlib import Path
 from txl_dist.config import Config
 from txl_dist.errors import DataError, TxlError
 from txl_dist.run_files import Kind, is_url, kind_of
-from txl_dist.train.soundness import read_state
+from txl_dist.train.checkpoint.soundness import read_state
 
 
 def absolute_paths(config: Config) -> list[str]:

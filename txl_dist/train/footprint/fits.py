@@ -26,8 +26,8 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.log import logger
 from txl_dist.model.flops import count_parameters, typical_shares
 from txl_dist.text.clusters import cluster_edges
-from txl_dist.train.deepspeed_config import BUCKET_LEN
-from txl_dist.train.footprint import LIBRARY_BYTES, bytes_per_rank
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 
 Change = dict[str, Any]
 """Values by `section.key`."""

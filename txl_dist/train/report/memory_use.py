@@ -27,9 +27,9 @@ from txl_dist.model.attention import Attention
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.engine import Engine
-from txl_dist.train.evaluate import LossSums
-from txl_dist.train.sinks import Record
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.report.evaluate import LossSums
+from txl_dist.train.report.sinks import Record
 
 NUM_SEGMENTS = 4
 """That are looked at, of every lane of the evaluation."""

@@ -29,12 +29,12 @@ from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
-from txl_dist.train.deepspeed_config import deepspeed_config
-from txl_dist.train.flat import FlatModule, named_values, stored_whole
-from txl_dist.train.gathered import saves_no_weights
-from txl_dist.train.graph import GraphedModule
-from txl_dist.train.optim import build_optimizer
-from txl_dist.train.partitions import Fragment, Source, fill, fragments, partitions_of
+from txl_dist.train.engine.deepspeed_config import deepspeed_config
+from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
+from txl_dist.train.engine.gathered import saves_no_weights
+from txl_dist.train.engine.graph import GraphedModule
+from txl_dist.train.engine.optim import build_optimizer
+from txl_dist.train.engine.partitions import Fragment, Source, fill, fragments, partitions_of
 
 
 class Engine(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from txl_dist.errors import CheckpointError
 from txl_dist.files import flush_to_disk, open_new, open_regular, parse_object
-from txl_dist.train.partitions import Fragment
+from txl_dist.train.engine.partitions import Fragment
 
 _CHUNK_BYTES = 16 << 20
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}

@@ -18,8 +18,8 @@ import torch
 from txl_dist.config import BatchPlan, Config
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.train.deepspeed_config import BUCKET_LEN
-from txl_dist.train.footprint_step import Exchange, MicroStep, Peak, micro_step_peak
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, micro_step_peak
 
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
