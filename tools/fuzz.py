@@ -65,15 +65,15 @@ from txl_dist.infer.bundle import load, network_of, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.log import logger
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
-from txl_dist.ops.compare import write_comparison
-from txl_dist.ops.report import write_report
-from txl_dist.ops.summary import facts_of, lead, read_run
+from txl_dist.ops.inspect_run import checkpoint_facts, checkpoint_lines
+from txl_dist.ops.report.compare import write_comparison
+from txl_dist.ops.report.report import write_report
+from txl_dist.ops.report.summary import facts_of, lead, read_run
 from txl_dist.processes import process_id
 from txl_dist.sections import ModelSection
 from txl_dist.text.importing import open_tokenizer
 from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
 from txl_dist.train.checkpoint.read import consolidated_weights, load_memory, newest_checkpoint
-from txl_dist.train.inspection import checkpoint_facts, checkpoint_lines
 from txl_dist.train.run_dir import evaluated_losses
 from txl_dist.train.watch.heartbeats import Beat, Connection, _beat
 from txl_dist.train.watch.run_lock import RunLock

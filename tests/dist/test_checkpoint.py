@@ -21,6 +21,7 @@ from txl_dist.dist import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
+from txl_dist.ops.export import export_bundle
 from txl_dist.text.training import train_tokenizer
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
@@ -40,7 +41,6 @@ from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles
 from txl_dist.train.checkpoint.write import Saved, Saver
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.export import export_bundle
 from txl_dist.train.health import Health
 from txl_dist.train.state import TrainState
 

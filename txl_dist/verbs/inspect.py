@@ -96,7 +96,7 @@ def _answer(question: Question) -> Answer:
 
 def _run_or_checkpoint(question: Question, folder: Path, kind: Kind) -> Answer:
     from txl_dist.data.check.inspect import lane_facts, lane_lines
-    from txl_dist.train import inspection as view
+    from txl_dist.ops import inspect_run as view
 
     for_corpora = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
     if any(getattr(question, name) for name in for_corpora):

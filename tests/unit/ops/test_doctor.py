@@ -14,14 +14,14 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.launch import txl
-from txl_dist.ops import disk as disk_module
-from txl_dist.ops import machine
-from txl_dist.ops.checks import Finding, judge
-from txl_dist.ops.disk import Corpus, Disk, measure_corpus, measure_disk
-from txl_dist.ops.doctor import Report
-from txl_dist.ops.fabric import Peer, Reduce, _answer
-from txl_dist.ops.machine import Device, Facts, Interface, gather
-from txl_dist.ops.nodes import differences, judge_peers, judge_reduce, judge_speed
+from txl_dist.ops.doctor import disk as disk_module
+from txl_dist.ops.doctor import machine
+from txl_dist.ops.doctor.checks import Finding, judge
+from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
+from txl_dist.ops.doctor.doctor import Report
+from txl_dist.ops.doctor.fabric import Peer, Reduce, _answer
+from txl_dist.ops.doctor.machine import Device, Facts, Interface, gather
+from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce, judge_speed
 
 H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4, "0")
 DISK = Disk(
@@ -372,8 +372,8 @@ def test_on_a_terminal_it_is_a_table() -> None:
     code = """
 import sys
 from tests.unit.ops.test_doctor import HEALTHY
-from txl_dist.ops.checks import judge
-from txl_dist.ops.doctor import Report, show
+from txl_dist.ops.doctor.checks import judge
+from txl_dist.ops.doctor.doctor import Report, show
 sys.stdout.isatty = lambda: True
 show(Report({"a": HEALTHY}, [("a", finding) for finding in judge(HEALTHY)], {}))
 """

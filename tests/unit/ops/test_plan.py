@@ -16,10 +16,10 @@ import pytest
 from txl_dist.cli import main
 from txl_dist.config import Config, plan_batch
 from txl_dist.errors import ConfigError
-from txl_dist.ops import plan
-from txl_dist.ops.hardware import GPUS, Cluster
-from txl_dist.ops.plan import Question, attention_kind, changed, make_plan, usable_gpus
-from txl_dist.ops.plan_text import plan_lines
+from txl_dist.ops.plan import plan
+from txl_dist.ops.plan.hardware import GPUS, Cluster
+from txl_dist.ops.plan.plan import Question, attention_kind, changed, make_plan, usable_gpus
+from txl_dist.ops.plan.text import plan_lines
 from txl_dist.train.footprint.rank import bytes_per_rank
 
 CONFIG = changed(

@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from txl_dist.ops.figures import (
+from txl_dist.ops.report.figures import (
     COLOURS,
     NUM_BINS,
     Chart,

@@ -19,11 +19,11 @@ from tests.helpers.made_runs import HOSTILE, make_run
 from txl_dist import files
 from txl_dist.cli import main
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.ops.compare import write_comparison
-from txl_dist.ops.pictures import straggler_sentence
-from txl_dist.ops.records import History, Table, read_history
-from txl_dist.ops.report import render, write_report
-from txl_dist.ops.summary import facts_of, read_run
+from txl_dist.ops.report.compare import write_comparison
+from txl_dist.ops.report.pictures import straggler_sentence
+from txl_dist.ops.report.records import History, Table, read_history
+from txl_dist.ops.report.report import render, write_report
+from txl_dist.ops.report.summary import facts_of, read_run
 from txl_dist.processes import process_id
 
 VOID = {"meta", "link", "br", "img"}
@@ -217,7 +217,7 @@ def test_the_straggler_is_the_rank_that_is_slowest_most_often(tmp_path: Path) ->
 
 def test_a_million_records_make_a_small_page(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = lengthened(read_history(run), 1_000_000)
-    monkeypatch.setattr("txl_dist.ops.summary.read_history", lambda path: long)
+    monkeypatch.setattr("txl_dist.ops.report.summary.read_history", lambda path: long)
     write_report(run, out=tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 1_500_000
     Page((tmp_path / "page.html").read_text(encoding="utf-8"))

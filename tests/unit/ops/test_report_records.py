@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.made_runs import make_run, records
 from txl_dist.errors import DataError
-from txl_dist.ops.records import History, read_history
+from txl_dist.ops.report.records import History, read_history
 
 
 def write(folder: Path, *lines: dict[str, Any] | str, end: str = "\n") -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from txl_dist.errors import ConfigError
-from txl_dist.ops.hardware import GPUS, Cluster, Gpu, find_gpu
-from txl_dist.ops.scaling import breaking_point, curve, largest_divisor, strong, weak
-from txl_dist.ops.timing import (
+from txl_dist.ops.plan.hardware import GPUS, Cluster, Gpu, find_gpu
+from txl_dist.ops.plan.scaling import breaking_point, curve, largest_divisor, strong, weak
+from txl_dist.ops.plan.timing import (
     NVIDIA,
     OURS,
     Product,

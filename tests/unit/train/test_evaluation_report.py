@@ -25,10 +25,10 @@ from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.infer.score import log_probabilities
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.ops.evaluate import evaluate_trained
+from txl_dist.ops.evaluation_settings import Overrides
 from txl_dist.progress import Progress
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.evaluation_report import evaluate_trained
-from txl_dist.train.evaluation_settings import Overrides
 
 SEGMENT_LEN, MEMORY_LEN = 16, 24
 POSITIONS: dict[str, dict[str, Any]] = {
@@ -321,7 +321,7 @@ def test_what_all_ranks_know_is_said_by_rank_0_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, document_border="mask", begins_documents=False)
-    monkeypatch.setattr("txl_dist.train.evaluation_report._score_model", Mock(return_value={}))
+    monkeypatch.setattr("txl_dist.ops.evaluate._score_model", Mock(return_value={}))
     for rank, is_said in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
         evaluate_trained(made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, json_path=None)

@@ -17,8 +17,8 @@ from txl_dist.data.check.inspect import lane_facts
 from txl_dist.data.read.position import StreamState, continued
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.ops.inspect_run import checkpoint_facts, stream_before_step
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.inspection import checkpoint_facts, stream_before_step
 from txl_dist.train.preflight import first_stream, open_corpora, train_splits
 
 

@@ -13,10 +13,10 @@ from tests.helpers.checkpoints import golden_at
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError
 from txl_dist.log import logger
+from txl_dist.ops import export
+from txl_dist.ops.export import read_trained
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
-from txl_dist.train import export
 from txl_dist.train.checkpoint.read import choose_checkpoint, prune_checkpoints
-from txl_dist.train.export import read_trained
 
 
 def save_and_prune(run: Path, step: int) -> None:

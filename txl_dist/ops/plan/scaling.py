@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from txl_dist.ops.hardware import Cluster
-from txl_dist.ops.timing import Program, StepTime, Work, step_time
+from txl_dist.ops.plan.hardware import Cluster
+from txl_dist.ops.plan.timing import Program, StepTime, Work, step_time
 
 MOST_GPUS = 4096
 BROKEN = 0.5

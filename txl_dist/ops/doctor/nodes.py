@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from txl_dist.ops.checks import Finding, Verdict
-from txl_dist.ops.fabric import Peer, Reduce
-from txl_dist.ops.machine import WATCHED, Facts
+from txl_dist.ops.doctor.checks import Finding, Verdict
+from txl_dist.ops.doctor.fabric import Peer, Reduce
+from txl_dist.ops.doctor.machine import WATCHED, Facts
 from txl_dist.tables import size
 
 SLOWER_PCT = 30

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from txl_dist.ops.machine import Facts
+from txl_dist.ops.doctor.machine import Facts
 
 Verdict = Literal["ok", "warning", "problem"]
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from txl_dist.errors import ConfigError
-from txl_dist.ops.figures import COLOURS, Chart, Line
-from txl_dist.ops.pictures import Picture, picture, shortened, time_axis
-from txl_dist.ops.records import Table, is_number
-from txl_dist.ops.report import check_writable, cut, render, write_page
-from txl_dist.ops.summary import Run, best, defaults, read_run, recent
+from txl_dist.ops.report.figures import COLOURS, Chart, Line
+from txl_dist.ops.report.pictures import Picture, picture, shortened, time_axis
+from txl_dist.ops.report.records import Table, is_number
+from txl_dist.ops.report.report import check_writable, cut, render, write_page
+from txl_dist.ops.report.summary import Run, best, defaults, read_run, recent
 from txl_dist.tables import aligned, compact, duration, printable
 
 MAX_RUNS = 16

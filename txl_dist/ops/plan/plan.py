@@ -19,9 +19,9 @@ from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
 from txl_dist.model.kernels.launch import mismatch
-from txl_dist.ops import scaling
-from txl_dist.ops.hardware import CONTEXT_GIB, FRAGMENTED_SHARE, Cluster, Gpu
-from txl_dist.ops.timing import OURS, AttentionKind, StepTime, Work, step_time
+from txl_dist.ops.plan import scaling
+from txl_dist.ops.plan.hardware import CONTEXT_GIB, FRAGMENTED_SHARE, Cluster, Gpu
+from txl_dist.ops.plan.timing import OURS, AttentionKind, StepTime, Work, step_time
 from txl_dist.text.clusters import cluster_edges
 from txl_dist.train.footprint.rank import bytes_per_rank
 

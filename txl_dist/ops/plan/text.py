@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from txl_dist.ops.scaling import MOST_GPUS, REASONS, Point
+from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point
 
 Facts = dict[str, Any]
 SMALL_SHARE = 0.05

@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 from txl_dist.errors import ConfigError
 from txl_dist.files import read_bytes, replace_file
-from txl_dist.ops.pictures import events_picture, marks_explained, pictures_of
-from txl_dist.ops.records import Event, Sample
-from txl_dist.ops.summary import Fact, Run, defaults, facts_of, lead, read_run
+from txl_dist.ops.report.pictures import events_picture, marks_explained, pictures_of
+from txl_dist.ops.report.records import Event, Sample
+from txl_dist.ops.report.summary import Fact, Run, defaults, facts_of, lead, read_run
 from txl_dist.tables import aligned, duration, printable
 
 _MAX_EVENTS = 300

@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 from txl_dist import __version__
 from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import peak_tflops
-from txl_dist.ops.disk import Corpus, Disk, measure_corpus, measure_disk
+from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")

@@ -27,10 +27,10 @@ import torch
 from txl_dist.console import escaped, say
 from txl_dist.dist import Ranks, gather_objects
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.ops import fabric
-from txl_dist.ops.checks import Finding, judge
-from txl_dist.ops.machine import Facts, gather
-from txl_dist.ops.nodes import differences, judge_peers, judge_reduce, judge_speed
+from txl_dist.ops.doctor import fabric
+from txl_dist.ops.doctor.checks import Finding, judge
+from txl_dist.ops.doctor.machine import Facts, gather
+from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce, judge_speed
 from txl_dist.train.watch.run_lock import prove_shared
 
 MAX_PEERS = 256

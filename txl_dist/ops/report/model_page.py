@@ -13,8 +13,8 @@ from typing import Any
 
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import parse_object, parse_toml, read_bytes
-from txl_dist.ops.report import check_writable, render, setting_rows, write_page, write_report
-from txl_dist.ops.summary import Fact
+from txl_dist.ops.report.report import check_writable, render, setting_rows, write_page, write_report
+from txl_dist.ops.report.summary import Fact
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.tables import aligned, compact, printable
 

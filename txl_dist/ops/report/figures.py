@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_dist.ops.records import FloatArray
+from txl_dist.ops.report.records import FloatArray
 from txl_dist.tables import compact
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")

@@ -24,13 +24,13 @@ from txl_dist.infer.bundle import DTYPES, Bundle, load, network_of
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.ops.evaluation_settings import Overrides
+from txl_dist.ops.export import Trained, network_in_fp32, read_trained
 from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.places import require_corpus
-from txl_dist.train.evaluation_settings import Overrides
-from txl_dist.train.export import Trained, network_in_fp32, read_trained
 from txl_dist.train.preflight import storage_settings
 from txl_dist.train.report.evaluate import evaluate
 

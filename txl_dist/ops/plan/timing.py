@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from txl_dist.ops.hardware import Cluster, Gpu
+from txl_dist.ops.plan.hardware import Cluster, Gpu
 from txl_dist.sections import ModelSection
 
 MEMORY_SHARE = 0.85

@@ -19,7 +19,7 @@ import numpy as np
 from txl_dist.config import Config
 from txl_dist.errors import DataError
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
-from txl_dist.ops.records import MOST, FloatArray, History, Table, read_history
+from txl_dist.ops.report.records import MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
 from txl_dist.run_files import list_checkpoints
 from txl_dist.tables import compact, duration, printable
