@@ -28,7 +28,7 @@ from txl_dist.ops.plan.timing import (
 )
 from txl_dist.sections import ModelSection
 
-TOOL = Path(__file__).parents[3] / "tools" / "check_plan.py"
+TOOL = Path(__file__).parents[4] / "tools" / "check_plan.py"
 H100 = Cluster(GPUS["h100"])
 WORK = Work(
     model=ModelSection(num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048),

@@ -11,7 +11,7 @@ import pytest
 
 from txl_dist.train.allocator import _has_huge_pages
 
-TOOL = Path(__file__).parents[3] / "tools" / "bench_footprint.py"
+TOOL = Path(__file__).parents[4] / "tools" / "bench_footprint.py"
 
 
 @pytest.mark.dist

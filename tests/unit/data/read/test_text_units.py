@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import random_text, random_texts, tiny_corpus, write_jsonl
-from tests.unit.data.test_reindex import npy, write_tar
+from tests.unit.data.prepare.test_reindex import npy, write_tar
 from txl_dist.data.prepare.documents import text_bytes_of
 from txl_dist.data.prepare.reindex import reindex_corpus
 from txl_dist.data.prepare.run import prepare_corpus

@@ -276,7 +276,7 @@ def test_a_disk_that_is_full_for_a_while_tears_nothing_and_the_run_goes_on(tmp_p
     script = f"""
 import resource
 from pathlib import Path
-from tests.unit.train.test_metrics import TRAIN_RECORD, reporter
+from tests.unit.train.report.test_metrics import TRAIN_RECORD, reporter
 from txl_dist.log import start_logging
 
 folder = Path({str(tmp_path)!r})
@@ -311,7 +311,7 @@ def test_a_terminal_that_goes_away_costs_the_progress_bar_only(tmp_path: Path) -
     script = f"""
 import os, sys, time
 from pathlib import Path
-from tests.unit.train.test_metrics import TRAIN_RECORD, reporter
+from tests.unit.train.report.test_metrics import TRAIN_RECORD, reporter
 from txl_dist.log import start_logging
 
 folder = Path({str(tmp_path)!r})

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.logs import recorded_log
 from tests.helpers.tiny import tiny_config
-from tests.unit.train.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
+from tests.unit.train.report.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
 from txl_dist.errors import ConfigError
 from txl_dist.train.report.metrics import Reporter, check_sinks
 from txl_dist.train.report.sinks import format_record

@@ -12,7 +12,7 @@ from txl_dist.config import Config, config_fingerprint, config_from_dict
 from txl_dist.errors import DataError
 from txl_dist.train.checkpoint.places import absolute_paths, require_corpus, with_corpora_found
 
-GOLDEN = Path(__file__).parents[2] / "golden/checkpoint_v2/step_000000016/state.json"
+GOLDEN = Path(__file__).parents[3] / "golden/checkpoint_v2/step_000000016/state.json"
 STATE = json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 

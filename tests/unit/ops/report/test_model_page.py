@@ -12,7 +12,7 @@ from tests.helpers.made_runs import HOSTILE, make_run
 from txl_dist.cli import main
 from txl_dist.manifest import describe_file, files_of, problems_of, write_manifest
 
-GOLDEN = Path(__file__).parents[2] / "golden/checkpoint_v2/step_000000016"
+GOLDEN = Path(__file__).parents[3] / "golden/checkpoint_v2/step_000000016"
 
 
 def make_bundle(folder: Path, *, run: str = "first") -> Path:

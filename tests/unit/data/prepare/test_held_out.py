@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from tests.helpers.corpora import random_text, write_jsonl
-from tests.unit.data.test_prepare import killed
+from tests.unit.data.prepare.test_prepare import killed
 from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.prepare import held_out
 from txl_dist.data.prepare import run as prepare

@@ -100,12 +100,12 @@ def kib(field: str) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_a_micro_step_are_foreseen_within_a_tenth(name: str) -> None:
-    program = f"from tests.unit.train.test_footprint import measure; measure({name!r})"
+    program = f"from tests.unit.train.footprint.test_footprint import measure; measure({name!r})"
     # Each tensor apart: what the C library keeps of freed pieces is its own affair.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]
     result = subprocess.run(
-        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, check=False
+        command, cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     measured, predicted = json.loads(result.stdout.splitlines()[-1])

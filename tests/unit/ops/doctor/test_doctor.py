@@ -371,13 +371,13 @@ def test_the_command_exits_with_1_if_there_is_a_problem(tmp_path: Path) -> None:
 def test_on_a_terminal_it_is_a_table() -> None:
     code = """
 import sys
-from tests.unit.ops.test_doctor import HEALTHY
+from tests.unit.ops.doctor.test_doctor import HEALTHY
 from txl_dist.ops.doctor.checks import judge
 from txl_dist.ops.doctor.doctor import Report, show
 sys.stdout.isatty = lambda: True
 show(Report({"a": HEALTHY}, [("a", finding) for finding in judge(HEALTHY)], {}))
 """
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert "\u2502" in result.stdout
     assert "0 problems" in result.stdout
