@@ -133,18 +133,19 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
         config, run = str(place.root / "configs" / "quickstart.toml"), place.folder / "runs" / "quickstart"
     else:
         corpora = {
-            part: [f"{part}.jsonl", "--tokenizer", "byte", "--shard-len", "4000"] for part in ("corpus", "second")
+            "corpus": ["corpus.jsonl", "--tokenizer", "byte", "--shard-len", "4000"],
+            "second": ["second.jsonl", "--tokenizer-file", "corpus/tokenizer.json", "--shard-len", "4000"],
         }
         config, run = "tiny.toml", place.folder / "run"
         (place.folder / config).write_text(TINY, encoding="utf-8")
     settings = PARTS[name].split()
     shown: dict[str, Any] = {}
     for folder, words in corpora.items():
-        if not (place.folder / folder).is_dir():
+        facts = place.folder / f"{Path(folder).name}.json"
+        if not facts.is_file():
             place.txl("prepare", *words, "--out", folder)
-            place.txl("inspect", folder, "--json", "facts.json")
-            facts = plain(read(place.folder / "facts.json"))
-            shown[f"corpus {folder}"] = files_of(place.folder / folder, "*") | {"facts": facts}
+            place.txl("inspect", folder, "--json", str(facts))
+        shown[f"corpus {folder}"] = files_of(place.folder / folder, "*") | {"facts": plain(read(facts))}
     shutil.rmtree(run, ignore_errors=True)
     place.train(config, *settings)
     shown["trained"] = run_shown(run)
