@@ -17,7 +17,7 @@ import pytest
 from tests.helpers import forked
 from tests.helpers.ranks import run_ranks
 from txl_dist.dist import Ranks
-from txl_dist.ops import fabric
+from txl_dist.ops.doctor import fabric
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 

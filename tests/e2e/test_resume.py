@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.job import Job
+from tests.helpers.job import Job
 from tests.helpers.launch import train
-from txl_dist.data.corpus import open_corpus
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.run_files import list_checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

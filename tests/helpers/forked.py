@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 REPOSITORY = Path(__file__).parents[2]
-WARM = "tests.chaos.warm"
+WARM = "tests.helpers.warm"
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

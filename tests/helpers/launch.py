@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from tests.chaos.job import Job
 from tests.helpers import forked
+from tests.helpers.job import Job
 
 
 def txl(*words: str, cwd: Path, timeout_s: int = 120) -> subprocess.CompletedProcess[str]:

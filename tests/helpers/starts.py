@@ -11,7 +11,8 @@ import sys
 from multiprocessing.process import BaseProcess
 
 BUDGETS = {"smoke": 30, "dist": 0, "slow": 0, "": 8}
-"""Processes that one test may start, by its first of these marks: as much as a launch of `bash launch/test.sh` may cost.
+"""Processes that one test may start, by its first of these marks: as much as
+`bash launch/test.sh` can afford.
 Of tests that only `--all` runs nothing is asked."""
 FIXTURE_BUDGET = 4
 """Of a fixture that several tests share."""
