@@ -198,7 +198,7 @@ class ModelSection(Section):
 
 
 class OptimizerKind(NamedTuple):
-    """What the program must know of an optimizer; `train.optim` builds it."""
+    """What the program must know of an optimizer; `train.engine.optim` builds it."""
 
     settings: tuple[str, ...] = ("betas", "eps")
     """Names of the settings below that its steps take, besides lr and weight_decay."""
