@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from txl_dist.ops.checks import Finding, Verdict
 from txl_dist.ops.fabric import Peer, Reduce
 from txl_dist.ops.machine import WATCHED, Facts
+from txl_dist.tables import size
 
 SLOWER_PCT = 30
 """A rank that computes so much slower than the median is named."""
@@ -61,7 +62,7 @@ def _compare(
 
 def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> Iterator[Finding]:
     """Latency and bandwidth between all ranks."""
-    listed = ", ".join(f"{_size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures)
+    listed = ", ".join(f"{size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures)
     best = max(figure.bus_gb_s for figure in figures)
     if on_gpu and num_nodes == 1 and best < 5:
         remedy = (
@@ -113,7 +114,3 @@ def judge_speed(tflops: Sequence[float], *, node_of: Mapping[int, str]) -> Itera
         yield Finding("speed", "warning", found, remedy)
     else:
         yield Finding("speed", "ok", found)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 1024} KiB" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"
