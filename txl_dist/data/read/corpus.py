@@ -39,7 +39,8 @@ from txl_dist.data.format import (
     counts_name,
 )
 from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.data.storage.places import REMEDY, Storage, StorageSettings, open_storage
+from txl_dist.data.storage.open import open_storage
+from txl_dist.data.storage.places import REMEDY, Storage, StorageSettings
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer

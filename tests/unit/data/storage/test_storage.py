@@ -19,7 +19,8 @@ from txl_dist.data.read.position import first_state
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.data.storage import retries as remote
 from txl_dist.data.storage.cache import CachedStorage
-from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings, open_storage
+from txl_dist.data.storage.open import open_storage
+from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.errors import DataError, UnreachableError
 
