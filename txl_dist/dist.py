@@ -8,6 +8,7 @@ host tensors gloo; on CPUs all use gloo.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from txl_dist.errors import ConfigError, LostRankError, TxlError
 from txl_dist.meeting import first_line, free_port, meet
 
 T = TypeVar("T")
+
+_waiting: dict[int, int] = {}
+"""By thread, where it waits: in how many `waiting` it is."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,23 @@ def limit_waiting(*, timeout_s: int) -> None:
     """Give every process group the timeout, also those that a library made: `new_group` does not inherit it."""
     for group in list(torch_dist.distributed_c10d._world.pg_map):
         torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Around what waits for other ranks without being a collective of torch, such as reading on the host what one left
+    on the device: a rank in here is not the one that the others wait for (train/watchdog.py)."""
+    thread = threading.get_ident()
+    _waiting[thread] = _waiting.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        _waiting[thread] -= 1
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether the thread of this number is in `waiting`."""
+    return _waiting.get(thread, 0) > 0
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:

@@ -36,8 +36,9 @@ from txl_dist.train.checkpoint import (
     retained,
 )
 from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.export import check_probe, export_bundle, make_probe
+from txl_dist.train.export import export_bundle
 from txl_dist.train.health import Health
+from txl_dist.train.probe import check_probe, make_probe
 from txl_dist.train.saver import Saved, Saver
 from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +14,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from txl_dist.dist import Ranks, all_reduce_sum, barrier, joined_ranks
+from txl_dist.dist import Ranks, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
 from txl_dist.errors import HANG
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, start_logging
 from txl_dist.train.heartbeats import Beat
 from txl_dist.train.processes import process_id
+from txl_dist.train.step import decide
 from txl_dist.train.watchdog import Watchdog, behind
 
 pytestmark = pytest.mark.dist
@@ -171,3 +173,27 @@ def test_the_rank_behind_is_the_lowest_step_and_then_who_is_not_waiting() -> Non
     assert behind({0: beat(7, is_waiting=True), 1: beat(6, is_waiting=True), 2: beat(7, is_waiting=False)}) == [1]
     assert behind({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=False), 2: beat(8, is_waiting=True)}) == [1]
     assert behind({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=True)}) == [0, 1]
+
+
+def test_a_thread_waits_where_it_says_so() -> None:
+    here = threading.get_ident()
+    with waiting():
+        with waiting():
+            pass
+        assert is_waiting(here)
+        assert not is_waiting(here + 1)
+    assert not is_waiting(here)
+
+
+def test_a_rank_that_decides_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the collective has returned, and the host waits where it reads what was decided."""
+    said: list[bool] = []
+
+    def read(values: torch.Tensor) -> list[float]:
+        said.append(is_waiting(threading.get_ident()))
+        return [0.0] * len(values)
+
+    monkeypatch.setattr("txl_dist.train.step.all_reduce_sum", lambda votes: votes)
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    decide(torch.tensor(1.0), torch.tensor(2.0), skip=False, stop=False, written=False, world_size=1)
+    assert said == [True]

@@ -25,6 +25,7 @@ FLOOR = {
     "sections": 0,
     "config": 0,
     "suggest": 0,
+    "tables": 0,
     "dist": 1,
     "faults": 1,
     "console": 0,

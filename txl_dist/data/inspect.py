@@ -16,6 +16,7 @@ from txl_dist.data.corpus import Corpus, Split
 from txl_dist.data.position import StreamState
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.tables import aligned, printable
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 
 PREVIEW_LEN = 24
@@ -23,6 +24,9 @@ PREVIEW_LEN = 24
 
 SORTED_ENOUGH = 0.9
 """Of the share that the most frequent ids have, cluster 0 should have so much."""
+
+_TEXT = "\n\t"
+"""Of what steers a terminal, what a text may keep."""
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
     """For people."""
     rows = [["document", "tokens", "offset", "begins"]]
     for one in facts["documents"]:
-        text = one["damage"] if "damage" in one else _on_one_line(one["text"])
+        text = one["damage"] if "damage" in one else printable(" ".join(one["text"].split()))
         rows.append([f"{one['document']:,}", f"{one['tokens']:,}", f"{one['offset']:,}", text])
     rest = facts["num_documents"] - len(facts["documents"])
     return [
@@ -174,7 +178,7 @@ def document_lines(facts: dict[str, Any]) -> list[str]:
     shown = len(facts["ids"])
     rest = f", the first {shown:,}:" if shown < facts["tokens"] else ":"
     head = f"{facts['shard']}, document {facts['document']}: {facts['tokens']:,} tokens{rest}"
-    return [head, _printable(facts["text"])]
+    return [head, printable(facts["text"], keep=_TEXT)]
 
 
 def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *, lane: int) -> dict[str, Any]:
@@ -223,28 +227,5 @@ def lane_lines(facts: dict[str, Any]) -> list[str]:
         f"lane {facts['lane']} reads {facts['corpus']} ({facts['split']}) from its token {facts['position']:,} on, "
         "counted since the lanes were cut:",
         *aligned(rows),
-        *(f"[{piece['first']:,}] {_printable(piece['text'])}" for piece in facts["pieces"]),
+        *(f"[{piece['first']:,}] {printable(piece['text'], keep=_TEXT)}" for piece in facts["pieces"]),
     ]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table: columns of numbers to the right, the first and those of words to the left."""
-    columns = list(zip(*rows, strict=True))
-    is_number = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, is_number, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _printable(text: str) -> str:
-    """Without what would steer a terminal."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(_printable(text).split())

@@ -41,7 +41,6 @@ from txl_dist.data.assembly import (
 from txl_dist.data.corpus import Corpus, open_corpus
 from txl_dist.data.documents import SPLITS, TRAIN
 from txl_dist.data.inputs import Cursor
-from txl_dist.data.inspect import aligned
 from txl_dist.data.job import (
     Job,
     check_in_the_way,
@@ -70,6 +69,7 @@ from txl_dist.data.workers import Workers, start_workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
+from txl_dist.tables import aligned
 from txl_dist.text.tokenizer import Tokenizer
 
 _PARTS_VERSION = 2

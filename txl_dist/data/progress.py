@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
 from txl_dist.log import logger
+from txl_dist.tables import clock
 
 _QUIET_S = 1.0
 _MB = 1e6
@@ -69,7 +69,7 @@ class Progress:
         done, speed = f"{self._done / self._scale:,.0f}", f"{rate / self._scale:,.1f} {self._unit}/s"
         if not self._total:
             return f"{self._what}: {done} {self._unit}, {speed}"
-        left = timedelta(seconds=round((self._total - self._done) / rate)) if rate else "?"
+        left = clock(round((self._total - self._done) / rate)) if rate else "?"
         return (
             f"{self._what}: {done} of {self._total / self._scale:,.0f} {self._unit}, "
             f"{100 * self._done / self._total:.0f} %, {speed}, {left} left"

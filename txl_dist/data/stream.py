@@ -237,3 +237,17 @@ class _LaneReader:
             raise DataError(f"lane {self._lane}, position {position}: shard {stretch.shard} changed while it was read.")
         self._start, self._begin = position, stretch.begin
         self._begins_document = not stretch.offset
+
+
+def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> list[str]:
+    """What lanes read at a state, for people: a document each."""
+    stream = LaneStream(splits, state, segment_len=1, lanes=lanes)
+    found = []
+    for lane in lanes:
+        number, stretch = stream.stretch_at(lane, state)
+        corpus = splits[number].corpus
+        found.append(
+            f"lane {lane}: {splits[number].shards[stretch.shard].name} of {corpus.name}, document {stretch.document}, "
+            f"token {stretch.offset}"
+        )
+    return found

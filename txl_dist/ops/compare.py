@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from txl_dist.data.inspect import aligned
 from txl_dist.errors import ConfigError
-from txl_dist.ops.figures import COLOURS, Chart, Line, compact
+from txl_dist.ops.figures import COLOURS, Chart, Line
 from txl_dist.ops.pictures import Picture, picture, shortened, time_axis
-from txl_dist.ops.records import Table, clean, is_number
+from txl_dist.ops.records import Table, is_number
 from txl_dist.ops.report import check_writable, cut, render, write_page
-from txl_dist.ops.summary import Run, best, defaults, duration, read_run, recent
+from txl_dist.ops.summary import Run, best, defaults, read_run, recent
+from txl_dist.tables import aligned, compact, duration, printable
 
 MAX_RUNS = 16
 
@@ -70,7 +70,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
         *aligned([row[: -len(_FURTHER)] for row in rows]),
         unit.sentence,
         *ranking(runs, names, unit),
-        clean(f"page: {out}"),
+        printable(f"page: {out}"),
     ]
 
 
@@ -90,7 +90,7 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     """The folders' names; with as much of the path as tells them apart, where they are equal."""
     places = [path.resolve() for path in run_dirs]
     for depth in range(1, max(len(place.parts) for place in places) + 1):
-        names = [clean(os.path.join(*place.parts[-depth:])) for place in places]
+        names = [printable(os.path.join(*place.parts[-depth:])) for place in places]
         if len(set(names)) == len(names):
             break
     return names
@@ -110,7 +110,7 @@ def unit_of(runs: Sequence[Run]) -> Unit:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
         return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs) or _unknown_text(runs))
     reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
-    listed = "; ".join(f"{clean(name)}: {reason}" for name, reason in reasons)
+    listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
     sentence = (
         f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the runs "
         "are not ranked. `txl report RUN` shows each in its own units."
@@ -133,7 +133,7 @@ def _other_text(runs: Sequence[Run]) -> str:
 def _unknown_text(runs: Sequence[Run]) -> str:
     """Which runs do not tell the size of their held-out text; empty if all do, or have no held-out losses to rank."""
     unknown = [run for run in runs if len(_held_out(run)) and not is_number(run.start.get("held_out_bytes"))]
-    names = ", ".join(clean(run.name) for run in unknown)
+    names = ", ".join(printable(run.name) for run in unknown)
     return f"it is not on record how much held-out text was scored ({names})" if unknown else ""
 
 
@@ -189,7 +189,7 @@ def _figures(run: Run, unit: Unit) -> list[str]:
     return [
         f"{history.step:,}",
         compact(float(run.tokens_at(np.array([float(history.step)]))[0])),
-        duration(history.hours) if history.hours else "-",
+        duration(3600 * history.hours) if history.hours else "-",
         "-" if speed is None else f"{speed:,.0f}",
         _fixed(train.last(unit.column)),
         _fixed(held_out.last(unit.column)),

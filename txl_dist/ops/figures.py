@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import colorsys
 import io
-import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_dist.ops.records import FloatArray
+from txl_dist.tables import compact
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
 NUM_BINS = 250
@@ -139,16 +139,6 @@ def luminance(colour: str) -> float:
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def compact(value: float) -> str:
-    """Few digits, with k, M, G, T for thousands: 131,072,000 is 131M, 0.00025 is 0.00025."""
-    if not math.isfinite(value):
-        return "-"
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= factor:
-            return f"{value / (1e3 if letter == 'k' else factor):.3g}{letter}"
-    return f"{value:.4g}"
 
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:

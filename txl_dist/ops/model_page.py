@@ -11,21 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from txl_dist.data.inspect import aligned
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import parse_object, parse_toml, read_bytes
-from txl_dist.ops.figures import compact
-from txl_dist.ops.records import clean
 from txl_dist.ops.report import check_writable, render, setting_rows, write_page, write_report
 from txl_dist.ops.summary import Fact
 from txl_dist.run_files import Kind, kind_of
+from txl_dist.tables import aligned, compact, printable
 
 
 def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
     """Write the page of a run, a checkpoint or a bundle. Returns lines for people. Raises TxlError."""
     run = path.resolve().parent.parent
     if kind is Kind.CHECKPOINT and kind_of(run) is Kind.RUN and (run / "metrics.jsonl").exists():
-        return [clean(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
+        return [printable(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
     return write_report(path, out=out) if kind is Kind.RUN else _write_model_page(path, kind, out=out)
 
 
@@ -43,9 +41,9 @@ def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str
     name = folder.resolve().name
     lead = f"{kind.value[2:].capitalize()} without the records of its training: txl report of its run has those."
     content = {"facts": facts, "setting_rows": setting_rows(settings)}
-    write_page(page, render("model.html.j2", title=clean(name), name=clean(name), lead=lead, **content))
-    rows = [[fact.name, clean(f"{fact.value}  {fact.note}")] for fact in facts]
-    return [lead, *aligned([["", ""], *rows])[1:], clean(f"page: {page}")]
+    write_page(page, render("model.html.j2", title=printable(name), name=printable(name), lead=lead, **content))
+    rows = [[fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts]
+    return [lead, *aligned([["", ""], *rows])[1:], printable(f"page: {page}")]
 
 
 def _of_bundle(folder: Path) -> tuple[list[Fact], dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from txl_dist.ops.checks import Finding, Verdict, first_of
 from txl_dist.ops.fabric import Peer, Reduce
 from txl_dist.ops.machine import WATCHED, Facts
+from txl_dist.tables import size
 
 WARNINGS = {
     "driver": "Update the older one.",
@@ -59,7 +60,7 @@ def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> 
     network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."
     return first_of(
         "all-reduce",
-        ", ".join(f"{_size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
+        ", ".join(f"{size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
         (on_gpu and num_nodes == 1 and best < 5, "warning", direct),
         (num_nodes > 1 and best < (1.0 if on_gpu else 0.1), "warning", network),
     )
@@ -75,7 +76,3 @@ def judge_peers(peers: Sequence[Peer], *, node_of: Mapping[int, str]) -> Finding
         f"rank {slow.rank} on {node}",
         (len(peers) > 1 and slow.mib_s < typical / 3, "warning", f"Look at cable, port and load of {node}."),
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes // 1024} KiB" if num_bytes < 2**20 else f"{num_bytes // 2**20} MiB"

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from txl_dist.ops.figures import COLOURS, Chart, Line, Mark, compact, draw, layer_colours
+from txl_dist.ops.figures import COLOURS, Chart, Line, Mark, draw, layer_colours
 from txl_dist.ops.records import Event, FloatArray, History, is_number
 from txl_dist.ops.summary import Run, corpus_name
+from txl_dist.tables import compact
 
 _BORDERS = {"start": "resumed", "rewound": "rewound"}
 _TRIANGLES = {"skipped": "skipped steps", "spike": "spikes", "straggler": "stragglers", "save_failed": "failed saves"}

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from txl_dist.errors import DataError
 from txl_dist.files import open_regular, parse_object
+from txl_dist.tables import printable
 
 FloatArray = NDArray[np.float64]
 RECORDS = "metrics.jsonl"
@@ -211,7 +212,7 @@ class _Reader:
             self.num_damaged += bool(line.strip())
             return
         self.num_records += 1
-        record["kind"] = kind = clean(kind[:_MAX_NAME])
+        record["kind"] = kind = printable(kind[:_MAX_NAME])
         self._advance_clock(record, step)
         if kind == "event":
             self._take_event(record, step)
@@ -258,7 +259,7 @@ class _Reader:
             self._last_step = step
 
     def _take_event(self, record: dict[str, Any], step: int) -> None:
-        name = clean(str(record.get("event", "?"))[:_MAX_NAME])
+        name = printable(str(record.get("event", "?"))[:_MAX_NAME])
         known = ("kind", "event", "step", "time_s")
         fields = {key: value for key, value in record.items() if key not in known}
         time_s = record.get("time_s")
@@ -283,7 +284,7 @@ class _Reader:
                 if len(times) <= MAX_RANKS_APART:
                     yield from ((f"rank_ms_{rank}", time) for rank, time in enumerate(times) if is_number(time))
             elif name == "slowest_host" and type(record.get("slowest_rank")) is int:
-                self._hosts[record["slowest_rank"]] = clean(str(value)[:_MAX_NAME])
+                self._hosts[record["slowest_rank"]] = printable(str(value)[:_MAX_NAME])
 
     def _take_profile(self, record: dict[str, Any], step: int) -> None:
         found = [_floats(record.get(f"loss_by_position{word}")) for word in ("", "_without_memory")]
@@ -294,11 +295,6 @@ class _Reader:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is one that can be measured and computed with: finite, and at most `MOST` from 0."""
     return type(value) in (float, int) and abs(value) <= MOST  # type: ignore[arg-type]
-
-
-def clean(name: str) -> str:
-    """A name for one line of a page, picture or terminal: control characters and halves of characters replaced."""
-    return name if name.isprintable() else "".join(one if one.isprintable() else "\ufffd" for one in name)
 
 
 def _floats(values: object) -> FloatArray:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from txl_dist.data.inspect import aligned
 from txl_dist.errors import ConfigError
 from txl_dist.files import read_bytes, replace_file
 from txl_dist.ops.pictures import events_picture, marks_explained, pictures_of
-from txl_dist.ops.records import Event, Sample, clean
-from txl_dist.ops.summary import Fact, Run, defaults, duration, facts_of, lead, read_run
+from txl_dist.ops.records import Event, Sample
+from txl_dist.ops.summary import Fact, Run, defaults, facts_of, lead, read_run
+from txl_dist.tables import aligned, duration, printable
 
 _MAX_EVENTS = 300
 _MAX_SAMPLES = 12
@@ -49,8 +49,8 @@ def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
     run = read_run(run_dir)
     facts = facts_of(run)
     write_page(path, render("report.html.j2", **_content(run, facts, folder=path.parent)))
-    rows = [[fact.name, clean(f"{fact.value}  {fact.note}")] for fact in facts]
-    return [*aligned([["", ""], *rows])[1:], clean(f"page: {path}")]
+    rows = [[fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts]
+    return [*aligned([["", ""], *rows])[1:], printable(f"page: {path}")]
 
 
 def check_writable(path: Path) -> None:
@@ -129,7 +129,9 @@ def _event_rows(events: Sequence[Event]) -> list[list[str]]:
     for index in sorted(by_weight[:_MAX_EVENTS]):
         event = events[index]
         details = ", ".join(f"{name} {_value(value)}" for name, value in event.fields.items())
-        rows.append([event.name.replace("_", " "), f"{event.step:,}", duration(event.hours), cut(details, most=300)])
+        rows.append(
+            [event.name.replace("_", " "), f"{event.step:,}", duration(3600 * event.hours), cut(details, most=300)]
+        )
     return rows
 
 

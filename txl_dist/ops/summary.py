@@ -19,9 +19,9 @@ import numpy as np
 from txl_dist.config import Config
 from txl_dist.errors import DataError
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
-from txl_dist.ops.figures import compact
-from txl_dist.ops.records import MOST, FloatArray, History, Table, clean, read_history
+from txl_dist.ops.records import MOST, FloatArray, History, Table, read_history
 from txl_dist.run_files import list_checkpoints
+from txl_dist.tables import compact, duration, printable
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.processes import process_of
 
@@ -93,7 +93,7 @@ class Run:
         """Why losses are not told in bits per byte, by kind of record; those of older programs have no such word."""
         value = self.start.get("no_bits")
         known = value.items() if isinstance(value, dict) else ()
-        return {clean(str(kind)): clean(str(reason)) for kind, reason in known}
+        return {printable(str(kind)): printable(str(reason)) for kind, reason in known}
 
     @property
     def token(self) -> str:
@@ -195,15 +195,6 @@ def perplexity(loss: float) -> str:
     return f"perplexity {compact(math.exp(min(loss, 700.0)))}"
 
 
-def duration(hours: float) -> str:
-    """Hours for people: 95 s, 12 min, 3.4 h, 2.1 days."""
-    if hours < 1 / 30:
-        return f"{3600 * hours:.0f} s"
-    if hours < 2:
-        return f"{60 * hours:.0f} min"
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
-
-
 def recent(table: Table, name: str) -> float | None:
     """The median of a column's newest numbers."""
     values = table[name][np.isfinite(table[name])][-_RECENT:]
@@ -238,10 +229,12 @@ def _progress(run: Run) -> list[Fact]:
     facts = [Fact("Step", f"{step:,}", share)]
     tokens = float(run.tokens_at(np.array([float(step)]))[0])
     facts += [Fact("Tokens seen", compact(tokens), f"{tokens:,.0f}")] if math.isfinite(tokens) else []
-    facts += [Fact("Working time", duration(history.hours), "without pauses between starts")] if history.hours else []
+    facts += (
+        [Fact("Working time", duration(3600 * history.hours), "without pauses between starts")] if history.hours else []
+    )
     step_ms = recent(history.train, "step_ms")
     if run.state == "going on" and total and step_ms:
-        facts.append(Fact("Time left", duration(max(total - step, 0) * step_ms / 3.6e6), "at the present speed"))
+        facts.append(Fact("Time left", duration(max(total - step, 0) * step_ms / 1000), "at the present speed"))
     return facts
 
 

@@ -17,12 +17,11 @@ from safetensors import SafetensorError
 
 from txl_dist.config import load_config
 from txl_dist.data.corpus import Split
-from txl_dist.data.inspect import aligned
 from txl_dist.data.lanes import epochs_read
 from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.tables import aligned
 from txl_dist.train.checkpoint import continued_stream
 from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, open_corpora, train_splits
@@ -74,20 +73,6 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
                 f"checkpoint from before that is gone. Name a step behind {step_of(behind[0])}."
             )
     return splits, state.advanced((step - 1 - start) * segment_len), segment_len
-
-
-def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> list[str]:
-    """What lanes read at a state, for people: a document each."""
-    stream = LaneStream(splits, state, segment_len=1, lanes=lanes)
-    found = []
-    for lane in lanes:
-        number, stretch = stream.stretch_at(lane, state)
-        corpus = splits[number].corpus
-        found.append(
-            f"lane {lane}: {splits[number].shards[stretch.shard].name} of {corpus.name}, document {stretch.document}, "
-            f"token {stretch.offset}"
-        )
-    return found
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:

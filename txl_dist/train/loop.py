@@ -31,12 +31,12 @@ from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint import CorpusFacts, load_checkpoint, problems_together
 from txl_dist.train.engine import Engine
-from txl_dist.train.export import check_probe
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
 from txl_dist.train.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s, start_facts
 from txl_dist.train.observer import Observer, StopAskedError, labelled
+from txl_dist.train.probe import check_probe
 from txl_dist.train.profile import StepProfile
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.run_lock import RunLock

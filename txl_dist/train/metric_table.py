@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from txl_dist.tables import clock
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -29,7 +31,7 @@ class Metric:
 
     def text(self, value: Any) -> str:
         """The number with its label and unit."""
-        number = _clock(value) if self.form == "clock" else format(value, self.form)
+        number = clock(value) if self.form == "clock" else format(value, self.form)
         gap = " " if self.unit and self.unit != "%" else ""
         return f"{self.label} {number}{gap}{self.unit}".lstrip()
 
@@ -79,9 +81,3 @@ def line_of(cells: Sequence[Cell], *, width: int | None = None) -> str:
             return line
         kept.remove(last)
     return "  ".join(cell.text for cell in kept)
-
-
-def _clock(seconds: float) -> str:
-    """9000 is 2:30:00."""
-    whole = int(seconds)
-    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"

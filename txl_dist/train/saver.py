@@ -30,6 +30,7 @@ from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
 from txl_dist.run_files import checkpoint_folder
+from txl_dist.tables import size
 from txl_dist.train.checkpoint import CorpusFacts
 from txl_dist.train.engine import Engine
 from txl_dist.train.places import absolute_paths
@@ -223,7 +224,7 @@ class Saver:
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: it needs {_size(self._needed)}, {_size(free)} are free. "
+                f"no room for a checkpoint in {folder}: it needs {size(self._needed)}, {size(free)} are free. "
                 "Free space, lower checkpoint.keep_last, or move the run to another file system."
             )
 
@@ -299,9 +300,5 @@ def _explained(error: Exception, path: Path, *, needed: int) -> str:
     if isinstance(error, OSError):
         where = error.filename or path
         reason = f"cannot write {where}: {error.strerror or error}"
-        return f"{reason}. A checkpoint needs {_size(needed)}; free space or mend permissions in {path.parent}."
+        return f"{reason}. A checkpoint needs {size(needed)}; free space or mend permissions in {path.parent}."
     return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

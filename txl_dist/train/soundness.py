@@ -5,7 +5,7 @@ saves. So every file of tensors names the sha256 of the `state.json` that it was
 names those of the settings and of `tokenizer.json`; a file of memories its lanes (`LANES_KEY`); and file names and
 shapes must cover each lane and each parameter once. What an older program did not name is not compared; it always named
 the tokenizer, and its files of tensors name their state all or none. Only headers of tensors are read here: what the
-values are worth, the probe tells (`export.check_probe`).
+values are worth, the probe tells (`probe.check_probe`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from txl_dist.data.corpus import Split
 from txl_dist.data.damage import DamagePolicy
 from txl_dist.data.position import StreamState
 from txl_dist.data.stream import LaneStream
-from txl_dist.dist import Ranks, all_reduce_sum
+from txl_dist.dist import Ranks, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -167,8 +167,9 @@ def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, stop: bool, written: 
     says = torch.tensor([skip, stop, written], dtype=torch.float64, device=loss.device)
     own = loss.double()[None]
     votes = torch.cat([own, (~loss.isfinite()).double()[None], says])
-    known = torch.cat([all_reduce_sum(votes), grad_norm.double()[None], own])
-    total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
+    with waiting():  # on a GPU the collective returns at once, and the host waits where it reads the result
+        known = torch.cat([all_reduce_sum(votes), grad_norm.double()[None], own])
+        total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
     is_sound = not bad and not skips
     return Decision(
         loss=total / world_size,

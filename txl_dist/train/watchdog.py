@@ -21,13 +21,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from txl_dist.dist import Ranks, from_first
+from txl_dist.dist import Ranks, from_first, is_waiting
 from txl_dist.errors import HANG, TxlError
 from txl_dist.files import open_to_append
 from txl_dist.log import logger
@@ -46,6 +45,8 @@ GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
 """By the kind of verdict: what the main thread has, to come by itself for the first cause and leave in its own way."""
 ANSWER_S = 4.0
 """No verdict within so many seconds after an error: no other rank has caused it."""
+COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
+"""Whose functions are collectives, or wait for one. What else waits for other ranks says so (`dist.waiting`)."""
 STDERR = 2
 
 
@@ -161,12 +162,13 @@ class Watchdog:
 
     def _own_beat(self) -> Beat:
         when_s, step, phase = self._last
-        where, is_waiting = _place(sys._current_frames().get(self._main))
+        frame = sys._current_frames().get(self._main)
+        where, waits = _line(frame), is_waiting(self._main) or _is_in_collective(frame)
         idle_s = time.monotonic() - when_s
         # Who asks for the first cause is about to leave.
         is_stalled = idle_s > self._limit_s and not self._asked.is_set()
         return Beat(
-            self._process, step, phase, where, is_waiting, is_stalled, self._asked.is_set(), idle_s > self._limit_s / 2
+            self._process, step, phase, where, waits, is_stalled, self._asked.is_set(), idle_s > self._limit_s / 2
         )
 
     def _judge(self, now_s: float) -> Verdict | None:
@@ -262,21 +264,20 @@ def _is_lost(seen: Seen, now_s: float) -> bool:
     return now_s - seen.closed_s > (DEAD_AFTER_S if is_dead else LOST_AFTER_S)
 
 
-def _place(frame: FrameType | None) -> tuple[str, bool]:
-    """(the line that a thread runs, whether it is inside a collective)."""
+def _line(frame: FrameType | None) -> str:
+    """That a thread runs."""
     if frame is None:
-        return "an unknown line", False
-    where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-    is_waiting = any("torch/distributed/" in name or "deepspeed/comm/" in name for name in _files(frame))
-    # On a GPU a collective returns at once, and the host waits where it reads the result.
-    is_waiting = is_waiting or (frame.f_code.co_name == "decide" and frame.f_code.co_filename.endswith("step.py"))
-    return where, is_waiting
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _files(frame: FrameType | None) -> Iterable[str]:
+def _is_in_collective(frame: FrameType | None) -> bool:
+    """Whether a thread is in one, or in what waits for one, also where DeepSpeed calls it within a pass."""
     while frame is not None:
-        yield frame.f_code.co_filename
+        if frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
+            return True
         frame = frame.f_back
+    return False
 
 
 def _abort(processes: list[ProcessId]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.data.corpus import Corpus
-from txl_dist.data.inspect import aligned, find_shard, lane_facts
+from txl_dist.data.inspect import find_shard, lane_facts
 from txl_dist.data.position import first_state
 from txl_dist.data.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
@@ -198,14 +198,6 @@ def test_a_corpus_at_a_url_is_inspected_there(corpus: Corpus, capsys: pytest.Cap
 
 def test_a_file_that_cannot_be_written_is_named(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot write" in refused(corpus, "--json", corpus.folder / "none" / "facts.json", capsys=capsys)
-
-
-def test_numbers_of_a_table_stand_under_each_other() -> None:
-    assert aligned([["name", "count"], ["a", "1"], ["bcdefg", "1,000"]]) == [
-        "name    count",
-        "a           1",
-        "bcdefg  1,000",
-    ]
 
 
 def test_a_shard_is_found_in_any_split(corpus: Corpus) -> None:

@@ -1,0 +1,272 @@
+"""What a change must leave as it was: hashes of losses, checkpoints, bundles and streams of small runs, as JSON.
+
+    python tools/guard.py --out before.json            # on the commit before
+    python tools/guard.py --compare before.json        # on the commit after: says what differs, exit code 1
+    python tools/guard.py --root CHECKOUT --out x.json # the same of another checkout, by this file
+
+Each part prepares a corpus, trains, goes on from an older checkpoint, scores, exports and looks into what it made, by
+the command line alone: so one file measures any commit. One thread, seeds fixed, CPU. `quickstart` is the first 60
+steps of configs/quickstart.toml; `zero0` to `zero3` and `bf16` are tiny runs on two ranks, each with other settings.
+What names paths, times or the version of the code is left out. Equal on the same machine and versions only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TINY = """
+[run]
+dir = "run"
+[data]
+path = "corpus"
+[model]
+num_layers = 2
+width = 32
+num_heads = 2
+head_width = 16
+ff_width = 48
+cutoffs = [60, 150]
+div_value = 2
+dropout = 0.1
+[optim]
+lr = 2e-3
+clip_norm = 0.5
+warmup_steps = 3
+[train]
+num_lanes = 4
+segment_len = 8
+memory_len = 12
+microbatch_lanes = 1
+max_steps = 12
+[eval]
+every_steps = 6
+num_lanes = 2
+[checkpoint]
+every_steps = 4
+[metrics]
+log_every_steps = 1
+"""
+PARTS = {
+    "quickstart": "--train.max_steps 60 --checkpoint.every_steps 20 --metrics.sample_every_steps 30 "
+    "--metrics.log_every_steps 1 --eval.max_tokens 20000",
+    "zero0": "--engine.zero_stage 0 --model.positions learned_relative --model.num_distances 12 --optim.name lamb",
+    "zero1": "--engine.zero_stage 1 --data.document_border mask --model.attention_dropout 0.1",
+    "zero2": "--engine.zero_stage 2 --model.same_length memory --model.clamp_len 10 --optim.name adam "
+    "--model.share_biases False --engine.activation_checkpointing True",
+    "zero3": "--engine.zero_stage 3 --model.pre_norm True --model.final_norm True --checkpoint.asynchronous False "
+    "--data.more_paths second --data.weights 3 1",
+    "bf16": "--engine.precision bf16 --train.max_steps 4 --checkpoint.every_steps 2 --eval.every_steps 0 "
+    "--eval.max_tokens 64",
+}
+# Of a row of metrics.jsonl; all else measures the machine.
+NUMBERS = ("loss", "lr", "grad_norm", "tokens_seen", "tokens", "epoch", "loss_by_position", "memory_gain")
+# Of what `inspect` tells, and of state.json: where things lie, who wrote them, and sizes that hold such words.
+NO_FACTS = {"checkpoint", "run", "path", "code_version", "bytes"}
+
+
+class Workplace:
+    """A scratch folder, and the command line of the package in `root`."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root = root
+        self.folder = folder
+        for name, seed in (("corpus", 1), ("second", 2)):
+            write_documents(folder / f"{name}.jsonl", seed=seed)
+
+    def txl(self, *words: str) -> str:
+        """Run `python -m txl_dist words`; what it prints to standard output."""
+        return self._run([sys.executable, "-m", "txl_dist", *words])
+
+    def train(self, *words: str) -> None:
+        """Train on two ranks by the launcher of DeepSpeed, to the end."""
+        launcher = str(Path(sys.executable).parent / "deepspeed")
+        port = ["--num_accelerators", "2", "--master_port", str(free_port())]
+        self._run([launcher, *port, "--module", "txl_dist", "train", *words])
+
+    def _run(self, command: list[str]) -> str:
+        rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        environment = {key: value for key, value in os.environ.items() if key not in rank} | {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(self.root),
+        }
+        done = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+        )
+        if done.returncode != 0:
+            said = (done.stdout + done.stderr)[-4000:]
+            raise SystemExit(f"{said}\nexit code {done.returncode} of {' '.join(command)}")
+        return done.stdout
+
+
+def write_documents(path: Path, *, seed: int) -> None:
+    """200 documents of 1 to 60 words from a skewed vocabulary."""
+    generator = random.Random(seed)
+    words = ["".join(generator.choices("etaoinshrdlu\u00e9\u4e2d", k=generator.randint(1, 9))) for _ in range(300)]
+    weights = [1 / rank for rank in range(1, 301)]
+    lines = [
+        json.dumps({"text": " ".join(generator.choices(words, weights, k=generator.randint(1, 60)))})
+        for _ in range(200)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def run_part(place: Workplace, name: str) -> dict[str, Any]:
+    """All that one part shows: prepare, train, look, go on from an older checkpoint, look again, score, export."""
+    if name == "quickstart":
+        corpora = {"data/stdlib": ["stdlib", "--vocab-size", "4096"]}
+        config, run = str(place.root / "configs" / "quickstart.toml"), place.folder / "runs" / "quickstart"
+    else:
+        corpora = {
+            part: [f"{part}.jsonl", "--tokenizer", "byte", "--shard-len", "4000"] for part in ("corpus", "second")
+        }
+        config, run = "tiny.toml", place.folder / "run"
+        (place.folder / config).write_text(TINY, encoding="utf-8")
+    settings = PARTS[name].split()
+    shown: dict[str, Any] = {}
+    for folder, words in corpora.items():
+        if not (place.folder / folder).is_dir():
+            place.txl("prepare", *words, "--out", folder)
+            place.txl("inspect", folder, "--json", "facts.json")
+            facts = plain(read(place.folder / "facts.json"))
+            shown[f"corpus {folder}"] = files_of(place.folder / folder, "*") | {"facts": facts}
+    shutil.rmtree(run, ignore_errors=True)
+    place.train(config, *settings)
+    shown["trained"] = run_shown(run)
+    for newer in sorted((run / "checkpoints").glob("step_*"))[1:]:
+        shutil.rmtree(newer)
+    (run / "DONE").unlink()
+    place.train(config, *settings, "--resume", "must")
+    shown["resumed"] = run_shown(run)
+    newest = max((run / "checkpoints").glob("step_*"))
+    place.txl("inspect", str(newest), "--json", "facts.json")
+    shown["inspected"] = plain(read(place.folder / "facts.json"))
+    place.txl("evaluate", str(run), "--memory-len", "0", "-1", "--json", "facts.json")
+    shown["evaluated"] = plain(numbers_of(read(place.folder / "facts.json")))
+    bundle = place.folder / "bundle"
+    place.txl("export", str(run), str(bundle))
+    shown["bundle"] = files_of(bundle, "*.safetensors", "tokenizer.json") | {
+        "config": plain(read(bundle / "config.json"))
+    }
+    words = ["--prompt", "the ", "--max-tokens", "20", "--seed", "3"]
+    shown["generated"] = place.txl("generate", str(bundle), *words)
+    return shown
+
+
+def run_shown(run: Path) -> dict[str, Any]:
+    """Numbers of the log, and all files and the state of every checkpoint."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = {f"{row['kind']} {row['step']}": {key: row[key] for key in NUMBERS if key in row} for row in rows}
+    shown: dict[str, Any] = {
+        "losses": digest(json.dumps(last, sort_keys=True).encode()),
+        "loss": {key: row["loss"] for key, row in last.items() if "loss" in row},
+    }
+    for checkpoint in sorted((run / "checkpoints").glob("step_*")):
+        state = plain(read(checkpoint / "state.json"))
+        shown[checkpoint.name] = files_of(checkpoint, "*.safetensors", "tokenizer.json") | {
+            "stream": digest(json.dumps(state["stream"], sort_keys=True).encode()),
+            "state": digest(json.dumps(state, sort_keys=True).encode()),
+        }
+    return shown
+
+
+def files_of(folder: Path, *patterns: str) -> dict[str, str]:
+    """The sha256 of the files of a folder and below, by name."""
+    found = sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in found}
+
+
+def numbers_of(report: Any) -> Any:
+    """What `evaluate --json` measures of the model, not of the machine."""
+    if isinstance(report, dict):
+        return {
+            key: numbers_of(value) for key, value in report.items() if not key.endswith(("seconds", "per_s", "_ms"))
+        }
+    return [numbers_of(value) for value in report] if isinstance(report, list) else report
+
+
+def plain(facts: Any) -> Any:
+    """Without what names paths or the version of the code."""
+    if isinstance(facts, dict):
+        return {key: plain(value) for key, value in facts.items() if key not in NO_FACTS}
+    return [plain(value) for value in facts] if isinstance(facts, list) else facts
+
+
+def read(path: Path) -> Any:
+    """A JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def digest(data: bytes) -> str:
+    """The sha256, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+    """Each place where two outputs differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            inner = f"{where} > {key}" if where else key
+            if key not in old or key not in new:
+                yield f"{inner}: only {'after' if key in new else 'before'}"
+            else:
+                yield from differences(old[key], new[key], inner)
+    elif old != new:
+        yield f"{where}: {str(old)[:100]} -> {str(new)[:100]}"
+
+
+def main() -> int:
+    """Run the parts; print or write their JSON, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="checkout to measure")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--out", type=Path, help="write the JSON there, not to standard output")
+    parser.add_argument(
+        "--compare", type=Path, help="JSON of before; prints what differs, exit code 1 if anything does"
+    )
+    given = parser.parse_args()
+    shown: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="guard-") as scratch:
+        place = Workplace(given.root.resolve(), Path(scratch).resolve())
+        for name in given.only:
+            start_s = time.monotonic()
+            shown[name] = run_part(place, name)
+            shutil.rmtree(place.folder / "bundle")
+            print(f"{name}: {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
+    text = json.dumps(shown, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    if given.out:
+        given.out.write_text(text, encoding="utf-8")
+    if not given.compare:
+        if not given.out:
+            print(text, end="")
+        return 0
+    old = {name: part for name, part in read(given.compare).items() if name in given.only}
+    found = list(differences(old, json.loads(text)))
+    print("\n".join(found) if found else f"the same as {given.compare}: {', '.join(given.only)}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

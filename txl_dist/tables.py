@@ -1,0 +1,69 @@
+"""Numbers and tables as people read them: sizes, durations, large counts, columns of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table, its first row the head: columns of numbers to the right, the first and those of words to the left.
+
+    An empty cell, `-` and `?` are numbers that are not there.
+    """
+    columns = list(zip(*rows, strict=True))
+    is_number = [
+        any(cell[:1].isdigit() for cell in column[1:])
+        and all(cell[:1].isdigit() or cell in ("", "-", "?") for cell in column[1:])
+        for column in columns
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, is_number, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: 256 KiB, 12.3 MiB, 4.56 GiB."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 95 s, 12 min, 3.4 h, 2.1 days."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:,.1f} days"
+
+
+def clock(seconds: float) -> str:
+    """9000 is 2:30:00."""
+    whole = int(seconds)
+    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def compact(value: float) -> str:
+    """Few digits, with k, M, G, T for thousands: 131,072,000 is 131M, 0.00025 is 0.00025. Not finite: `-`."""
+    if not math.isfinite(value):
+        return "-"
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= factor:
+            return f"{value / (1e3 if letter == 'k' else factor):.3g}{letter}"
+    return f"{value:.4g}"
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """A text for a page, a picture or a terminal: what would steer it, and halves of characters, are replaced.
+
+    Line breaks are too, unless they are in `keep`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in keep else "\ufffd" for one in text)
