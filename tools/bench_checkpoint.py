@@ -39,10 +39,10 @@ from txl_dist.train.checkpoint import corpus_facts, load_checkpoint, problems_to
 from txl_dist.train.engine import ZeroEngine
 from txl_dist.train.health import Health
 from txl_dist.train.job import first_stream, train_splits
-from txl_dist.train.metrics import Reporter
 from txl_dist.train.probe import check_probe, make_probe
 from txl_dist.train.saver import Saver
 from txl_dist.train.saving import Saving
+from txl_dist.train.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Stepper, read_inputs
 from txl_dist.train.stopping import StopRequests

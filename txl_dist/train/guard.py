@@ -23,8 +23,8 @@ from txl_dist.log import warn_for_all
 from txl_dist.run_files import step_of
 from txl_dist.train import health as rules
 from txl_dist.train.health import Health
-from txl_dist.train.metrics import Reporter
 from txl_dist.train.replicas import deviating_ranks
+from txl_dist.train.sinks import Reporter
 from txl_dist.train.soundness import read_state
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Decision

@@ -34,7 +34,7 @@ from txl_dist.train.engine import Engine
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.job import eval_splits, train_splits
-from txl_dist.train.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s, start_facts
+from txl_dist.train.metrics import Interval, MfuMeter, StragglerWatch, eta_s, start_facts
 from txl_dist.train.observer import Observer, StopAskedError, labelled
 from txl_dist.train.probe import check_probe
 from txl_dist.train.profile import StepProfile
@@ -43,7 +43,7 @@ from txl_dist.train.run_lock import RunLock
 from txl_dist.train.saver import Saver
 from txl_dist.train.saving import Saving
 from txl_dist.train.schedule import learning_rate
-from txl_dist.train.sinks import Record
+from txl_dist.train.sinks import Record, Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import StepInput, Stepper, poll, read_inputs
 from txl_dist.train.stopping import StopRequests
@@ -199,7 +199,7 @@ class Run:
 
     def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
         """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""
-        interval, stopped = Interval(), False
+        interval, stopped = Interval(clip_norm=self.config.optim.clip_norm), False
         ahead = prefetch(
             read_inputs(
                 self.splits,
@@ -233,7 +233,7 @@ class Run:
                 is_first = state.step == self.job.start.step + 1 and interval.has_scored()
                 if is_first or is_last or _due(state.step, self.config.metrics.log_every_steps):
                     self.reporter.write("train", self._train_record(state, interval))
-                    interval = Interval()
+                    interval = Interval(clip_norm=self.config.optim.clip_norm)
                 with interval.paused():
                     if is_last or self.saving.is_due(state.step):
                         self.saving.begin(state)

@@ -22,9 +22,10 @@ from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.checkpoint import prune_checkpoints, retained
 from txl_dist.train.engine import Engine
-from txl_dist.train.metrics import Reporter, check_finite
+from txl_dist.train.metrics import check_finite
 from txl_dist.train.probe import make_probe
 from txl_dist.train.saver import Saver
+from txl_dist.train.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import poll
 from txl_dist.train.stopping import StopRequests
