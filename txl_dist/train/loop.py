@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.profiler import record_function
+
 from txl_dist.config import BatchPlan, Config
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.data.read.damage import DamagePolicy
@@ -37,10 +39,10 @@ from txl_dist.train.engine.zero import Engine
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.preflight import eval_splits, train_splits
-from txl_dist.train.report.metrics import Interval, MfuMeter, Reporter, StragglerWatch, eta_s, start_facts
+from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s, start_facts
 from txl_dist.train.report.observer import Observer, StopAskedError, labelled
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.report.sinks import Record
+from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.state import TrainState
@@ -199,8 +201,8 @@ class Run:
 
     def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
         """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""
-        interval, stopped = Interval(), False
-        ahead = prefetch(
+        interval, stopped = Interval(clip_norm=self.config.optim.clip_norm), False
+        inputs = prefetch(
             read_inputs(
                 self.splits,
                 state.stream,
@@ -213,13 +215,14 @@ class Run:
             ),
             depth=self.config.data.prefetch_depth,
         )
-        inputs = self.job.profile.inputs(ahead, first_step=state.step + 1)
         try:
             while not stopped and state.step < self.max_steps:
                 self.step = state.step + 1
+                self.job.profile.begins(self.step)
                 self._beat("data")
                 self.clock.begin()
-                step_input = next(inputs)
+                with record_function("data"):
+                    step_input = next(inputs)
                 interval.wait(self.clock.elapsed_s())
                 state, stopped, written = self._step(state, step_input, interval)
                 fault_point("boundary", step=state.step)
@@ -233,12 +236,13 @@ class Run:
                 is_first = state.step == self.job.start.step + 1 and interval.has_scored()
                 if is_first or is_last or _due(state.step, self.config.metrics.log_every_steps):
                     self.reporter.write("train", self._train_record(state, interval))
-                    interval = Interval()
+                    interval = Interval(clip_norm=self.config.optim.clip_norm)
                 with interval.paused():
                     if is_last or self.saving.is_due(state.step):
                         self.saving.begin(state)
                     stopped = stopped or not self._observe(state)
         finally:
+            self.job.profile.close()
             inputs.close()
         return state, stopped
 

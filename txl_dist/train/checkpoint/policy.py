@@ -24,7 +24,8 @@ from txl_dist.train.checkpoint.probe import make_probe
 from txl_dist.train.checkpoint.read import prune_checkpoints, retained
 from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.zero import Engine
-from txl_dist.train.report.metrics import Reporter, check_finite
+from txl_dist.train.report.metrics import check_finite
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import poll
 from txl_dist.train.watch.stopping import StopRequests
