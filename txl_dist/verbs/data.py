@@ -137,8 +137,8 @@ def _checkpoint_problems(folder: Path) -> list[str]:
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
     from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers
-    from txl_dist.data.prepare.workers import num_cores
     from txl_dist.data.read.corpus import open_corpus
+    from txl_dist.data.workers import num_cores
     from txl_dist.log import start_logging
     from txl_dist.progress import Progress
 
