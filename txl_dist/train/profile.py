@@ -4,10 +4,11 @@ Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.pt.trace.json.gz`, a torch prof
 Perfetto, or TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`, which looks for that ending):
 operations on host and device, their shapes, the memory allocated, and a range around each part of a step:
 
-    data                   waiting for the reader thread
-    forward and backward   one micro-batch; collectives that overlap with it are in it
-    exchange               the norm of the gradients, which needs those of all ranks
-    update                 the optimizer and what gathers the weights
+    data        waiting for the reader thread
+    forward     of one micro-batch
+    backward    of one micro-batch; collectives that overlap with it are in it
+    exchange    the norm of the gradients, which needs those of all ranks
+    update      the optimizer and what gathers the weights
 
 On a GPU also `..._memory.pickle`, every allocation with its stack, for https://docs.pytorch.org/memory_viz. A trace
 begins when its first step asks for data and ends when the step after its last one does: what a run does between two
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -124,16 +125,13 @@ class _RangedEngine:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def micro_step(
-        self,
-        batch: Batch,
-        memory: Memory,
-        *,
-        normalizer: Tensor | float,
-        after_forward: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, Memory]:
-        with record_function("forward and backward"):
-            return self._engine.micro_step(batch, memory, normalizer=normalizer, after_forward=after_forward)
+    def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
+        with record_function("forward"):
+            return self._engine.forward(batch, memory, normalizer=normalizer)
+
+    def backward(self, loss: Tensor) -> None:
+        with record_function("backward"):
+            self._engine.backward(loss)
 
     def grad_norm(self) -> Tensor:
         with record_function("exchange"):

@@ -29,11 +29,12 @@ class Engine:
 
     name = "given"
 
-    def micro_step(
-        self, batch: int, memory: str, *, normalizer: float, after_forward: object = None
-    ) -> tuple[int, str]:
+    def forward(self, batch: int, memory: str, *, normalizer: float) -> tuple[int, str]:
         _ = torch.ones(3, 3) @ torch.ones(3, 3)
         return batch, memory
+
+    def backward(self, loss: int) -> None:
+        _ = torch.ones(4, 4) @ torch.ones(4, 4)
 
     def grad_norm(self) -> torch.Tensor:
         return torch.ones(1)
@@ -49,7 +50,8 @@ def run(profile: StepProfile, *, first: int, last: int) -> list[int]:
     read = []
     for _ in range(first, last + 1):
         read.append(next(inputs))
-        assert engine.micro_step(1, "memory", normalizer=1.0) == (1, "memory")  # type: ignore[arg-type]
+        assert engine.forward(1, "memory", normalizer=1.0) == (1, "memory")  # type: ignore[arg-type]
+        engine.backward(1)  # type: ignore[arg-type]
         engine.step(lr=1.0, grad_norm=float(engine.grad_norm()))
     assert engine.name == "given"  # type: ignore[attr-defined]
     inputs.close()
@@ -69,9 +71,9 @@ def test_the_steps_asked_for_are_traced_with_a_range_around_each_part(tmp_path: 
     assert run(profile, first=1, last=last) == list(range(1, last + 1))
     assert [path.name for path in tmp_path.rglob("*.gz")] == ["steps_2_3_rank0.pt.trace.json.gz"]
     names = trace_in(tmp_path / "profile")
-    for part in ("data", "forward and backward", "exchange", "update"):
+    for part in ("data", "forward", "backward", "exchange", "update"):
         assert names.count(part) in (2, 3), part  # the third is the question for data that ends the trace
-    assert names.count("aten::mm") == 4
+    assert names.count("aten::mm") == 6
     assert names.count("[memory]") > 0
 
 
