@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Split
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.dist import Ranks, Votes, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker, pinned, to_device
-from txl_dist.train.engine import Engine
-from txl_dist.train.stragglers import StepClock
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.watch.stragglers import StepClock
 
 
 class StepInput(NamedTuple):
