@@ -74,12 +74,11 @@ def test_two_nodes_are_reported_once_each_and_what_is_between_them_by_rank_0(tmp
     lines = [line.split() for line in out.splitlines()]
     assert [line[1] for line in lines if line[2] == "versions"] == [f"{host}/rank0", f"{host}/rank1"]
     between = {words[2]: words[0] for words in lines if words[1] == "all"}
-    assert between["meeting"] == between["differences"] == between["shared"] == between["clocks"] == "ok", out
-    assert {"all-reduce", "links", "speed"} <= set(between)
+    assert between["meeting"] == between["differences"] == between["shared"] == "ok", out
+    assert {"all-reduce", "links"} <= set(between)
     figures = json.loads((folders[0] / "d.json").read_text())["figures"]
     assert figures["all_reduce"][0]["num_bytes"] == 4096
     assert all(one["bus_gb_s"] > 0 for one in figures["all_reduce"])
-    assert len(figures["tflops_per_rank"]) == 2
     assert list(tmp_path.glob("*RUN*")) == []
 
 
@@ -140,21 +139,15 @@ def test_the_deepspeed_launcher_runs_it_and_its_exit_code_tells(tmp_path: Path) 
     assert good.returncode == int("\nproblem" in good.stdout)
 
 
-def measured(ranks: Ranks) -> tuple[list[fabric.Reduce], list[fabric.Peer], list[float]]:
-    if ranks.rank == 1:
-        true_time = fabric.time.time
-        fabric.time.time = lambda: true_time() + 100  # the clock of this node is wrong
-    return fabric.measure_reduce(ranks), fabric.measure_peers(ranks, [1, 2]), fabric.measure_speed(ranks)
+def measured(ranks: Ranks) -> tuple[list[fabric.Reduce], list[fabric.Peer]]:
+    return fabric.measure_reduce(ranks), fabric.measure_peers(ranks, [1, 2])
 
 
-def test_clocks_and_links_are_measured_the_same_for_all_ranks(tmp_path: Path) -> None:
+def test_reduces_and_links_are_measured_the_same_for_all_ranks(tmp_path: Path) -> None:
     results = run_ranks(measured, world_size=3, folder=tmp_path)
-    reduces, peers, tflops = results[0]
+    reduces, peers = results[0]
     assert results[1] == results[2] == results[0]
     assert [peer.rank for peer in peers] == [1, 2]
-    assert abs(peers[0].ahead_s - 100) < 5
-    assert abs(peers[1].ahead_s) < 5
     assert all(peer.round_trip_ms > 0 and peer.mib_s > 0 for peer in peers)
-    assert len(tflops) == 3
     for one in reduces:
         assert one.bus_gb_s == pytest.approx(2 * 2 / 3 * one.num_bytes / (one.ms / 1000) / 1e9)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import forked
-from txl_dist.dist import Ranks, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
+from txl_dist.dist import Ranks, Votes, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
 from txl_dist.errors import HANG
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, start_logging
@@ -179,5 +179,5 @@ def test_a_rank_that_decides_waits_for_the_others(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("txl_dist.train.step.all_reduce_sum", lambda votes: votes)
     monkeypatch.setattr(torch.Tensor, "tolist", read)
-    decide(torch.tensor(1.0), torch.tensor(2.0), skip=False, stop=False, written=False, world_size=1)
+    decide(torch.tensor(1.0), torch.tensor(2.0), skip=False, votes=Votes(), world_size=1)
     assert said == [True]
