@@ -21,7 +21,7 @@ def test_programs_and_workers_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("marks", "budget"),
-    [(set(), starts.BUDGET), ({"smoke", "dist", "slow"}, starts.SMOKE_BUDGET), ({"alone"}, starts.BUDGET)],
+    [(set(), starts.BUDGET), ({"smoke", "dist", "slow"}, starts.SMOKE_BUDGET)],
 )
 def test_a_test_of_the_default_run_may_start_its_budget_and_no_more(marks: set[str], budget: int) -> None:
     starts.check(budget, marks=marks)
