@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.helpers.corpora import tiny_corpus
-from tests.helpers.launch import ENVIRONMENT
+from tests.helpers.forked import ENVIRONMENT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, config_to_toml, plan_batch

@@ -16,7 +16,7 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.rng import derive_seed
-from txl_dist.train.report.metrics import check_sinks
+from txl_dist.train.report.sinks import check_sinks
 
 MANY_EPOCHS = 100
 LARGE_SHARE = 0.1

@@ -16,7 +16,9 @@ import functools
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -89,8 +91,8 @@ def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
         return f"it runs on a CUDA device and the model is on {query_BTNH.device}"
     if not _has_triton():
         return "triton is not installed"
-    if not _has_compiler():
-        return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
+    if lacking := lacks_compiler():
+        return lacking
     if torch.cuda.get_device_capability(query_BTNH.device) < (8, 0):
         return f"{torch.cuda.get_device_name(query_BTNH.device)} is older than Ampere (compute capability 8.0)"
     return mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
@@ -102,9 +104,13 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _has_compiler() -> bool:
-    """Triton compiles what starts a kernel when the first one runs."""
-    return any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name)
+def lacks_compiler() -> str:
+    """What is missing to compile what starts a kernel, as Triton does when the first one runs; empty if nothing."""
+    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+        return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python.h, the headers of Python, to compile, and it is missing"
+    return ""
 
 
 def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:

@@ -9,7 +9,7 @@
     exchange     gradients and weights among the ranks, less what hides behind the backward pass
 
 A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
-is one, with published speeds that hold the model to account (`tools/check_plan.py`); ours is the other. Where the
+is one, in `tools/check_plan.py`, with published speeds that hold the model to account; ours is the other. Where the
 constants come from is in docs/planning.md. The model gives up: kernels' own shapes and tails, imbalance among ranks,
 the reading of data, the other tenants of a network.
 """
@@ -76,22 +76,6 @@ class Program:
     """Of the host, after the one wait for the gradients' norm."""
 
 
-NVIDIA = Program(
-    name="NVIDIA's Transformer-XL (PyTorch)",
-    memory_products=(3, 3),
-    skips_masked=False,
-    score_passes={"plain": 21},
-    dropout_passes=5,
-    width_passes=52,
-    ff_passes=13,
-    inner_passes=41,
-    logit_passes=20,
-    table_passes=4.25,
-    cuts_tables=True,
-    state_bytes=(60, 72),
-    host_factor=2.0,
-    waits=True,
-)
 OURS = Program(
     name="txl_dist",
     memory_products=(2, 2),
@@ -186,7 +170,7 @@ class Product(NamedTuple):
         return self.times * (operations / rate + numbers * work.num_bytes / _bandwidth(gpu))
 
 
-def step_time(work: Work, cluster: Cluster, program: Program) -> StepTime:
+def step_time(work: Work, cluster: Cluster, program: Program = OURS) -> StepTime:
     """Of one step of one rank, all being alike."""
     gpu, model, times = cluster.gpu, work.model, work.num_microbatches
     again = 1 + work.recomputed / 3
@@ -208,11 +192,6 @@ def step_time(work: Work, cluster: Cluster, program: Program) -> StepTime:
         host=times * host + program.update_host_s,
         exchange=exchange_s(work, cluster, backward_s=backward_s),
     )
-
-
-def tokens_per_s(work: Work, cluster: Cluster, program: Program) -> float:
-    """Of all ranks together."""
-    return work.tokens_per_step / step_time(work, cluster, program).total_s
 
 
 def exchange_bytes(work: Work) -> float:
