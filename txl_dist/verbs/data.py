@@ -16,7 +16,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
 
 if TYPE_CHECKING:
-    from txl_dist.data.storage.places import StorageSettings
+    from txl_dist.sections import DataSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,10 @@ def verify(
         cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
         allow_protocols: URL schemes to allow beyond the usual ones.
     """
-    from txl_dist.data.storage.places import StorageSettings
+    from txl_dist.sections import DataSection
 
     num_problems = 0
-    settings = StorageSettings(cache_dir=cache_dir, allow_protocols=allow_protocols)
+    settings = DataSection(cache_dir=cache_dir, allow_protocols=allow_protocols)
     for problem in _each_problem(path, settings, num_workers=num_workers):
         say(problem, flush=True)
         num_problems += 1
@@ -109,7 +109,7 @@ def verify(
     say(f"{path}: whole")
 
 
-def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
+def _each_problem(path: str, settings: DataSection, *, num_workers: int) -> Iterator[str]:
     from txl_dist.manifest import problems_of
 
     no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
@@ -135,7 +135,7 @@ def _checkpoint_problems(folder: Path) -> list[str]:
     return checkpoint_problems(folder)
 
 
-def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
+def _problems_of_corpus(location: str, settings: DataSection, *, num_workers: int) -> Iterator[str]:
     from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers
     from txl_dist.data.prepare.workers import num_cores
     from txl_dist.data.read.corpus import open_corpus

@@ -24,9 +24,10 @@ from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME, ShardInfo, counts_n
 from txl_dist.data.prepare.workers import start_workers
 from txl_dist.data.read.corpus import Corpus, Shard, Split, open_corpus
 from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import REMEDY, LocalStorage, StorageSettings
+from txl_dist.data.storage.places import REMEDY, LocalStorage
 from txl_dist.errors import DataError
 from txl_dist.files import hashed_json, parse_object
+from txl_dist.sections import DataSection
 
 P = ParamSpec("P")
 
@@ -34,9 +35,9 @@ MAX_LISTED = 20
 """Damaged documents of one shard that are named; the others are counted."""
 
 
-def verify_corpus(location: str | Path, settings: StorageSettings | None = None) -> list[str]:
+def verify_corpus(location: str | Path, settings: DataSection | None = None) -> list[str]:
     """Read everything and compare it with its hashes. Returns one line per problem; none means whole."""
-    settings = settings or StorageSettings()
+    settings = settings or DataSection()
     try:
         return list(each_problem(open_corpus(location, settings), settings))
     except DataError as error:
@@ -45,7 +46,7 @@ def verify_corpus(location: str | Path, settings: StorageSettings | None = None)
 
 def each_problem(
     corpus: Corpus,
-    settings: StorageSettings,
+    settings: DataSection,
     *,
     num_workers: int = 1,
     on_bytes: Callable[[int], object] = lambda _: None,
@@ -117,7 +118,7 @@ class _ShardTask(NamedTuple):
     """All that a worker needs to know."""
 
     location: str
-    settings: StorageSettings
+    settings: DataSection
     info: ShardInfo
     dtype: np.dtype[Any]
     vocab_size: int
