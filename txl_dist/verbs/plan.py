@@ -1,4 +1,4 @@
-"""The verb that says what a run would need, cost and reach on GPUs that are not at hand."""
+"""The verb that says what a run would need and reach on GPUs that are not at hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from txl_dist.verbs.words import parse
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Predict memory, speed, cost and scaling of a run. Settings (--section.key value) follow as for txl train."""
+    """Predict memory, speed, duration and scaling of a run. Settings (--section.key value) follow as for txl train."""
 
     config: tyro.conf.Positional[Path]
     """TOML file; see configs/."""
@@ -37,8 +37,6 @@ class PlanArguments:
     """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests shows it; 0 takes what is usual."""
     tokens: int = 0
     """Tokens to train on in all; 0 means what train.max_steps makes."""
-    price: float = 0.0
-    """USD per GPU and hour; 0 leaves the cost out."""
     vocab_size: int = 0
     """Size of the vocabulary; 0 reads it from the corpus of data.path."""
     png: Path | None = None
@@ -48,7 +46,7 @@ class PlanArguments:
 
 
 def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
-    """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
+    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
     arguments, words = parse(
@@ -94,7 +92,6 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
         vocab_size=vocab_size,
         corpus_tokens=corpus_tokens,
         budget_tokens=arguments.tokens,
-        price_usd=arguments.price,
     )
     facts = make_plan(config, question=question)
     say("\n".join(plan_lines(facts)))
