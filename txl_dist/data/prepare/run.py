@@ -63,8 +63,8 @@ from txl_dist.data.prepare.tokenizing import (
     make_tokenizer,
     remarks_on_size,
 )
-from txl_dist.data.prepare.workers import Workers, start_workers
 from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.workers import Workers, start_workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
