@@ -9,7 +9,7 @@ Damage is an error that names the file, the document and the remedy, found as ea
 
 What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds. A document is
 checked whole when it is first touched, so one of 100 million tokens costs a tenth of a second then. A file that is cut
-while it is mapped ends the process. Where the files lie is the business of storage.py.
+while it is mapped ends the process. Where the files lie is the business of storage/.
 """
 
 from __future__ import annotations
