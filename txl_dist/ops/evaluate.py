@@ -31,7 +31,6 @@ from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.places import require_corpus
-from txl_dist.train.preflight import storage_settings
 from txl_dist.train.report.evaluate import evaluate
 
 Result = dict[str, Any]
@@ -55,7 +54,7 @@ def evaluate_trained(
     configs = [_with_overrides(config, overrides, memory_len=one, target=target) for one in overrides.memory_len]
     config = configs[0]
     model = _as_evaluated(model, config.model, where=where)
-    corpus = open_corpus(config.data.path, storage_settings(config))
+    corpus = open_corpus(config.data.path, config.data)
     if corpus.tokenizer_sha256 != tokenizer_fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "

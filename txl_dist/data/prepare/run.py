@@ -1,7 +1,7 @@
 """Turns text into a corpus, of any size, with worker processes: a small MapReduce.
 
-    read      this process cuts the inputs into parts of whole raw records              inputs.py
-    encode    workers decode, parse, split and tokenise; each part is sorted by key     documents.py  parts.py
+    read      this process cuts the inputs into parts of whole raw records              cutting.py
+    encode    workers decode, parse, split and tokenise; each part is sorted by key     documents.py  encoding.py
     assemble  duplicates, plan; workers gather, sort and write one shard each           duplicates.py  assembly.py
     commit    counts, tokenizer.json, index.json, and one rename
 
