@@ -26,7 +26,8 @@ from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.log import start_logging
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.report.metrics import Interval, Reporter, eta_s
+from txl_dist.train.report.metrics import Interval, eta_s
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.watch.stragglers import StepClock
 
 VOCAB_SIZE = 4096
@@ -51,7 +52,8 @@ class Bench:
 
     def step(self) -> None:
         """As training makes it, without what is timed apart."""
-        loss, self.memory = self.engine.micro_step(self.batch, self.memory, normalizer=float(self.tokens))
+        loss, self.memory = self.engine.forward(self.batch, self.memory, normalizer=float(self.tokens))
+        self.engine.backward(loss)
         norm = float(self.engine.grad_norm())
         self.engine.step(lr=1e-3, grad_norm=norm)
         self.interval.add(loss=float(loss), grad_norm=norm, lr=1e-3, num_scored=self.tokens, skipped=False)

@@ -140,7 +140,7 @@ class Recipe:
                 world_size=1,
                 zero_stage=0,
                 precision="fp16",
-                is_lamb=True,
+                needs_whole_tensors=True,
             )
         )
 

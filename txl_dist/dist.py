@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -43,6 +43,15 @@ class Ranks:
     def is_first(self) -> bool:
         """Rank 0 decides everything that touches clock or disk, and speaks."""
         return self.rank == 0
+
+
+class Votes(NamedTuple):
+    """What a rank has to say at the end of a step; or, once all have, what holds for the job."""
+
+    stop: bool = False
+    """This rank was asked to stop; any was."""
+    written: bool = False
+    """This rank has written its part of the checkpoint in flight; all have."""
 
 
 @contextmanager
@@ -91,6 +100,12 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum over ranks, in place."""
     torch_dist.all_reduce(values)
     return values
+
+
+def poll(votes: Votes, *, world_size: int) -> Votes:
+    """What holds for the job, between steps; within one it is told by the step's decision. All ranks call it."""
+    stops, writtens = all_reduce_sum(torch.tensor(votes, dtype=torch.float32)).tolist()
+    return Votes(stop=stops > 0, written=writtens == world_size)
 
 
 def gather_objects(value: T) -> list[T]:

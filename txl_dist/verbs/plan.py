@@ -73,6 +73,7 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
 def _answer(arguments: PlanArguments, config: Config) -> None:
     import json
 
+    from txl_dist.files import write_output
     from txl_dist.ops.plan.hardware import Cluster, find_gpu
     from txl_dist.ops.plan.plan import Question, make_plan
     from txl_dist.ops.plan.scaling import picture
@@ -95,12 +96,12 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
     facts = make_plan(config, question=question)
     say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
+        write_output(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
     if arguments.png is not None and facts["scaling"] is None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
     elif arguments.png is not None:
         title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
-        _write(arguments.png, picture(curves_of(facts), title=title))
+        write_output(arguments.png, picture(curves_of(facts), title=title))
 
 
 def _corpus(config: Config) -> tuple[int, int]:
@@ -112,12 +113,3 @@ def _corpus(config: Config) -> tuple[int, int]:
     except TxlError as error:
         raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
     return corpora[0].vocab_size, sum(split.tokens for split in train_splits(config, corpora))
-
-
-def _write(path: Path, content: bytes) -> None:
-    from txl_dist.files import write_output
-
-    try:
-        write_output(path, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error

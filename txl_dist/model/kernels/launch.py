@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.memory import Visibility
+from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
@@ -112,23 +113,12 @@ def lacks_compiler() -> str:
     return ""
 
 
-def triton_relative_attention(
-    query_BTNH: Tensor,
-    key_BKNH: Tensor,
-    value_BKNH: Tensor,
-    *,
-    distance_KNH: Tensor,
-    content_bias_NH: Tensor,
-    position_bias_NH: Tensor,
-    distance_bias_KN: None = None,
-    visible: Visibility,
-    dropout: float = 0.0,
-) -> Tensor:
+def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
     """Attend, like `relative_attention`. `obstacle` says whether it can. Returns context_BTNH."""
-    head_width = query_BTNH.shape[-1]
-    inputs = [query_BTNH, key_BKNH, value_BKNH, distance_KNH, content_bias_NH, position_bias_NH]
+    query_BTNH, head_width = terms.query_BTNH, terms.query_BTNH.shape[-1]
+    inputs: tuple[Any, ...] = terms[:6]  # which are all there, where there is no obstacle
     if padding := -head_width % HEAD_WIDTH_MULTIPLE:
-        inputs = [F.pad(x, (0, padding)) for x in inputs]
+        inputs = tuple(F.pad(x, (0, padding)) for x in inputs)
     seed = torch.randint(2**63 - 1, (1,), device=query_BTNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         *inputs,

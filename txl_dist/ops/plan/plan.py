@@ -134,8 +134,8 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     """How attention will be computed on such a GPU, by engine.attention."""
-    is_relative = config.model.positions == "relative"
-    unfit = mismatch(DTYPES[config.engine.precision], head_width=config.model.head_width, has_position_bias=is_relative)
+    model, dtype = config.model, DTYPES[config.engine.precision]
+    unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
     if config.engine.attention == "plain":
         return "plain"
     has_kernels = config.engine.attention in ("auto", "triton") and unfit is None and gpu.has_bf16
@@ -189,7 +189,7 @@ class _Planner:
             attention=attention_kind(config, gpu=self.gpu),
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
             graphed=engine.cuda_graph,
-            is_lamb=config.optim.name == "lamb",
+            needs_whole_tensors=config.optim.kind.needs_whole_tensors,
         )
 
     def options(self) -> Iterator[Option]:

@@ -95,7 +95,7 @@ OURS = Program(
 )
 HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
 """Host time by ZeRO stage: what docs/benchmarks.md measured, beside stage 0."""
-LAMB_EXTRA_BYTES = 20.0
+NORMS_EXTRA_BYTES = 20.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Work:
     """Share of the blocks whose forward pass is made twice."""
     graphed: bool = False
     """Forward and backward are one launch."""
-    is_lamb: bool = False
+    needs_whole_tensors: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -238,7 +238,7 @@ def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     yield Product(memory_rows, width, num_projections * inner, num_passes * layers)
     yield Product(rows, inner, width, 3 * layers)
     yield Product(rows, width, model.ff_width, 6 * layers)
-    if model.positions == "relative":
+    if model.scheme.sinusoids == "distances":
         yield Product(work.segment_len + work.memory_len, width, inner, 2 * layers)
 
 
@@ -249,7 +249,7 @@ def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
     seen = work.memory_len + (queries + 1) / 2 if program.skips_masked else float(keys)
     if model.same_length != "off" and program.skips_masked:
         seen = min(seen, work.memory_len + 1.0)
-    num_scores = 2 if model.positions == "absolute" else 3  # products: keys, distances, values
+    num_scores = 3 if model.scheme.has_distance_terms else 2  # products: keys, distances, values
     if work.attention == "kernels":
         operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen
         return operations * KERNEL_WORK / (KERNEL_SHARE * gpu.flops(work.precision))
@@ -278,8 +278,8 @@ def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
 def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
     own = work.parameters / (work.world_size if work.zero_stage else 1)
     moved = program.state_bytes[work.num_bytes == 2]
-    if work.is_lamb and program is OURS:
-        moved += LAMB_EXTRA_BYTES
+    if work.needs_whole_tensors and program is OURS:
+        moved += NORMS_EXTRA_BYTES
     return own * moved / _bandwidth(gpu)
 
 
