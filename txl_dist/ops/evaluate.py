@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.config import Config, check_config, config_from_dict
+from txl_dist.config import Config, changed, check_config, config_from_dict
 from txl_dist.data.check.baselines import order0_and_bigram
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.evaluation import EvalStream
@@ -152,7 +152,7 @@ def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str,
     bundle, config = trained.package.open(where=str(trained.folder)), trained.config
     _warn_of_first_tokens(bundle, config)
     path = str(data) or require_corpus(trained.folder, config)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+    config = changed(config, {"data.path": path})
     return bundle.model, bundle.tokenizer.fingerprint, config, str(trained.folder)
 
 
