@@ -81,10 +81,10 @@ def make_steps(variant: str, *, size: int) -> None:
     import torch
 
     from txl_dist.config import Config, plan_batch
-    from txl_dist.data.stream import plain_segment
+    from txl_dist.data.read.stream import plain_segment
     from txl_dist.dist import joined_ranks
     from txl_dist.train.batch import batch_maker
-    from txl_dist.train.engine import ZeroEngine
+    from txl_dist.train.engine.zero import ZeroEngine
 
     layers, width = SHAPES[size]
     vocab_size, lanes, length = 4096 if size < 50 else 20_000, 4, 64

@@ -28,25 +28,25 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.dist import Ranks, barrier, joined_ranks
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import corpus_facts, load_checkpoint, problems_together
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.checkpoint.policy import Saving
+from txl_dist.train.checkpoint.probe import check_probe, make_probe
+from txl_dist.train.checkpoint.read import corpus_facts, load_checkpoint, problems_together
+from txl_dist.train.checkpoint.write import Saver
+from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
-from txl_dist.train.job import first_stream, train_splits
-from txl_dist.train.probe import check_probe, make_probe
-from txl_dist.train.saver import Saver
-from txl_dist.train.saving import Saving
-from txl_dist.train.sinks import Reporter
+from txl_dist.train.preflight import first_stream, train_splits
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Stepper, read_inputs
-from txl_dist.train.stopping import StopRequests
-from txl_dist.train.stragglers import StepClock
+from txl_dist.train.watch.stopping import StopRequests
+from txl_dist.train.watch.stragglers import StepClock
 
 MODES = ("asynchronous", "synchronous")
 STEPS_BETWEEN = 3

@@ -24,8 +24,8 @@ from txl_dist.config import Config, plan_batch
 from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
-from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.optim import build_optimizer
+from txl_dist.train.engine.optim import build_optimizer
+from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.step import decide
 
 VOCAB_SIZE, LANES, LENGTH = 64, 4, 8

@@ -29,11 +29,11 @@ import numpy as np
 from measuring import print_table, write_json
 
 from txl_dist.config import Config, config_from_dict, config_to_toml, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.prepare import prepare_corpus
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.model.flops import count_parameters
 from txl_dist.text.clusters import cluster_edges, cluster_shares
-from txl_dist.train.footprint import bytes_per_rank
+from txl_dist.train.footprint.rank import bytes_per_rank
 
 VOCAB_SIZE, NUM_WORDS = 20_000, 400_000
 CUTOFFS = {"plain": [], "adaptive": [2000, 8000]}
@@ -154,7 +154,7 @@ def _make_corpus(folder: Path) -> Corpus:
 def _baseline_bytes() -> float:
     """Of a process that has imported what a rank imports."""
     program = (
-        "import txl_dist.train.start; from txl_dist.train.engine import import_deepspeed; import_deepspeed(); "
+        "import txl_dist.train.start; from txl_dist.train.engine.zero import import_deepspeed; import_deepspeed(); "
         "print(open('/proc/self/status').read())"
     )
     status = subprocess.run(

@@ -28,11 +28,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.lanes import Cut, LanePlan
-from txl_dist.data.position import CorpusState, StreamState, first_state
-from txl_dist.data.reindex import reindex_corpus
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.prepare.reindex import reindex_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.lanes import Cut, LanePlan
+from txl_dist.data.read.position import CorpusState, StreamState, first_state
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.text.training import train_tokenizer
 
 LANES, SEGMENT_LEN = 32, 512

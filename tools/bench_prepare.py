@@ -107,7 +107,7 @@ def bare(texts: list[str], tokenizer_file: Path) -> None:
 
 def prepare(source: Path, folder: Path, tokenizer_file: Path, *, num_workers: int) -> None:
     """The whole preparation, into a folder that is removed again."""
-    from txl_dist.data.prepare import prepare_corpus
+    from txl_dist.data.prepare.run import prepare_corpus
 
     settings: dict[str, Any] = {"inputs": [source], "tokenizer_path": tokenizer_file, "valid_fraction": 0.0}
     prepare_corpus(folder / "corpus", **settings, num_workers=num_workers)

@@ -2,9 +2,9 @@
 
 `python tools/check_plan.py` prints every row: published tokens per second, predicted ones and the error. The only
 constant per kind of GPU, the share of the peak that products reach (`Gpu.matmul_share`), is calibrated on the row that
-is marked; it is solved for here again and must be what `ops/hardware.py` has. All other rows are predicted. It exits
-with 1 if a mixed-precision row is off by more than 30 %. The FP32 and TF32 rows were used for nothing, and are shown
-beside it, outside the bar; so are speeds of our own code on the same machines, which nobody has measured.
+is marked; it is solved for here again and must be what `ops/plan/hardware.py` has. All other rows are predicted. It
+exits with 1 if a mixed-precision row is off by more than 30 %. The FP32 and TF32 rows were used for nothing, and are
+shown beside it, outside the bar; so are speeds of our own code on the same machines, which nobody has measured.
 
 Source of the rows: NVIDIA DeepLearningExamples, PyTorch/LanguageModeling/Transformer-XL, README.md, "Training
 performance results". The sizes are those of configs/nvidia_wt103_base.toml and nvidia_wt103_large.toml.
@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from txl_dist.config import load_config
 from txl_dist.model.flops import count_parameters, typical_shares
-from txl_dist.ops.hardware import GPUS, Cluster
-from txl_dist.ops.timing import NVIDIA, OURS, Precision, Program, Work, tokens_per_s
+from txl_dist.ops.plan.hardware import GPUS, Cluster
+from txl_dist.ops.plan.timing import NVIDIA, OURS, Precision, Program, Work, tokens_per_s
 
 BAR = 0.30
 VOCAB_SIZE = 267_735

@@ -52,32 +52,32 @@ from safetensors.torch import save_file
 from txl_dist.config import Config, check_config, load_config
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.vocabulary import read_vocabulary
-from txl_dist.data.assembly import ShardTask, is_written, read_written
-from txl_dist.data.corpus import open_corpus
-from txl_dist.data.documents import Block, Reading, documents_of
-from txl_dist.data.parts import read_part_info
-from txl_dist.data.prepare import prepare_corpus
-from txl_dist.data.scratch import claim_scratch
-from txl_dist.data.verify import verify_corpus
+from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.prepare.assembly import ShardTask, is_written, read_written
+from txl_dist.data.prepare.documents import Block, Reading, documents_of
+from txl_dist.data.prepare.encoding import read_part_info
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.prepare.scratch import claim_scratch
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.files import canonical_hash
 from txl_dist.infer.bundle import load, network_of, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.log import logger
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
-from txl_dist.ops.compare import write_comparison
-from txl_dist.ops.report import write_report
-from txl_dist.ops.summary import facts_of, lead, read_run
+from txl_dist.ops.inspect_run import checkpoint_facts, checkpoint_lines
+from txl_dist.ops.report.compare import write_comparison
+from txl_dist.ops.report.report import write_report
+from txl_dist.ops.report.summary import facts_of, lead, read_run
+from txl_dist.processes import process_id
 from txl_dist.sections import ModelSection
 from txl_dist.text.importing import open_tokenizer
 from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
-from txl_dist.train.checkpoint import consolidated_weights, load_memory, newest_checkpoint
-from txl_dist.train.heartbeats import Beat, Connection, _beat
-from txl_dist.train.inspection import checkpoint_facts, checkpoint_lines
-from txl_dist.train.processes import process_id
+from txl_dist.train.checkpoint.read import consolidated_weights, load_memory, newest_checkpoint
 from txl_dist.train.run_dir import evaluated_losses
-from txl_dist.train.run_lock import RunLock
-from txl_dist.train.stopping import StopRequests
+from txl_dist.train.watch.heartbeats import Beat, Connection, _beat
+from txl_dist.train.watch.run_lock import RunLock
+from txl_dist.train.watch.stopping import StopRequests
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"

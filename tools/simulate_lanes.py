@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.lanes import Cut, LanePlan, lanes_of_rank
+from txl_dist.data.read.lanes import Cut, LanePlan, lanes_of_rank
 
 Int64s = npt.NDArray[np.int64]
 

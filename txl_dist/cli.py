@@ -71,9 +71,9 @@ def train(argv: Sequence[str]) -> int:
     from txl_dist.train.allocator import give_memory_back
 
     give_memory_back()  # before torch is imported
-    from txl_dist.train.profile import parse_steps
+    from txl_dist.train.report.profile import parse_steps
     from txl_dist.train.start import train as run_training
-    from txl_dist.train.stopping import parse_duration
+    from txl_dist.train.watch.stopping import parse_duration
 
     max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
     max_steps = arguments.settings.train.max_steps

@@ -73,7 +73,7 @@ def limit_waiting(*, timeout_s: int) -> None:
 @contextmanager
 def waiting() -> Iterator[None]:
     """Around what waits for other ranks without being a collective of torch, such as reading on the host what one left
-    on the device: a rank in here is not the one that the others wait for (train/watchdog.py)."""
+    on the device: a rank in here is not the one that the others wait for (train/watch/watchdog.py)."""
     thread = threading.get_ident()
     _waiting[thread] = _waiting.get(thread, 0) + 1
     try:

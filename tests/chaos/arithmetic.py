@@ -9,7 +9,7 @@ from functools import partial
 
 from tests.chaos.lab import Case, Lab, Trial
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.checkpoint import load_memory
+from txl_dist.train.checkpoint.read import load_memory
 
 SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")
 

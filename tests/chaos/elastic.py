@@ -16,7 +16,7 @@ import torch
 from tests.chaos.lab import TOKENS_PER_STEP, Case, Lab, Trial
 from tests.chaos.runs import Run
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.checkpoint import load_memory
+from txl_dist.train.checkpoint.read import load_memory
 
 SEGMENT_LEN, NUM_LANES = 8, 4
 SETTINGS = ("--model.dropout", "0", "--model.attention_dropout", "0", "--checkpoint.keep_last", "1000")

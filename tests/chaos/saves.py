@@ -18,7 +18,7 @@ from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.checkpoint import newest_checkpoint
+from txl_dist.train.checkpoint.read import newest_checkpoint
 
 SWEEP_STEP = 9
 SWEEP = ("--train.max_steps", "12", "--checkpoint.every_steps", "3", "--checkpoint.keep_last", "2")

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from txl_dist.train.engine import import_deepspeed
+from txl_dist.train.engine.zero import import_deepspeed
 
 MODULES = (
     "txl_dist.cli",

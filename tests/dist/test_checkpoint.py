@@ -14,16 +14,18 @@ from tests.helpers.checkpoints import golden_at, sign
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.lanes import lanes_of_rank
-from txl_dist.data.position import CorpusState, StreamState
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.lanes import lanes_of_rank
+from txl_dist.data.read.position import CorpusState, StreamState
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
+from txl_dist.ops.export import export_bundle
 from txl_dist.text.training import train_tokenizer
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import (
+from txl_dist.train.checkpoint.probe import check_probe, make_probe
+from txl_dist.train.checkpoint.read import (
     CorpusFacts,
     check_checkpoint,
     choose_checkpoint,
@@ -35,14 +37,12 @@ from txl_dist.train.checkpoint import (
     resized,
     retained,
 )
-from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.export import export_bundle
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles
+from txl_dist.train.checkpoint.write import Saved, Saver
+from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
-from txl_dist.train.probe import check_probe, make_probe
-from txl_dist.train.saver import Saved, Saver
-from txl_dist.train.soundness import checkpoint_problems, read_state
 from txl_dist.train.state import TrainState
-from txl_dist.train.tensor_files import FragmentFiles
 
 pytestmark = pytest.mark.dist
 

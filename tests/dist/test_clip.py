@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.engine.zero import ZeroEngine
 
 NUM_STEPS, LR = 3, 0.5
 CLIP_NORMS = {"off": 0.0, "below": 0.05, "above": 1e4}

@@ -13,11 +13,11 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from tests.helpers.waits import Waits
 from txl_dist.config import plan_batch
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks
-from txl_dist.train import graph
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.engine import graph
+from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.step import decide
 
 pytestmark = pytest.mark.dist

@@ -13,14 +13,14 @@ import pytest
 from tests.helpers.launch import _environment, _free_port
 from tests.helpers.ranks import run_ranks
 from txl_dist.dist import Ranks
-from txl_dist.ops import fabric
+from txl_dist.ops.doctor import fabric
 
 pytestmark = pytest.mark.dist
 
 
 FREEZES = """
 import os, signal
-from txl_dist.ops import fabric
+from txl_dist.ops.doctor import fabric
 fabric.measure_reduce = lambda ranks: os.kill(os.getpid(), signal.SIGSTOP)
 from txl_dist.cli import run
 run()

@@ -14,7 +14,7 @@ from txl_dist.convert.importer import import_model
 from txl_dist.dist import Ranks
 from txl_dist.infer import load
 from txl_dist.model.transformer_xl import Batch
-from txl_dist.train.engine import ZeroEngine
+from txl_dist.train.engine.zero import ZeroEngine
 
 pytestmark = pytest.mark.dist
 

@@ -19,8 +19,8 @@ from tests.helpers.launch import ENVIRONMENT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, config_to_toml, plan_batch
-from txl_dist.data.corpus import Corpus, open_corpus
-from txl_dist.data.evaluation import EvalStream
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.dist import Ranks
 from txl_dist.infer.generate import generate
 from txl_dist.model.attention import Attention
@@ -28,10 +28,10 @@ from txl_dist.model.memory import empty_memory
 from txl_dist.model.relative_attention import relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.evaluate import POSITION_BINS, evaluate
-from txl_dist.train.look import NUM_SEGMENTS, look
-from txl_dist.train.sampling import sample_text
+from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.report.evaluate import POSITION_BINS, evaluate
+from txl_dist.train.report.memory_use import NUM_SEGMENTS, look
+from txl_dist.train.report.sampling import sample_text
 
 pytestmark = pytest.mark.dist
 
@@ -115,8 +115,8 @@ RANK = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), num
 
 @pytest.fixture
 def no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("look", "evaluate"):
-        monkeypatch.setattr(f"txl_dist.train.{module}.all_reduce_sum", lambda values: values)
+    for module in ("memory_use", "evaluate"):
+        monkeypatch.setattr(f"txl_dist.train.report.{module}.all_reduce_sum", lambda values: values)
 
 
 def naive_share(query, key, value, *, distances, layer, visible):  # type: ignore[no-untyped-def]

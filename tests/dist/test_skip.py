@@ -11,7 +11,7 @@ import torch
 from tests.dist.test_checkpoint import CASES, Job, facts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks
 from txl_dist.train.batch import to_device
 from txl_dist.train.step import decide

@@ -18,10 +18,10 @@ from txl_dist.dist import Ranks, all_reduce_sum, barrier, is_waiting, joined_ran
 from txl_dist.errors import HANG
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, start_logging
-from txl_dist.train.heartbeats import Beat
-from txl_dist.train.processes import process_id
+from txl_dist.processes import process_id
 from txl_dist.train.step import decide
-from txl_dist.train.watchdog import Watchdog, behind
+from txl_dist.train.watch.heartbeats import Beat
+from txl_dist.train.watch.watchdog import Watchdog, behind
 
 pytestmark = pytest.mark.dist
 
@@ -29,7 +29,7 @@ LIMIT_S = 2.0
 FAULT_STEP = 5
 
 SERVER = mp.get_context("forkserver")  # torch is imported once, not by every rank
-SERVER.set_forkserver_preload(["txl_dist.train.watchdog"])
+SERVER.set_forkserver_preload(["txl_dist.train.watch.watchdog"])
 
 
 def worker(environment: dict[str, str], folder: Path, limit_s: float, num_steps: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
 from txl_dist.dist import Ranks
-from txl_dist.train import deepspeed_config
+from txl_dist.train.engine import deepspeed_config
 
 pytestmark = pytest.mark.dist
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import kill_everything, start_training, train, wait_for
-from txl_dist.data.corpus import open_corpus
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.run_files import list_checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -12,11 +12,11 @@ import pytest
 import txl_dist
 from txl_dist import files
 from txl_dist.config import Config, load_config
-from txl_dist.data.corpus import open_corpus
-from txl_dist.data.prepare import prepare_corpus
-from txl_dist.data.reindex import reindex_corpus
-from txl_dist.data.shards import INDEX_NAME
-from txl_dist.data.verify import verify_corpus
+from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.format import INDEX_NAME
+from txl_dist.data.prepare.reindex import reindex_corpus
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import canonical_hash, hashed_json, inside, parse_json, parse_toml, read_bytes, replace_file
 from txl_dist.log import GrowingFile
@@ -113,9 +113,9 @@ def test_the_package_writes_files_by_one_way_only() -> None:
     """Every call that could write through a link stands here, with its reason."""
     known = {
         "files.py": ["open"],  # `write_output`: the file that a user named
-        "ops/disk.py": ["open", "open", "write_bytes", "write_bytes"],  # in a folder of tempfile's
-        "train/evaluation_report.py": ["open"],  # --json FILE: is it writable?
-        "data/origins.py": ["open"],  # into the part file that cache.py has made anew
+        "ops/doctor/disk.py": ["open", "open", "write_bytes", "write_bytes"],  # in a folder of tempfile's
+        "ops/evaluate.py": ["open"],  # --json FILE: is it writable?
+        "data/storage/origins.py": ["open"],  # into the part file that cache.py has made anew
     }
     found: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -14,12 +14,12 @@ import pytest
 import txl_dist
 from txl_dist.cli import VERBS, main
 from txl_dist.config import Config, check_config, config_changes, load_config, plan_batch
-from txl_dist.data.named import NAMED
-from txl_dist.data.settings import PrepareSettings
+from txl_dist.data.prepare.named import NAMED
+from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
 from txl_dist.sections import TrainSection
-from txl_dist.train.job import remarks
+from txl_dist.train.preflight import remarks
 
 CONFIGS = Path(txl_dist.__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))

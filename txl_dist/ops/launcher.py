@@ -28,8 +28,8 @@ from types import FrameType
 from txl_dist.console import say
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.ops.chatter import Strained, pattern_of_chatter
-from txl_dist.train.processes import command_of, group_members, parent_of, process_id
-from txl_dist.train.stopping import LAUNCHED_BY
+from txl_dist.processes import command_of, group_members, parent_of, process_id
+from txl_dist.train.watch.stopping import LAUNCHED_BY
 
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 GRACE_S = 60.0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from txl_dist.data.stream import Segment
+from txl_dist.data.read.stream import Segment
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster

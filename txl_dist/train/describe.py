@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
-from txl_dist.data.corpus import Split
-from txl_dist.data.lanes import epochs_read
-from txl_dist.data.position import StreamState
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.position import StreamState
 from txl_dist.dist import uses_gpu
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
 from txl_dist.model.kernels.launch import obstacle
 from txl_dist.text.clusters import cluster_edges
-from txl_dist.train.fits import room_bytes
-from txl_dist.train.footprint import bytes_per_rank
+from txl_dist.train.footprint.fits import room_bytes
+from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import (
+from txl_dist.train.preflight import (
     check_job,
     first_stream,
     remarks,

@@ -14,20 +14,20 @@ from pathlib import Path
 from torch import Tensor
 
 from txl_dist.config import Config, load_config
-from txl_dist.data.corpus import Split
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import documents_at
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import documents_at
 from txl_dist.dist import gather_objects
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import warn_for_all
 from txl_dist.run_files import step_of
 from txl_dist.train import health as rules
+from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.health import Health
-from txl_dist.train.replicas import deviating_ranks
-from txl_dist.train.sinks import Reporter
-from txl_dist.train.soundness import read_state
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Decision
+from txl_dist.train.watch.replicas import deviating_ranks
 
 
 class Guard:

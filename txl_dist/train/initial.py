@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from txl_dist.config import Config
-from txl_dist.data.corpus import Corpus
+from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.infer.bundle import load
 from txl_dist.sections import ModelSection

@@ -15,13 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.profiler import record_function
+
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Corpus
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.lanes import epochs_read, lanes_of_rank
-from txl_dist.data.position import StreamState
-from txl_dist.data.prefetch import prefetch
-from txl_dist.data.units import text_units
+from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.lanes import epochs_read, lanes_of_rank
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.prefetch import prefetch
+from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
@@ -29,26 +31,26 @@ from txl_dist.files import replace_file
 from txl_dist.log import logger, warn_for_all
 from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint import CorpusFacts, load_checkpoint, problems_together
-from txl_dist.train.engine import Engine
+from txl_dist.train.checkpoint.policy import Saving
+from txl_dist.train.checkpoint.probe import check_probe
+from txl_dist.train.checkpoint.read import CorpusFacts, load_checkpoint, problems_together
+from txl_dist.train.checkpoint.write import Saver
+from txl_dist.train.engine.zero import Engine
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
-from txl_dist.train.job import eval_splits, train_splits
-from txl_dist.train.metrics import Interval, MfuMeter, StragglerWatch, eta_s, start_facts
-from txl_dist.train.observer import Observer, StopAskedError, labelled
-from txl_dist.train.probe import check_probe
-from txl_dist.train.profile import StepProfile
+from txl_dist.train.preflight import eval_splits, train_splits
+from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s, start_facts
+from txl_dist.train.report.observer import Observer, StopAskedError, labelled
+from txl_dist.train.report.profile import StepProfile
+from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.run_dir import set_aside
-from txl_dist.train.run_lock import RunLock
-from txl_dist.train.saver import Saver
-from txl_dist.train.saving import Saving
 from txl_dist.train.schedule import learning_rate
-from txl_dist.train.sinks import Record, Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import StepInput, Stepper, poll, read_inputs
-from txl_dist.train.stopping import StopRequests
-from txl_dist.train.stragglers import StepClock
-from txl_dist.train.watchdog import Watchdog
+from txl_dist.train.watch.run_lock import RunLock
+from txl_dist.train.watch.stopping import StopRequests
+from txl_dist.train.watch.stragglers import StepClock
+from txl_dist.train.watch.watchdog import Watchdog
 
 _PATIENCE_S = {"stopped": 15.0, "done": 900.0}
 """How long the last save is tried: who asked to stop will not wait, but who finds a full disk in the morning may."""
@@ -200,7 +202,7 @@ class Run:
     def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
         """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""
         interval, stopped = Interval(clip_norm=self.config.optim.clip_norm), False
-        ahead = prefetch(
+        inputs = prefetch(
             read_inputs(
                 self.splits,
                 state.stream,
@@ -213,13 +215,14 @@ class Run:
             ),
             depth=self.config.data.prefetch_depth,
         )
-        inputs = self.job.profile.inputs(ahead, first_step=state.step + 1)
         try:
             while not stopped and state.step < self.max_steps:
                 self.step = state.step + 1
+                self.job.profile.begins(self.step)
                 self._beat("data")
                 self.clock.begin()
-                step_input = next(inputs)
+                with record_function("data"):
+                    step_input = next(inputs)
                 interval.wait(self.clock.elapsed_s())
                 state, stopped, written = self._step(state, step_input, interval)
                 fault_point("boundary", step=state.step)
@@ -239,6 +242,7 @@ class Run:
                         self.saving.begin(state)
                     stopped = stopped or not self._observe(state)
         finally:
+            self.job.profile.close()
             inputs.close()
         return state, stopped
 

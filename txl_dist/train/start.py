@@ -12,22 +12,24 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Corpus
+from txl_dist.data.read.corpus import Corpus
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.log import logger, note_in_file, start_logging
 from txl_dist.text.tokenizer import read_tokenizer
-from txl_dist.train.checkpoint import (
+from txl_dist.train.checkpoint.read import (
     check_checkpoint,
     choose_together,
     continued_stream,
     corpus_facts,
 )
+from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.describe import describe_batch, describe_data
-from txl_dist.train.engine import ZeroEngine
-from txl_dist.train.fits import check_fits
+from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.job import (
+from txl_dist.train.loop import Job, Run, Start
+from txl_dist.train.preflight import (
     check_job,
     eval_splits,
     first_stream,
@@ -37,13 +39,11 @@ from txl_dist.train.job import (
     remarks_on_repetition,
     train_splits,
 )
-from txl_dist.train.loop import Job, Run, Start
-from txl_dist.train.profile import StepProfile
+from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
-from txl_dist.train.run_lock import RunLock, prove_shared
-from txl_dist.train.soundness import read_state
-from txl_dist.train.stopping import StopRequests
-from txl_dist.train.watchdog import Watchdog
+from txl_dist.train.watch.run_lock import RunLock, prove_shared
+from txl_dist.train.watch.stopping import StopRequests
+from txl_dist.train.watch.watchdog import Watchdog
 
 
 def train(
@@ -128,7 +128,7 @@ def _train(
         logger.info("the weights begin as those of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=start.facts.vocab_size, plan=plan, ranks=ranks, weights=weights)
     job = Job(config, plan, ranks, corpora, start, stops, watchdog, lock, nonce, profile)
-    return Run(job, profile.engine(engine)).go()
+    return Run(job, engine).go()
 
 
 def _check_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from txl_dist.data.position import StreamState
+from txl_dist.data.read.position import StreamState
 from txl_dist.model.memory import Memory
 from txl_dist.train.health import Health
 

@@ -13,20 +13,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.corpus import Split
-from txl_dist.data.damage import DamagePolicy
-from txl_dist.data.position import StreamState
-from txl_dist.data.stream import LaneStream
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream
 from txl_dist.dist import Ranks, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker, pinned, to_device
-from txl_dist.train.engine import Engine
-from txl_dist.train.stragglers import StepClock
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.watch.stragglers import StepClock
 
 
 class StepInput(NamedTuple):
@@ -131,24 +132,28 @@ class Stepper:
             batch = to_device(batch, self._ranks.device)
             if index == 0:
                 self._clock.forward_begins()
-            loss, memory = self._engine.micro_step(
-                batch,
-                _struck(memory, fault),
-                normalizer=normalizer,
-                after_forward=self._clock.forward_ends if index == 0 else lambda: None,
-            )
+            with record_function("forward and backward"):
+                loss, memory = self._engine.micro_step(
+                    batch,
+                    _struck(memory, fault),
+                    normalizer=normalizer,
+                    after_forward=self._clock.forward_ends if index == 0 else lambda: None,
+                )
             losses.append(loss)
             after.append(memory)
+        with record_function("exchange"):
+            grad_norm = self._engine.grad_norm()
         decision = decide(
             torch.stack(losses).mean(),
-            self._engine.grad_norm(),
+            grad_norm,
             skip=fault == "skip",
             stop=stop,
             written=written,
             world_size=self._ranks.world_size,
         )
         before_update()
-        self._engine.step(lr=lr, grad_norm=decision.grad_norm)
+        with record_function("update"):
+            self._engine.step(lr=lr, grad_norm=decision.grad_norm)
         return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
 
     def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from txl_dist.console import say
-from txl_dist.data.settings import PrepareSettings
+from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
 
 if TYPE_CHECKING:
-    from txl_dist.data.storage import StorageSettings
+    from txl_dist.data.storage.places import StorageSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
         require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
     if arguments.reindex:
         return _reindex(arguments)
-    from txl_dist.data.prepare import prepare_corpus
+    from txl_dist.data.prepare.run import prepare_corpus
     from txl_dist.log import start_logging
 
     start_logging()
@@ -58,9 +58,9 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
 
 def _reindex(arguments: PrepareArguments) -> None:
-    from txl_dist.data.progress import Progress
-    from txl_dist.data.reindex import bytes_of_tars, reindex_corpus
+    from txl_dist.data.prepare.reindex import bytes_of_tars, reindex_corpus
     from txl_dist.log import start_logging
+    from txl_dist.progress import Progress
 
     known = ("inputs", "out", "tokenizer_path", "overwrite", "reindex")
     others = [field for field in dataclasses.fields(arguments) if field.name not in known]
@@ -97,7 +97,7 @@ def verify(
         cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
         allow_protocols: URL schemes to allow beyond the usual ones.
     """
-    from txl_dist.data.storage import StorageSettings
+    from txl_dist.data.storage.places import StorageSettings
 
     num_problems = 0
     settings = StorageSettings(cache_dir=cache_dir, allow_protocols=allow_protocols)
@@ -130,17 +130,17 @@ def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> 
 
 
 def _checkpoint_problems(folder: Path) -> list[str]:
-    from txl_dist.train.soundness import checkpoint_problems  # brings torch
+    from txl_dist.train.checkpoint.soundness import checkpoint_problems  # brings torch
 
     return checkpoint_problems(folder)
 
 
 def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
-    from txl_dist.data.corpus import open_corpus
-    from txl_dist.data.progress import Progress
-    from txl_dist.data.verify import bytes_of_shards, each_problem, strangers
-    from txl_dist.data.workers import num_cores
+    from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers
+    from txl_dist.data.prepare.workers import num_cores
+    from txl_dist.data.read.corpus import open_corpus
     from txl_dist.log import start_logging
+    from txl_dist.progress import Progress
 
     start_logging()
     try:

@@ -27,7 +27,7 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
     if os.environ.get("LOCAL_RANK", "0") == "0":
         say("txl doctor: looking at this machine; about ten seconds", to=sys.stderr)
     from txl_dist.files import write_output
-    from txl_dist.ops.doctor import examine, show, to_json
+    from txl_dist.ops.doctor.doctor import examine, show, to_json
 
     report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
     if report is None:

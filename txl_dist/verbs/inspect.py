@@ -14,7 +14,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.run_files import Kind, require
 
 if TYPE_CHECKING:
-    from txl_dist.data.corpus import Corpus
+    from txl_dist.data.read.corpus import Corpus
 
 Answer = tuple[dict[str, Any], list[str]]
 """(facts for programs, lines for people)."""
@@ -78,8 +78,8 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
 
 
 def _answer(question: Question) -> Answer:
-    from txl_dist.data.corpus import open_corpus
-    from txl_dist.data.storage import StorageSettings
+    from txl_dist.data.read.corpus import open_corpus
+    from txl_dist.data.storage.places import StorageSettings
 
     if question.document >= 0 and not question.shard:
         raise ConfigError(f"--document {question.document} is one of a shard. Name the shard with `--shard`.")
@@ -95,8 +95,8 @@ def _answer(question: Question) -> Answer:
 
 
 def _run_or_checkpoint(question: Question, folder: Path, kind: Kind) -> Answer:
-    from txl_dist.data.inspect import lane_facts, lane_lines
-    from txl_dist.train import inspection as view
+    from txl_dist.data.check.inspect import lane_facts, lane_lines
+    from txl_dist.ops import inspect_run as view
 
     for_corpora = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
     if any(getattr(question, name) for name in for_corpora):
@@ -117,8 +117,8 @@ def _run_or_checkpoint(question: Question, folder: Path, kind: Kind) -> Answer:
 
 
 def _lane_of_corpus(question: Question, corpus: Corpus) -> Answer:
-    from txl_dist.data.inspect import lane_facts, lane_lines
-    from txl_dist.data.position import first_state
+    from txl_dist.data.check.inspect import lane_facts, lane_lines
+    from txl_dist.data.read.position import first_state
     from txl_dist.rng import derive_seed
     from txl_dist.sections import RunSection, TrainSection
 
@@ -132,7 +132,7 @@ def _lane_of_corpus(question: Question, corpus: Corpus) -> Answer:
 
 
 def _shard(question: Question, corpus: Corpus) -> Answer:
-    from txl_dist.data import inspect as view
+    from txl_dist.data.check import inspect as view
 
     split, index = view.find_shard(corpus, question.shard)
     if question.document < 0:
@@ -143,7 +143,7 @@ def _shard(question: Question, corpus: Corpus) -> Answer:
 
 
 def _corpus(question: Question, corpus: Corpus) -> Answer:
-    from txl_dist.data import inspect as view
+    from txl_dist.data.check import inspect as view
     from txl_dist.text.clusters import best_cutoffs
 
     facts = view.corpus_facts(corpus)

@@ -13,8 +13,8 @@ from tyro.conf import Positional, arg
 
 from txl_dist.console import say, write_text
 from txl_dist.errors import ConfigError
+from txl_dist.ops.evaluation_settings import Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
-from txl_dist.train.evaluation_settings import Overrides
 
 
 def evaluate(
@@ -39,7 +39,7 @@ def evaluate(
     if data:
         require(data, Kind.CORPUS, what="--data")
     _say(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
-    from txl_dist.train.evaluation_report import evaluate_trained
+    from txl_dist.ops.evaluate import evaluate_trained
 
     lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, json_path=json)
     if lines:
@@ -64,7 +64,7 @@ def export(
     kind = require(source, *TRAINED)
     _require_output(out, Kind.BUNDLE if format == "bundle" else Kind.HUGGINGFACE)
     _say(f"exporting {source}, {kind.value}")
-    from txl_dist.train.export import export_bundle, export_to_huggingface
+    from txl_dist.ops.export import export_bundle, export_to_huggingface
 
     if format == "huggingface":
         say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
@@ -158,7 +158,7 @@ def generate(
         raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
     _say(f"generating up to {max_tokens} tokens with {source}, {kind.value}; seed {seed}")
     from txl_dist.log import start_logging
-    from txl_dist.train.export import load_trained
+    from txl_dist.ops.export import load_trained
 
     start_logging()
     pieces = load_trained(source).generate(

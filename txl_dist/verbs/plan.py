@@ -75,10 +75,10 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
 def _answer(arguments: PlanArguments, config: Config) -> None:
     import json
 
-    from txl_dist.ops.hardware import Cluster, find_gpu
-    from txl_dist.ops.plan import Question, make_plan
-    from txl_dist.ops.plan_text import curves_of, plan_lines
-    from txl_dist.ops.scaling import picture
+    from txl_dist.ops.plan.hardware import Cluster, find_gpu
+    from txl_dist.ops.plan.plan import Question, make_plan
+    from txl_dist.ops.plan.scaling import picture
+    from txl_dist.ops.plan.text import curves_of, plan_lines
 
     gpu = find_gpu(arguments.gpu)
     if arguments.intra_node:
@@ -108,7 +108,7 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
-    from txl_dist.train.job import open_corpora, train_splits
+    from txl_dist.train.preflight import open_corpora, train_splits
 
     try:
         corpora = open_corpora(config)

@@ -20,7 +20,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
     """
     kind = require(path, *TRAINED)
     say(f"txl report: reading {path}", to=sys.stderr)
-    from txl_dist.ops.model_page import report_of
+    from txl_dist.ops.report.model_page import report_of
 
     say("\n".join(report_of(path, kind, out=out)))
 
@@ -37,6 +37,6 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
         require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
     if len(runs) > 1:  # one is refused at once
         say(f"txl compare: reading {len(runs)} runs", to=sys.stderr)
-    from txl_dist.ops.compare import write_comparison
+    from txl_dist.ops.report.compare import write_comparison
 
     say("\n".join(write_comparison(runs, out=out)))

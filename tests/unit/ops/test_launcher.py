@@ -20,8 +20,8 @@ from txl_dist.config import Config
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.ops.launcher import exit_code, last_word
 from txl_dist.ops.launcher import launch as run_launcher
+from txl_dist.processes import process_id
 from txl_dist.sections import TrainSection
-from txl_dist.train.processes import process_id
 from txl_dist.verbs.launch import NUMBERS, SWITCHES, TEXTS, TRAIN_FLAGS, launch
 
 DEEPSPEED = f"""#!{sys.executable}
@@ -206,7 +206,7 @@ def test_what_does_not_leave_by_itself_is_killed(folder: Path) -> None:
 def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folder: Path, is_early: bool) -> None:
     (folder / "bin/rank.py").write_text(
         RANK.replace("os.getppid() == parent", "requests.reason == ''").replace(
-            "import os", "from txl_dist.train.stopping import StopRequests; requests = StopRequests()\nimport os"
+            "import os", "from txl_dist.train.watch.stopping import StopRequests; requests = StopRequests()\nimport os"
         )
     )
     if is_early:  # the launcher is gone when the ranks begin to look; only what they were told can help

@@ -18,8 +18,8 @@ from txl_dist.config import load_config
 from txl_dist.errors import CheckpointError
 from txl_dist.files import write_hashed_json
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
-from txl_dist.train.export import export_bundle
-from txl_dist.train.soundness import read_state
+from txl_dist.ops.export import export_bundle
+from txl_dist.train.checkpoint.soundness import read_state
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
 CHECKPOINT = GOLDEN / "step_000000016"

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
 from txl_dist.config import Config, load_config
-from txl_dist.data.corpus import Corpus
+from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.infer.bundle import write_bundle
 from txl_dist.infer.probe import probe_of

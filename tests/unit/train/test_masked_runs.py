@@ -12,9 +12,9 @@ from txl_dist.config import load_config
 from txl_dist.errors import CheckpointError
 from txl_dist.infer import load
 from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
+from txl_dist.ops.export import export_bundle
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.checkpoint import CorpusFacts, check_checkpoint
-from txl_dist.train.export import export_bundle
+from txl_dist.train.checkpoint.read import CorpusFacts, check_checkpoint
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "checkpoint_v2" / "step_000000016"
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
-from txl_dist.data.position import CorpusState, StreamState
-from txl_dist.data.stream import plain_segment
+from txl_dist.data.read.position import CorpusState, StreamState
+from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import ZeroEngine, import_deepspeed
-from txl_dist.train.partitions import WEIGHT
+from txl_dist.train.engine.partitions import WEIGHT
+from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.step import Decision, StepInput, Stepper, decide, poll
-from txl_dist.train.stragglers import StepClock
+from txl_dist.train.watch.stragglers import StepClock
 
 
 class Says(NamedTuple):

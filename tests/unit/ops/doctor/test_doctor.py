@@ -1,0 +1,383 @@
+"""Verdicts of `txl doctor` on machines made up here: every problem can be reached, and a healthy one has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.corpora import tiny_corpus
+from tests.helpers.launch import txl
+from txl_dist.ops.doctor import disk as disk_module
+from txl_dist.ops.doctor import machine
+from txl_dist.ops.doctor.checks import Finding, judge
+from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
+from txl_dist.ops.doctor.doctor import Report
+from txl_dist.ops.doctor.fabric import Peer, Reduce, _answer
+from txl_dist.ops.doctor.machine import Device, Facts, Interface, gather
+from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce, judge_speed
+
+H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4, "0")
+DISK = Disk(
+    folder="/runs",
+    kind="ext4",
+    free_gib=900.0,
+    free_inodes=10**7,
+    write_mib_s=900.0,
+    read_mib_s=2000.0,
+    force_ms=1.0,
+    renames=True,
+    locks=True,
+)
+HEALTHY = Facts(
+    host="a",
+    python="3.12.1",
+    versions={"txl_dist": "0.1.0", "torch": "2.13.0", "deepspeed": "0.19.8"},
+    unmet=(),
+    torch_cuda="13.0",
+    driver="580.1",
+    num_driver_gpus=2,
+    devices=(H100, H100),
+    backends={"gloo": "yes", "nccl": "2.30"},
+    num_cores=32,
+    cgroup_cores=0.0,
+    num_local_ranks=2,
+    memory_gib=256.0,
+    available_gib=250.0,
+    cgroup_memory_gib=0.0,
+    swap_used_gib=0.0,
+    huge_pages="madvise",
+    overcommit=0,
+    shm_gib=128.0,
+    shm_free_gib=128.0,
+    shm_leftovers=0,
+    limits={"nofile": 65536, "memlock": -1, "nproc": -1, "core": 0},
+    has_infiniband=True,
+    interfaces=(Interface("lo", 0, ("127.0.0.1",)), Interface("eth0", 100000, ("10.0.0.1",))),
+    host_address="10.0.0.1",
+    environment={},
+    encoding="UTF-8",
+    is_clock_synchronised=True,
+    orphans=(),
+    programs={"deepspeed": "/bin/deepspeed", "pdsh": "/bin/pdsh", "ssh": "/bin/ssh", "cc": "/bin/gcc"},
+    has_python_header=True,
+    busy_port=0,
+    hostfile="",
+    deepspeed_env={},
+    disk=DISK,
+    corpus=Corpus(location="/data", tokens=10**9, read_mib_s=500.0),
+)
+
+
+def changed(**changes: Any) -> Facts:
+    return dataclasses.replace(HEALTHY, **changes)
+
+
+def gpu(**changes: Any) -> Facts:
+    return changed(devices=(H100, H100._replace(**changes)))
+
+
+def no_gpu(**changes: Any) -> Facts:
+    return changed(devices=(), **changes)
+
+
+def on_disk(**changes: Any) -> Facts:
+    return changed(disk=dataclasses.replace(DISK, **changes))
+
+
+def variable(name: str, value: str) -> Facts:
+    return changed(environment={name: value})
+
+
+@pytest.mark.parametrize("is_several", [False, True])
+def test_a_healthy_machine_has_no_complaint(is_several: bool) -> None:
+    findings = judge(HEALTHY, is_several=is_several)
+    assert [finding for finding in findings if finding.verdict != "ok"] == []
+    assert len(findings) > 20
+    assert all(finding.found for finding in findings)
+
+
+def test_a_machine_without_gpus_is_healthy_too() -> None:
+    facts = no_gpu(num_driver_gpus=0, driver="", torch_cuda="", backends={"gloo": "yes"})
+    assert {finding.verdict for finding in judge(facts)} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "verdict", "words"),
+    [
+        (changed(unmet=("torch>=2.10 (is 2.9.1)",)), "versions", "problem", "torch>=2.10 (is 2.9.1)"),
+        (variable("TRITON_INTERPRET", "1"), "TRITON_INTERPRET", "problem", "interpreter"),
+        (gpu(has_code=False), "GPU 1", "problem", "no code for it"),
+        (gpu(ecc_errors="3"), "GPU 1", "problem", "3 uncorrected"),
+        (gpu(free_gib=20.0), "GPU 1", "warning", "only 20.0 GiB"),
+        (gpu(capability=(7, 0)), "GPU 1", "warning", "bf16 is emulated"),
+        (gpu(peak_tflops=0.0), "GPU 1", "warning", "peak is not known"),
+        (no_gpu(torch_cuda=""), "GPU", "problem", "built without CUDA"),
+        (no_gpu(), "GPU", "problem", "CUDA 13.0 cannot use it"),
+        (no_gpu(environment={"CUDA_VISIBLE_DEVICES": ""}), "GPU", "warning", "CUDA_VISIBLE_DEVICES=''"),
+        (no_gpu(environment={"DS_ACCELERATOR": "cpu"}), "GPU", "warning", "DS_ACCELERATOR='cpu'"),
+        (changed(backends={"gloo": "yes"}), "backends", "problem", "nccl"),
+        (changed(backends={}), "backends", "problem", "gloo and nccl"),
+        (changed(num_cores=1), "processors", "warning", "1 cores"),
+        (changed(cgroup_cores=4.0), "processors", "warning", "control group allows 4"),
+        (variable("OMP_NUM_THREADS", "64"), "OMP_NUM_THREADS", "warning", "64 threads for each of 2"),
+        (variable("OMP_NUM_THREADS", "many"), "OMP_NUM_THREADS", "problem", "'many'"),
+        (changed(available_gib=2.0), "memory", "problem", "2.0 of 256.0"),
+        (changed(cgroup_memory_gib=1.0), "memory", "problem", "control group allows 1.0"),
+        (changed(swap_used_gib=5.0), "swap", "warning", "5.0 GiB"),
+        (changed(overcommit=2), "kernel", "warning", "overcommit 2"),
+        (changed(shm_gib=0.06, shm_free_gib=0.06), "/dev/shm", "problem", "0.06 of 0.06"),
+        (changed(shm_free_gib=10.0, shm_leftovers=7), "/dev/shm", "warning", "7 files"),
+        (changed(limits=HEALTHY.limits | {"nofile": 100}), "limits", "problem", "nofile 100"),
+        (changed(limits=HEALTHY.limits | {"nofile": 1024}), "limits", "warning", "nofile 1024"),
+        (changed(limits=HEALTHY.limits | {"nproc": 100}), "limits", "warning", "nproc 100"),
+        (changed(limits=HEALTHY.limits | {"memlock": 65536}), "limits", "problem", "memlock 65536"),
+        (changed(is_clock_synchronised=False), "clock", "warning", "not synchronised"),
+        (changed(encoding="ANSI_X3.4-1968"), "locale", "warning", "ANSI_X3.4-1968"),
+        (on_disk(error="Permission denied"), "disk", "problem", "Permission denied"),
+        (on_disk(free_gib=0.5), "disk space", "problem", "0.5 GiB"),
+        (on_disk(free_inodes=3), "disk space", "problem", "3 inodes"),
+        (on_disk(free_gib=10.0), "disk space", "warning", "10.0 GiB"),
+        (on_disk(write_mib_s=20.0), "disk speed", "warning", "write 20 MiB/s"),
+        (on_disk(force_ms=500.0), "disk speed", "warning", "500.0 ms"),
+        (on_disk(renames=False), "disk promises", "problem", "rename"),
+        (on_disk(kind="tmpfs"), "disk promises", "warning", "tmpfs is memory"),
+        (on_disk(locks=False), "disk promises", "warning", "file locks do not"),
+        (changed(corpus=Corpus(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
+        (changed(corpus=Corpus(location="/d", tokens=9, read_mib_s=5.0)), "corpus", "warning", "read 5 MiB/s"),
+        (variable("CUDA_LAUNCH_BLOCKING", "1"), "CUDA_LAUNCH_BLOCKING", "warning", "waits for every kernel"),
+        (variable("NCCL_P2P_DISABLE", "1"), "NCCL_P2P_DISABLE", "warning", "directly"),
+        (variable("LD_PRELOAD", "/lib/x.so"), "LD_PRELOAD", "warning", "/lib/x.so"),
+        (variable("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), "TORCH_DISTRIBUTED_DEBUG", "warning", "DETAIL"),
+        (variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "problem", "code"),
+        (variable("TXL_FAULT", "kill:0:3"), "TXL_FAULT", "problem", "on purpose"),
+        (changed(programs={"deepspeed": "/bin/deepspeed"}), "compiler", "problem", "a C compiler is missing"),
+        (changed(has_python_header=False), "compiler", "problem", "Python.h is missing"),
+        (changed(programs={"cc": "/bin/gcc"}), "launcher", "warning", "no program deepspeed"),
+        (changed(hostfile="/job/hostfile"), "hostfile", "warning", "without being asked"),
+        (changed(deepspeed_env={"/root/.deepspeed_env": ("A=", "# B")}), ".deepspeed_env", "problem", "equals sign"),
+        (changed(busy_port=29500), "port", "warning", "29500"),
+        (changed(orphans=(77, 78)), "processes", "warning", "77, 78"),
+        (variable("GLOO_SOCKET_IFNAME", "eth7"), "GLOO_SOCKET_IFNAME", "problem", "eth7"),
+        (variable("NCCL_SOCKET_IFNAME", "ib"), "NCCL_SOCKET_IFNAME", "problem", "ib"),
+    ],
+)
+def test_what_is_wrong_is_found_and_nothing_else(facts: Facts, name: str, verdict: str, words: str) -> None:
+    complaints = [finding for finding in judge(facts) if finding.verdict != "ok"]
+    assert [(finding.name, finding.verdict) for finding in complaints] == [(name, verdict)]
+    assert words in complaints[0].found
+    assert complaints[0].remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "^docker,lo"), ("GLOO_SOCKET_IFNAME", "eth0")],
+)
+def test_interfaces_that_are_there_are_accepted(name: str, value: str) -> None:
+    assert {finding.verdict for finding in judge(variable(name, value))} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        (changed(host_address="127.0.1.1"), "host name"),
+        (changed(interfaces=HEALTHY.interfaces[:1]), "interfaces"),
+    ],
+)
+def test_some_things_are_wrong_only_with_several_nodes(facts: Facts, name: str) -> None:
+    assert {finding.verdict for finding in judge(facts)} == {"ok"}
+    assert [finding.name for finding in judge(facts, is_several=True) if finding.verdict == "problem"] == [name]
+
+
+def test_a_local_host_name_is_no_problem_where_the_ranks_have_met() -> None:
+    assert {one.verdict for one in judge(changed(host_address="127.0.1.1"), is_several=True, has_met=True)} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "words"),
+    [
+        (changed(python="3.11.2"), "problem", "Python: 3.12.1 on a, c; 3.11.2 on b"),
+        (changed(versions=HEALTHY.versions | {"torch": "2.12.0"}), "problem", "torch: 2.13.0 on a, c; 2.12.0 on b"),
+        (changed(versions={"torch": "2.13.0", "txl_dist": "0.1.0"}), "problem", "deepspeed: 0.19.8 on a, c; none on b"),
+        (changed(torch_cuda="12.8"), "problem", "CUDA of torch: 13.0 on a, c; 12.8 on b"),
+        (changed(driver="570.2"), "warning", "driver: 580.1 on a, c; 570.2 on b"),
+        (changed(devices=(H100,)), "warning", "GPUs: "),
+        (changed(num_local_ranks=1), "warning", "ranks: 2 on a, c; 1 on b"),
+        (changed(interfaces=HEALTHY.interfaces[:1]), "warning", "interfaces: eth0 lo on a, c; lo on b"),
+    ],
+)
+def test_a_node_that_differs_is_named(other: Facts, verdict: str, words: str) -> None:
+    found = list(differences({"a": HEALTHY, "b": other, "c": HEALTHY}))
+    assert [one.verdict for one in found] == [verdict]
+    assert found[0].found.startswith(words)
+
+
+def test_equal_nodes_do_not_differ() -> None:
+    assert [one.verdict for one in differences({"a": HEALTHY, "b": HEALTHY})] == ["ok"]
+
+
+NODE_OF = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+@pytest.mark.parametrize(
+    ("peers", "links", "clocks"),
+    [
+        ([Peer(1, 0.1, 1000, 0.0), Peer(2, 0.1, 900, 0.01)], "ok", "ok"),
+        ([Peer(1, 0.1, 1000, 0.0), Peer(2, 0.1, 1000, 0.0), Peer(3, 9.0, 50, 0.0)], "warning", "ok"),
+        ([Peer(2, 0.1, 900, -2.0)], "ok", "warning"),
+        ([Peer(2, 0.1, 900, 300.0)], "ok", "problem"),
+        ([Peer(2, 0.1, 900, -40.0)], "ok", "problem"),
+    ],
+)
+def test_a_slow_link_and_a_clock_that_is_off_are_named(peers: list[Peer], links: str, clocks: str) -> None:
+    found = {one.name: one for one in judge_peers(peers, node_of=NODE_OF)}
+    assert (found["links"].verdict, found["clocks"].verdict) == (links, clocks)
+    assert links == "ok" or "rank 3 on b" in found["links"].found
+    assert clocks == "ok" or "b is" in found["clocks"].found
+
+
+@pytest.mark.parametrize(
+    ("best", "num_nodes", "on_gpu", "verdict"),
+    [
+        (300.0, 1, True, "ok"),
+        (2.0, 1, True, "warning"),
+        (0.5, 2, True, "warning"),
+        (0.5, 2, False, "ok"),
+        (0.01, 2, False, "warning"),
+    ],
+)
+def test_slow_all_reduces_are_seen(best: float, num_nodes: int, on_gpu: bool, verdict: str) -> None:
+    figures = [Reduce(4096, 0.1, best / 9), Reduce(2**20, 0.2, best)]
+    assert [one.verdict for one in judge_reduce(figures, num_nodes=num_nodes, on_gpu=on_gpu)] == [verdict]
+
+
+def test_the_rank_that_computes_slower_is_named() -> None:
+    assert [one.verdict for one in judge_speed([1.0, 0.9, 0.8, 1.0], node_of=NODE_OF)] == ["ok"]
+    (found,) = judge_speed([1.0, 1.0, 0.5, 1.0], node_of=NODE_OF)
+    assert found.verdict == "warning"
+    assert "rank 2 on b" in found.found
+
+
+def test_who_did_not_come_is_named_in_ranges() -> None:
+    answer = _answer({0: ["a", ""], 1: ["a", ""], 5: ["c", ""]}, [2, 3, 4, 7], timeout_s=9)
+    assert answer.startswith("rank 2-4, 7 of 7 did not come in 9 s; here are a (rank 0-1), c (rank 5). ")
+    assert _answer({0: ["a", ""], 1: ["b", ""]}, [], timeout_s=9) == ""
+    assert _answer({0: ["a", ""], 1: ["b", "no GPU"]}, [], timeout_s=9).startswith("b, rank 1: no GPU.")
+
+
+def test_the_disk_test_leaves_nothing_behind(tmp_path: Path) -> None:
+    found = measure_disk(tmp_path / "not" / "there")
+    assert found.folder == str(tmp_path)
+    assert found.error == ""
+    assert found.renames
+    assert min(found.write_mib_s, found.read_mib_s, found.force_ms, found.free_gib) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_is_a_finding_and_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> float:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_module, "_write", refuse)
+    assert measure_disk(tmp_path).error == "No space left on device"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corpus_is_opened_and_read(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path)
+    found = measure_corpus(str(corpus.folder))
+    assert found.error == ""
+    assert found.tokens > 0
+    assert found.read_mib_s > 0
+    assert "missing" in measure_corpus(str(tmp_path / "missing")).error
+
+
+def test_the_tightest_control_group_counts_in_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/self/cgroup": "3:cpu:/\n2:memory:/job\n0::/a/b",
+        "/sys/fs/cgroup/a/cpu.max": "150000 100000",
+        "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000",
+        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(3 * 2**30),
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    monkeypatch.setattr(machine, "_text", lambda path: files.get(str(path), ""))
+    assert machine._cgroup_cores() == 1.5
+    assert machine._cgroup_memory_gib(16 * 2**30) == 3.0
+
+
+def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert machine._busy_port() == port
+    assert machine._busy_port() == 0
+
+
+def test_values_in_a_deepspeed_env_file_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("HF_TOKEN=secret\nNCCL_DEBUG=INFO\n", encoding="utf-8")
+    found = machine._deepspeed_env()[str(tmp_path / ".deepspeed_env")]
+    assert found == ("HF_TOKEN=", "NCCL_DEBUG=")
+    (text,) = [f.found for f in judge(changed(deepspeed_env={"/x": found})) if f.name == ".deepspeed_env"]
+    assert text == "/x sets on every node: HF_TOKEN, NCCL_DEBUG"
+
+
+def test_a_requirement_that_is_not_met_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine._unmet() == []
+    monkeypatch.setattr(
+        machine.importlib.metadata, "requires", lambda name: ["numpy>=99", "torch", 'nope; extra == "x"']
+    )
+    (line,) = machine._unmet()
+    assert line.startswith("numpy>=99 (is ")
+
+
+def test_facts_are_gathered_here_and_can_be_written_as_json(tmp_path: Path) -> None:
+    facts = gather(run_dir=tmp_path)
+    assert facts.num_cores >= 1
+    assert facts.memory_gib > 0
+    assert "torch" in facts.versions
+    assert any(interface.name == "lo" for interface in facts.interfaces)
+    report = Report({facts.host: facts}, [(facts.host, finding) for finding in judge(facts)], {})
+    assert json.loads(json.dumps(report.as_json()))["nodes"][facts.host]["host"] == facts.host
+
+
+def test_a_line_begins_with_the_verdict_and_ends_with_the_remedy() -> None:
+    findings = [("a", Finding("x", "ok", "fine")), ("longer", Finding("y", "problem", "bad", "Mend it."))]
+    assert Report({"a": HEALTHY, "longer": HEALTHY}, findings, {}).lines() == [
+        "ok       a       x  fine",
+        "problem  longer  y  bad -> Mend it.",
+        "2 checks on 2 nodes: 1 problems, 0 warnings",
+    ]
+
+
+def test_the_command_exits_with_1_if_there_is_a_problem(tmp_path: Path) -> None:
+    result = txl("doctor", "--run-dir", "runs", "--data", "nowhere", "--json", "d.json", cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("problem")]
+    assert "corpus" in line
+    assert json.loads((tmp_path / "d.json").read_text())["problems"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.json"]
+
+
+def test_on_a_terminal_it_is_a_table() -> None:
+    code = """
+import sys
+from tests.unit.ops.doctor.test_doctor import HEALTHY
+from txl_dist.ops.doctor.checks import judge
+from txl_dist.ops.doctor.doctor import Report, show
+sys.stdout.isatty = lambda: True
+show(Report({"a": HEALTHY}, [("a", finding) for finding in judge(HEALTHY)], {}))
+"""
+    root = Path(__file__).parents[4]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert "\u2502" in result.stdout
+    assert "0 problems" in result.stdout

@@ -1,0 +1,327 @@
+"""`txl plan`: what is chosen, what is printed and written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from txl_dist.cli import main
+from txl_dist.config import Config, plan_batch
+from txl_dist.errors import ConfigError
+from txl_dist.ops.plan import plan
+from txl_dist.ops.plan.hardware import GPUS, Cluster
+from txl_dist.ops.plan.plan import Question, attention_kind, changed, make_plan, usable_gpus
+from txl_dist.ops.plan.text import plan_lines
+from txl_dist.train.footprint.rank import bytes_per_rank
+
+CONFIG = changed(
+    Config(),
+    model={"num_layers": 1, "width": 64, "num_heads": 2, "head_width": 32, "ff_width": 128},
+    train={"num_lanes": 32, "segment_len": 32, "memory_len": 32, "microbatch_lanes": 4, "max_steps": 1000},
+)
+VOCAB_SIZE = 1000
+
+
+def question(gpu: str = "h100", gpus: int = 4, **values: Any) -> Question:
+    return Question(Cluster(GPUS[gpu]), gpus=gpus, vocab_size=VOCAB_SIZE, **values)
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    return make_plan(CONFIG, question=question(price_usd=2.0))
+
+
+def test_bytes_grow_with_the_micro_batch(facts: dict[str, Any]) -> None:
+    needed = {(row["zero_stage"], row["microbatch_lanes"]): row["needed_gib"] for row in facts["options"]}
+    assert set(needed) == {(stage, lanes) for stage in range(4) for lanes in (1, 2, 4, 8)}
+    for stage in range(4):
+        sizes = [needed[stage, lanes] for lanes in (1, 2, 4)]  # the whole of a rank's lanes accumulates no gradients
+        assert sizes == sorted(sizes)
+        assert stage < 2 or needed[stage, 8] > needed[stage, 4]
+
+
+def test_bytes_fall_with_the_stage_where_parameters_are_most_of_them() -> None:
+    config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 16})
+    rows = make_plan(config, question=question(gpus=16))["options"]
+    states = [row["needed_gib"] for row in rows]
+    assert [row["zero_stage"] for row in rows] == [0, 1, 2, 3]
+    assert states[1] > states[2] > states[3]
+    assert states[0] > states[2]
+
+
+def test_what_is_chosen_fits_is_counted_and_is_within_2_percent_of_the_fastest(facts: dict[str, Any]) -> None:
+    chosen = facts["chosen"]
+    assert chosen["fits"]
+    assert chosen["precision"] == "bf16"
+    assert "--engine.precision bf16" in chosen["flags"]
+    assert chosen["tokens_per_s"] >= 0.98 * max(row["tokens_per_s"] for row in facts["options"] if row["fits"])
+    assert chosen["needed_gib"] == pytest.approx(sum(chosen["needed_by_part_gib"].values()))
+    assert chosen["step_ms"] == pytest.approx(sum(chosen["step_by_part_ms"].values()))
+
+
+def test_little_memory_is_not_bought_with_much_speed() -> None:
+    wide = {"num_layers": 2, "width": 1024, "num_heads": 16, "head_width": 64, "ff_width": 4096}
+    train = {"num_lanes": 64, "segment_len": 256, "memory_len": 256}
+    facts = make_plan(changed(CONFIG, model=wide, train=train), question=question(gpus=2))
+    chosen, fastest = facts["chosen"], max(facts["options"], key=lambda row: row["tokens_per_s"])
+    assert 0.98 * fastest["tokens_per_s"] <= chosen["tokens_per_s"] < fastest["tokens_per_s"]
+    assert chosen["needed_gib"] < 0.9 * fastest["needed_gib"]
+    assert min(row["needed_gib"] for row in facts["options"]) < 0.7 * chosen["needed_gib"]
+
+
+def test_days_cost_and_energy_follow_from_the_speed(facts: dict[str, Any]) -> None:
+    chosen = facts["chosen"]
+    assert chosen["budget_tokens"] == 1000 * 32 * 32
+    assert chosen["days"] == pytest.approx(chosen["budget_tokens"] / chosen["tokens_per_s"] / 86_400)
+    assert chosen["gpu_hours"] == pytest.approx(chosen["days"] * 24 * 4)
+    assert chosen["cost_usd"] == pytest.approx(2 * chosen["gpu_hours"])
+    assert chosen["energy_kwh_at_most"] == pytest.approx(0.7 * chosen["gpu_hours"])
+    more = make_plan(CONFIG, question=question(budget_tokens=10 * chosen["budget_tokens"]))["chosen"]
+    assert more["days"] == pytest.approx(10 * chosen["days"])
+
+
+def test_a_checkpoint_is_weights_and_moments_in_fp32_and_all_memories(facts: dict[str, Any]) -> None:
+    memories = 1 * 32 * 64 * 32 * 2  # layers, tokens, width, lanes, bytes
+    assert facts["checkpoint"]["size_gib"] * 2**30 == pytest.approx(12 * facts["parameters"] + memories)
+
+
+def test_the_interval_is_youngs_unless_a_run_would_have_less_than_ten() -> None:
+    long = make_plan(CONFIG, question=question(gpus=32, budget_tokens=10**15))["checkpoint"]
+    mean_s = 3600 * long["mean_hours_between_failures"]
+    assert mean_s == pytest.approx(3600 / 32 / (419 / 54 / 24 / 16_384))
+    assert long["interval_s"] == pytest.approx((2 * long["wait_s"] * mean_s) ** 0.5)
+    day = make_plan(CONFIG, question=question(budget_tokens=10**10))
+    length_s = 86_400 * day["chosen"]["days"]
+    assert length_s > 1000 * day["checkpoint"]["wait_s"]
+    assert day["checkpoint"]["interval_s"] == pytest.approx(length_s / 10)
+
+
+def test_a_run_of_seconds_is_saved_at_its_end_only(facts: dict[str, Any]) -> None:
+    assert facts["checkpoint"]["interval_s"] == pytest.approx(86_400 * facts["chosen"]["days"])
+    assert facts["checkpoint"]["every_steps"] == 1000
+
+
+def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
+    chosen = make_plan(CONFIG, question=question("v100-16gb"))["chosen"]
+    assert (chosen["precision"], chosen["attention"]) == ("fp16", "fused")
+    assert chosen["needed_by_part_gib"]["scores"] > 0
+    assert attention_kind(changed(CONFIG, engine={"precision": "bf16"}), gpu=GPUS["h100"]) == "kernels"
+    assert attention_kind(CONFIG, gpu=GPUS["h100"]) == "fused"  # fp32
+    as_bf16 = make_plan(changed(CONFIG, engine={"precision": "bf16"}), question=question("t4"))
+    assert as_bf16["as_configured"] == {"error": "T4 has no bf16."}
+
+
+def test_lamb_leaves_stage_0_alone() -> None:
+    facts = make_plan(changed(CONFIG, optim={"name": "lamb"}, engine={"zero_stage": 0}), question=question())
+    assert {row["zero_stage"] for row in facts["options"]} == {0}
+    assert any("rule out ZeRO 1, 2, 3" in line for line in plan_lines(facts))
+
+
+def test_recomputing_is_tried_where_memory_is_short_and_nothing_is_chosen_where_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tight = Cluster(GPUS["h100"])
+    monkeypatch.setattr(type(tight.gpu), "usable_bytes", property(lambda _: 1000.0))
+    facts = make_plan(CONFIG, question=question())
+    assert {row["activation_checkpointing"] for row in facts["options"]} == {False, True}
+    assert facts["chosen"] is None
+    lines = list(plan_lines(facts))
+    assert lines[-1].startswith("nothing fits: at least ")
+    assert lines[-1].endswith(".")
+
+
+def test_lanes_that_do_not_divide_are_planned_for_the_nearest_number() -> None:
+    assert usable_gpus(32, gpus=8) == (8, [])
+    used, (note,) = usable_gpus(32, gpus=12)
+    assert used == 8
+    assert "planned for 8; the next number above is 16, or give --train.num_lanes 36 and use all 12." in note
+    used, (note,) = usable_gpus(32, gpus=100)
+    assert used == 32
+    assert "give --train.num_lanes 100" in note
+
+
+def test_between_counted_micro_batches_memory_is_never_too_little(facts: dict[str, Any]) -> None:
+    config = changed(CONFIG, engine={"zero_stage": 1, "precision": "bf16"})
+    for row in facts["options"]:
+        if row["zero_stage"] == 1:
+            one = changed(config, train={"microbatch_lanes": row["microbatch_lanes"]})
+            batch = plan_batch(one.train, world_size=4)
+            counted = bytes_per_rank(one, plan=batch, vocab_size=VOCAB_SIZE, cluster_shares=(1.0,), on_gpu=True)
+            assert row["needed_gib"] * 2**30 >= sum(counted.values()) * (1 - 1e-9)
+
+
+CONFIG_TEXT = """
+[model]
+num_layers = 1
+width = 64
+num_heads = 2
+head_width = 32
+ff_width = 128
+[train]
+num_lanes = 32
+segment_len = 32
+memory_len = 32
+microbatch_lanes = 4
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG_TEXT, encoding="utf-8")
+    return str(path)
+
+
+def test_the_verb_prints_and_writes_json_and_a_picture(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpus", "4", "--gpu", "H100", "--vocab-size", "1000", "--train.num_lanes", "64", "--interconnect", "25"]
+    files = ["--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png")]
+    assert main(["plan", config_file, *words, *files]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted, not measured" in printed
+    assert "network 25 GB/s per machine" in printed
+    facts = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert facts["tokens_per_step"] == 64 * 32
+    assert facts["scaling"]["strong"]["points"][-1]["gpus"] == 64
+    assert facts["scaling"]["weak"]["points"][-1]["gpus"] == 4096
+
+    from matplotlib.image import imread
+
+    pixels = imread(tmp_path / "plan.png")
+    assert min(pixels.shape[:2]) > 300
+    assert float(np.var(pixels[..., :3])) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "4", "--gpu", "h10"], "Did you mean h100"),
+        (["--gpus", "0", "--gpu", "h100"], "--gpus 0 cannot be"),
+        (
+            ["--gpus", "4", "--gpu", "h100", "--interconnect", "0"],
+            "--interconnect 0.0 cannot be: give 0.001 to",
+        ),
+        (["--gpus", "4", "--gpu", "h100", "--interconnect", "nan"], "--interconnect nan cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--interconnect", "inf"], "--interconnect inf cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--intra-node", "nan"], "--intra-node nan cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--intra-node", "-1"], "--intra-node -1.0 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--price", "inf"], "--price inf cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--price", "nan"], "--price nan cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--tokens", "-1"], "--tokens -1 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--tokens", "1" + 400 * "0"], "--tokens 1000"),
+        (["--gpus", "4", "--gpu", "h100", "--vocab-size", "1"], "--vocab-size 1 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--vocab-size", "-5", "--model.cutoffs", "9"], "--vocab-size -5 cannot be"),
+        (["--gpus", "4", "--gpu", "h100", "--pricce", "2"], "unknown flag --pricce. Did you mean --price?"),
+        (["--gpus", "4", "--gpu", "h100", "--train.num-lane", "2"], "train.num_lanes"),
+    ],
+)
+def test_impossible_questions_are_refused_with_a_remedy(
+    config_file: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config_file, "--vocab-size", "1000", *words]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["stray"], "See txl plan --help."),
+        (["--train.num_lanes", "64", "stray"], "see txl plan --help."),
+        (["--tokens", "inf"], "--tokens inf: it must be a whole number"),
+    ],
+)
+def test_a_word_too_many_leads_to_the_help_of_this_verb(
+    config_file: str, words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config_file, *words, "--gpus", "4", "--gpu", "h100", "--vocab-size", "1000"]) == 2
+    printed = capsys.readouterr().err
+    assert remedy.lower() in printed.lower()
+    assert "txl train" not in printed
+
+
+def test_a_picture_that_is_not_drawn_is_owned_up_to(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(GPUS["h100"]), "usable_bytes", property(lambda _: 1000.0))
+    words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--png", str(tmp_path / "p.png")]
+    assert main(["plan", config_file, *words]) == 0
+    assert f"no picture was drawn to {tmp_path / 'p.png'}: where nothing fits" in capsys.readouterr().out
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_the_facts_are_json_that_every_reader_takes(
+    config_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_plan(CONFIG, question=question()) | {"gpus": float("nan")}
+    monkeypatch.setattr(plan, "make_plan", lambda *_, **__: made)
+    words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--json", str(tmp_path / "p.json")]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        main(["plan", config_file, *words])
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_an_efficiency_under_the_half_is_not_printed_as_the_half(facts: dict[str, Any]) -> None:
+    point = {"gpus": 2, "lanes_per_gpu": 1, "tokens_per_s": 1.0, "efficiency": 0.4999, "limited_by": "exchange"}
+    curves = {name: {"points": [point], "breaks_at": point} for name in ("strong", "weak")}
+    chosen = facts["chosen"] | {"step_by_part_ms": facts["chosen"]["step_by_part_ms"] | {"host": 0.0}}
+    lines = [line for line in plan_lines(facts | {"scaling": curves, "chosen": chosen}) if "under 50%" in line]
+    assert len(lines) == 2
+    assert all("from 2 GPUs on (49.9%): the exchange" in line for line in lines)
+
+
+def test_a_plan_leaves_out_what_means_nothing_for_a_tiny_model_or_a_short_run(facts: dict[str, Any]) -> None:
+    """A model that a GPU does not notice has no MFU and no scaling, a run of seconds no failures and no cost."""
+    text = "\n".join(plan_lines(facts))
+    for words in (r"MFU \d", r"scaling \(", r" kWh", "checkpoint:", "failure every", "USD"):
+        assert re.search(words, text) is None, words
+    assert "memory: every micro-batch of 1 to 8 lanes fits at ZeRO 0, 1, 2, 3, in 0." in text
+    assert "left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU (" in text
+    assert "left out: GPU-hours, cost, energy, failures and how often to save, as the run takes 2.0 s only" in text
+    long = "\n".join(plan_lines(make_plan(CONFIG, question=question(budget_tokens=10**11, price_usd=2.0))))
+    assert "GPU-hours, " in long
+    assert "checkpoint: " in long
+    wide = {"num_layers": 4, "width": 2048, "num_heads": 16, "head_width": 128, "ff_width": 8192}
+    large = "\n".join(plan_lines(make_plan(changed(CONFIG, model=wide), question=question(budget_tokens=10**11))))
+    assert "MFU " in large
+    assert "weak scaling (" in large
+    assert "left out" not in large
+
+
+def test_the_config_file_comes_first(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--train.num_lanes", "64", "--gpus", "4", "--gpu", "h100", config_file]) == 2
+    assert "the config file comes first: txl plan CONFIG" in capsys.readouterr().err
+
+
+def test_without_a_corpus_the_vocabulary_must_be_given(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = ["--data.path", str(tmp_path / "none")]
+    assert main(["plan", config_file, "--gpus", "4", "--gpu", "h100", *corpus]) == 2
+    assert "Or give --vocab-size" in capsys.readouterr().err
+
+
+def test_help_answers_without_torch() -> None:
+    program = "import sys; from txl_dist.cli import main\ntry: main(['plan', '--help'])\nexcept SystemExit: pass\n"
+    program += "assert 'torch' not in sys.modules"
+    begin = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--interconnect" in result.stdout
+    assert time.monotonic() - begin < 20  # hangs, no more
+
+
+def test_a_vocabulary_below_the_cutoffs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must lie below the vocabulary size 1000"):
+        make_plan(changed(CONFIG, model={"cutoffs": (2000,)}), question=question())
+    assert plan.ENOUGH < 1

@@ -1,0 +1,361 @@
+"""`txl evaluate` with other lengths than those of training: held to a naive loop over the same weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import string
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.corpora import tiny_corpus
+from tests.helpers.models import tiny_section
+from txl_dist.data.read.corpus import Corpus
+from txl_dist.errors import ConfigError
+from txl_dist.infer.bundle import write_bundle
+from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.infer.score import log_probabilities
+from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
+from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.ops.evaluate import evaluate_trained
+from txl_dist.ops.evaluation_settings import Overrides
+from txl_dist.progress import Progress
+from txl_dist.text.tokenizer import load_tokenizer
+
+SEGMENT_LEN, MEMORY_LEN = 16, 24
+POSITIONS: dict[str, dict[str, Any]] = {
+    "relative": {},
+    "learned_relative": {"positions": "learned_relative", "num_distances": 12},
+}
+
+
+class Made(NamedTuple):
+    """A corpus and a bundle of a random model that fits it."""
+
+    corpus: Corpus
+    bundle: Path
+    weights: dict[str, Tensor]
+    settings: dict[str, Any]
+
+
+TEXTS = ["abc" * 40 + "d" * i for i in range(12)]
+
+
+def make(
+    folder: Path,
+    *,
+    document_border: str = "carry",
+    texts: list[str] = TEXTS,
+    kind: str = "byte",
+    vocab_size: int = 0,
+    begins_documents: bool = True,
+    **settings: Any,
+) -> Made:
+    folder.mkdir(exist_ok=True)
+    corpus = tiny_corpus(folder, texts=texts, valid_fraction=0.3, kind=kind, vocab_size=vocab_size)
+    tokenizer = load_tokenizer(corpus.folder / "tokenizer.json")
+    torch.manual_seed(1)
+    section = tiny_section(init_std=0.2, **settings)
+    model = TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tokens = probe_tokens(model.vocab_size)
+    losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=MEMORY_LEN)
+    write_bundle(
+        folder / "bundle",
+        weights=weights,
+        model=section,
+        tokenizer=tokenizer,
+        probe={"tokens": tokens, "losses": losses.detach()},
+        dtype="fp32",
+        segment_len=SEGMENT_LEN,
+        memory_len=MEMORY_LEN,
+        document_border=document_border,
+        source={"step": 1},
+        begins_documents=begins_documents,
+    )
+    return Made(corpus, folder / "bundle", weights, settings)
+
+
+@pytest.fixture(scope="module", params=POSITIONS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp(request.param), **POSITIONS[request.param])
+
+
+def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
+    out = made.bundle.parent / "result.json"
+    if isinstance(changes.get("memory_len"), int):
+        changes["memory_len"] = (changes["memory_len"],)
+    overrides = Overrides(**({"num_lanes": 1} | changes))
+    evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, json_path=out)
+    results: dict[str, dict[str, float]] = json.loads(out.read_text())
+    return results
+
+
+@torch.no_grad()
+def naive_loss(
+    made: Made,
+    *,
+    memory_len: int = MEMORY_LEN,
+    segment_len: int = SEGMENT_LEN,
+    overlap_len: int = 0,
+    zeros: bool = False,
+    **section: Any,
+) -> float:
+    """Mean loss of the held-out tokens, run as one lane."""
+    tokens = torch.from_numpy(made.corpus.split("valid").read_all().astype(np.int64))[None]
+    settings = tiny_section(init_std=0.2, **made.settings, **section)
+    model = TransformerXL(settings, vocab_size=made.corpus.vocab_size).eval()
+    assert not model.load_state_dict(made.weights, strict=False).unexpected_keys
+    memory = model.empty_memory(num_lanes=1, memory_len=memory_len)
+    if zeros:
+        memory = Memory(torch.zeros_like(memory.hidden_LBMD), torch.zeros(1, memory_len, dtype=torch.int64))
+    losses = []
+    for start in range(0, tokens.shape[1] - 1, segment_len):
+        first, stop = max(0, start - overlap_len), min(start + segment_len, tokens.shape[1] - 1)
+        hidden_BTD, memory = model(tokens[:, first:stop], memory)
+        losses.append(model.softmax(hidden_BTD, tokens[:, first + 1 : stop + 1])[:, start - first :])
+    return float(torch.cat(losses, dim=1).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"memory_len": 40, "segment_len": 5}, {"memory_len": 40, "segment_len": 5}),
+        ({"clamp_len": 6}, {"clamp_len": 6}),
+        ({"same_length": "memory"}, {"same_length": "memory"}),
+        ({"same_length": "memory_and_self", "clamp_len": 9}, {"same_length": "memory_and_self", "clamp_len": 9}),
+        ({"zero_memory": True}, {"zeros": True}),
+        ({"zero_memory": True, "same_length": "memory"}, {"zeros": True, "same_length": "memory"}),
+        ({"memory_len": 0, "overlap_len": 7}, {"memory_len": 0, "overlap_len": 7}),
+        ({"memory_len": 0, "overlap_len": 50}, {"memory_len": 0, "overlap_len": 50}),
+    ],
+    ids=str,
+)
+def test_an_override_scores_the_same_weights_in_another_way(
+    made: Made, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    result = evaluated(made, **changes)["model"]
+    assert result["tokens"] == made.corpus.split("valid").tokens - 1
+    assert result["loss"] == pytest.approx(naive_loss(made, **expected), rel=1e-5)
+    if changes:
+        assert abs(result["loss"] - naive_loss(made)) > 1e-4, "it makes a difference"
+
+
+def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
+    results = evaluated(made, without_memory=True, zero_memory=True)
+    assert results["model"]["loss"] == pytest.approx(naive_loss(made, zeros=True), rel=1e-5)
+    assert results["memory off"]["loss"] == pytest.approx(naive_loss(made, memory_len=0), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_memory": True, "memory_len": 0}, "--zero-memory has no meaning without memory"),
+        ({"same_length": "memory", "memory_len": 0}, "Give --same-length off"),
+        ({"same_length": "memory_and_self", "without_memory": True}, "Give --same-length off"),
+        ({"overlap_len": 8}, "eval.overlap_len=8 .* eval.memory_len=0"),
+        ({"overlap_len": -1}, "--overlap-len -1: it must be 0 or more tokens"),
+    ],
+    ids=str,
+)
+def test_overrides_that_contradict_each_other_are_refused(made: Made, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluated(made, **changes)
+
+
+def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path) -> None:
+    made = make(tmp_path, document_border="mask")
+    with pytest.raises(ConfigError, match="--zero-memory is no document"):
+        evaluated(made, zero_memory=True)
+
+
+def test_the_cost_of_text_is_the_same_with_document_masks_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of one random character: whoever knows no more than that pays log2(62) bits for each byte."""
+    letters = string.ascii_letters + string.digits
+    texts = random.Random(1).choices(letters, k=400)
+    for border in ("carry", "mask"):
+        made = make(tmp_path / border, document_border=border, texts=texts)
+        end = made.corpus.end_of_text
+
+        def losses(network: SegmentLoss, batch: Batch, memory: Memory, end: int | None = end) -> tuple[Tensor, Memory]:
+            return torch.where(batch.targets_BT == end, 0.0, math.log(62)), memory
+
+        monkeypatch.setattr(SegmentLoss, "forward", losses)
+        for num_lanes in (1, 3):
+            result = evaluated(made, num_lanes=num_lanes)["model"]
+            assert result["tokens"] == made.corpus.split("valid").tokens - 1
+            assert result["bits_per_byte"] == pytest.approx(math.log2(62), rel=0.01)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 4])
+def test_a_masked_evaluation_scores_each_document_as_if_it_stood_alone_behind_an_end_of_text(
+    tmp_path: Path, num_lanes: int
+) -> None:
+    made = make(tmp_path, document_border="mask", texts=["ab" * i + "c" for i in range(1, 25)])
+    longest = made.corpus.split("valid").longest
+    result = evaluated(made, num_lanes=num_lanes, memory_len=longest)["model"]
+    documents = [[int(i) for i in document] for document in made.corpus.split("valid").each_document()]
+    assert all(document[-1] == made.corpus.end_of_text for document in documents)
+    model = TransformerXL(tiny_section(init_std=0.2, **made.settings), vocab_size=made.corpus.vocab_size).eval()
+    model.load_state_dict(made.weights, strict=False)
+    nats = 0.0
+    for number, document in enumerate(documents):
+        tokens = torch.tensor([[made.corpus.end_of_text, *document] if number else document])
+        nats -= float(log_probabilities(model, tokens, segment_len=len(document) + 1, memory_len=0).double().sum())
+    expected = nats / (made.corpus.split("valid").tokens - 1)
+    if num_lanes == 1:
+        assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    else:
+        assert result["loss"] != pytest.approx(expected, rel=1e-5), "a lane begins with an empty memory"
+
+
+def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_path: Path) -> None:
+    made = make(tmp_path, texts=[f"the cat sat on mat {i} of {'many ' * i}" for i in range(40)], kind="word",
+                vocab_size=9)  # fmt: skip
+    lines = evaluate_trained(
+        made.bundle, data=made.corpus.folder, overrides=Overrides(num_lanes=2), baselines=True,
+        json_path=tmp_path / "out.json",
+    )  # fmt: skip
+    assert "ppl/word" in lines[1]
+    assert "bits" not in lines[1]
+    assert any(line.startswith("no bits per byte: ") and "(word)" in line for line in lines)
+    assert any(line.startswith("unknown: ") for line in lines)
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [name.split(" (")[0] for name in results] == ["model", "order 0", "bigram"]
+    for values in results.values():
+        assert "bits_per_byte" not in values
+        assert "do not come back" in values["no_bits"]
+
+
+def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:
+    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, dtype=torch.float32)
+    zeros = attended(empty)
+    assert torch.equal(zeros.hidden_LBMD, torch.zeros(2, 3, 4, 5))
+    document_BT = torch.zeros(3, 2, dtype=torch.int64)
+    assert not visible_keys(empty, document_BT).mask()[:, :, :4].any()
+    assert visible_keys(zeros, document_BT).mask()[:, :, :4].all()
+    assert torch.equal(
+        visible_keys(zeros, document_BT).mask()[:, :, 4:], visible_keys(empty, document_BT).mask()[:, :, 4:]
+    )
+
+
+def test_several_memories_are_one_table_of_what_each_alone_would_give(made: Made) -> None:
+    results = evaluated(made, memory_len=(0, 8, 40), without_memory=True)
+    assert list(results) == ["memory 0", "memory 8", "memory 40", "memory off"]
+    for name, memory_len in (("memory 0", 0), ("memory 8", 8), ("memory 40", 40), ("memory off", 0)):
+        alone = evaluated(made, memory_len=memory_len)["model"]
+        assert results[name]["memory_len"] == alone["memory_len"] == memory_len
+        assert results[name]["loss"] == alone["loss"]
+
+
+def test_a_memory_longer_than_a_lane_is_cut_to_it_with_a_word_and_scores_the_same(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    result = evaluated(made, memory_len=10**6)["model"]
+    assert result["memory_len"] == targets
+    assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets), rel=1e-5)
+    assert f"a memory of {10**6:,} never holds more: it is cut to that." in capsys.readouterr().err
+    result = evaluated(made, memory_len=10**6, num_lanes=3)["model"]
+    assert result["memory_len"] == -(-targets // 3)
+    assert "--num-lanes 1 makes it longer" in capsys.readouterr().err
+    evaluated(made, memory_len=targets)
+    assert "it is cut" not in capsys.readouterr().err
+
+
+def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_with_a_word(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    whole, single = evaluated(made, segment_len=targets), evaluated(made, num_lanes=targets, memory_len=1)
+    assert "is cut to that" not in capsys.readouterr().err
+    assert evaluated(made, segment_len=1 << 20)["model"]["loss"] == whole["model"]["loss"]
+    said = capsys.readouterr().err
+    assert f"a lane of split 'valid' has {targets:,} tokens: --segment-len {1 << 20:,} is cut to that" in said
+    assert evaluated(made, num_lanes=1 << 20, memory_len=1)["model"]["loss"] == single["model"]["loss"]
+    assert f"has {targets:,} tokens to score: --num-lanes {1 << 20:,} is cut to that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 9 TiB"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp]\nDefaultCPUAllocator: can't allocate memory: error code 12"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_evaluation_without_enough_memory_is_one_line_with_the_remedy(
+    made: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=error))
+    with pytest.raises(ConfigError, match=r"not enough memory for this evaluation: .*Give fewer lanes") as told:
+        evaluated(made)
+    assert "\n" not in str(told.value)
+
+
+def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=RuntimeError("shapes differ")))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        evaluated(made)
+    torch.distributed.destroy_process_group()  # which a defect leaves behind, as the process ends with it
+
+
+def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> None:
+    with pytest.raises(ConfigError, match="is a bundle and knows no corpus"):
+        evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, json_path=None)
+
+
+def test_what_all_ranks_know_is_said_by_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, document_border="mask", begins_documents=False)
+    monkeypatch.setattr("txl_dist.ops.evaluate._score_model", Mock(return_value={}))
+    for rank, is_said in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        evaluate_trained(made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, json_path=None)
+        assert ("never learnt to predict them" in capsys.readouterr().err) == is_said
+
+
+def test_attended_zeros_are_as_many_as_asked_for(made: Made) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    result = evaluated(made, memory_len=targets + 9, zero_memory=True)["model"]
+    assert result["memory_len"] == targets + 9
+    assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets + 9, zeros=True), rel=1e-5)
+
+
+def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_nothing_elsewhere(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Progress, "_show_bar", lambda self: lines.append(self.line()))
+    monkeypatch.setattr("txl_dist.progress._QUIET_S", 0.0)
+    evaluated(made)
+    assert lines == []
+    assert "scoring" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    evaluated(made, memory_len=(0, 8))
+    passes = -(-(made.corpus.split("valid").tokens - 1) // SEGMENT_LEN)
+    assert len(lines) == 2 * passes
+    assert re.fullmatch(r"scoring: [\d,]+ of [\d,]+ tokens, 100 %, [\d,.]+ tokens/s, 0:00:00 left", lines[-1])
+
+
+def test_a_masked_model_that_never_learnt_first_tokens_is_scored_on_them_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for begins in (True, False):
+        evaluated(make(tmp_path / str(begins), document_border="mask", begins_documents=begins))
+        said[begins] = "never learnt to predict them" in capsys.readouterr().err
+    assert said == {True: False, False: True}

@@ -1,0 +1,185 @@
+"""What is written is what the library reads, its hash is the file's, and pieces come together from any files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import VOCAB_SIZE, tiny_config
+from txl_dist.config import plan_batch
+from txl_dist.dist import Ranks
+from txl_dist.errors import CheckpointError
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, file_bytes, fragment_tensors, write_tensors
+from txl_dist.train.engine.partitions import WEIGHT, Fragment
+from txl_dist.train.engine.zero import ZeroEngine
+
+
+def tensors_of_all_kinds() -> dict[str, Tensor]:
+    """Every type that is saved, in an order that would break alignment, with odd sizes and empty ones."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "half odd": torch.randn(7, generator=generator).half(),
+        "brain odd": torch.randn(3, 5, generator=generator).bfloat16(),
+        "empty": torch.empty(0),
+        "empty too": torch.empty(2, 0, 3, dtype=torch.int64),
+        "scalar": torch.tensor(2.5),
+        "single": torch.randn(1001, generator=generator),
+        "long": torch.randint(-(2**62), 2**62, (13, 3), generator=generator),
+        "view": torch.randn(40, generator=generator)[3:20],
+        'a "name" \u00e9 with/marks': torch.full((2,), float("nan")),
+    }
+
+
+def written(path: Path, tensors: dict[str, Tensor], **metadata: str) -> dict[str, int | str]:
+    return write_tensors(path, tensors, metadata=metadata)
+
+
+def test_the_library_reads_back_every_bit_of_every_type(tmp_path: Path) -> None:
+    tensors = tensors_of_all_kinds()
+    written(tmp_path / "f", tensors)
+    found = load_file(tmp_path / "f")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bytes_of(found[name]) == bytes_of(tensor), name
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("tensors", [tensors_of_all_kinds(), {}, {"empty": torch.empty(0)}])
+def test_bytes_and_hash_are_those_of_the_file_and_no_more_than_announced(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
+    facts = written(tmp_path / "f", tensors, note="x")
+    content = (tmp_path / "f").read_bytes()
+    assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert len(content) <= file_bytes(tensors)
+
+
+def test_a_tensor_larger_than_a_chunk_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txl_dist.train.checkpoint.tensor_files._CHUNK_BYTES", 1000)
+    tensor = torch.arange(12_345, dtype=torch.int64)
+    facts = written(tmp_path / "f", {"large": tensor})
+    assert torch.equal(load_file(tmp_path / "f")["large"], tensor)
+    assert facts["sha256"] == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+
+
+def test_every_tensor_begins_at_a_multiple_of_the_size_of_its_type(tmp_path: Path) -> None:
+    tensors = tensors_of_all_kinds()
+    written(tmp_path / "f", tensors)
+    content = (tmp_path / "f").read_bytes()
+    header_len = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_len])
+    for name, tensor in tensors.items():
+        start, end = header[name]["data_offsets"]
+        assert (8 + header_len + start) % tensor.element_size() == 0, name
+        assert end - start == tensor.nbytes
+
+
+def fragment(name: str, start: int, values: list[float], *, step: float = 3.0) -> Fragment:
+    return Fragment(name, start, {WEIGHT: torch.tensor(values), "exp_avg": -torch.tensor(values)}, step)
+
+
+def files(folder: Path, *parts: list[Fragment], near: int = 0) -> FragmentFiles:
+    """One file per part."""
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate(parts):
+        tensors, metadata = fragment_tensors(part)
+        write_tensors(folder / f"{number:05d}.safetensors", tensors, metadata=metadata)
+    return FragmentFiles(folder, near=near)
+
+
+@pytest.mark.parametrize("near", [0, 1, 2, 9])
+def test_a_parameter_is_put_together_from_the_files_that_hold_its_pieces(tmp_path: Path, near: int) -> None:
+    found = files(
+        tmp_path / "engine",
+        [fragment("a", 0, [0.0, 1.0]), fragment("b", 0, [9.0])],
+        [],
+        [fragment("a", 5, [5.0])],
+        [fragment("a", 2, [2.0, 3.0, 4.0])],
+        near=near,
+    )
+    assert found.kinds == ["exp_avg", WEIGHT]
+    for start in range(6):
+        for end in range(start + 1, 7):
+            expected = torch.arange(float(start), float(end))
+            assert torch.equal(found.read(WEIGHT, "a", start=start, length=end - start), expected)
+            assert torch.equal(found.read("exp_avg", "a", start=start, length=end - start), -expected)
+    assert found.read(WEIGHT, "b", start=0, length=1).tolist() == [9.0]
+    assert found.step_of("a") == found.step_of("b") == 3.0
+
+
+def test_what_lies_near_opens_no_other_file(tmp_path: Path) -> None:
+    files(tmp_path / "engine", [fragment("a", 0, [0.0])], [fragment("b", 0, [1.0])])
+    (tmp_path / "engine" / "00000.safetensors").write_bytes(b"no tensors")
+    found = FragmentFiles(tmp_path / "engine", near=1)
+    assert found.read(WEIGHT, "b", start=0, length=1).tolist() == [1.0]
+    with pytest.raises(CheckpointError, match=r"cannot read the weights in .*00000\.safetensors"):
+        found.read(WEIGHT, "a", start=0, length=1)
+
+
+def test_missing_pieces_and_other_models_are_refused_by_the_name_of_the_parameter(tmp_path: Path) -> None:
+    found = files(tmp_path / "engine", [fragment("a", 0, [0.0, 1.0])], [fragment("a", 4, [4.0])])
+    with pytest.raises(CheckpointError, match=r"lacks 3 of 5 values weight of a from 2 on\. It belongs to another"):
+        found.read(WEIGHT, "a", start=0, length=5)
+    with pytest.raises(CheckpointError, match="lacks 3 of 3 values weight of other"):
+        found.read(WEIGHT, "other", start=0, length=3)
+    with pytest.raises(CheckpointError, match=r"has no other\. It belongs to another model"):
+        found.step_of("other")
+    with pytest.raises(CheckpointError, match="a has no momentum"):
+        found.read("momentum", "a", start=0, length=1)
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        FragmentFiles(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        files(tmp_path / "empty", [])
+
+
+def test_a_piece_that_two_files_hold_hides_no_gap(tmp_path: Path) -> None:
+    found = files(tmp_path / "engine", [fragment("a", 0, [0.0, 1.0, 2.0])], [fragment("a", 2, [2.0])])
+    with pytest.raises(CheckpointError, match="of 4 values weight of a"):
+        found.read(WEIGHT, "a", start=0, length=4)
+
+
+def pieces_of_every_stage(ranks: Ranks) -> dict[int, list[tuple[str, int, int, dict[str, int]]]]:
+    """Per stage: (parameter, start, length, lengths of its values) of each fragment of this rank; and the shapes."""
+    found = {}
+    for stage in range(4):
+        config = tiny_config(engine={"zero_stage": stage}, train={"num_lanes": 6, "microbatch_lanes": 1})
+        plan = plan_batch(config.train, world_size=ranks.world_size)
+        engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
+        found[stage] = [
+            (one.parameter, one.start, len(one.values[WEIGHT]), {k: v.numel() for k, v in one.values.items()})
+            for one in engine.fragments()
+        ]
+        shapes = {name: torch.Size(shape).numel() for name, shape in engine.shapes.items()}
+    return {**found, -1: [(name, 0, length, {}) for name, length in shapes.items()]}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_fragments_of_all_ranks_cover_every_value_of_every_parameter_exactly_once(
+    tmp_path: Path, world_size: int
+) -> None:
+    results = run_ranks(pieces_of_every_stage, world_size=world_size, folder=tmp_path)
+    lengths = {name: length for name, _, length, _ in results[0][-1]}
+    assert len(lengths) > 30
+    for stage in range(4):
+        holders = results[:1] if stage == 0 else results
+        if stage == 0:
+            assert all(result[0] == results[0][0] for result in results), "all ranks hold the same"
+        covered = {name: torch.zeros(length, dtype=torch.int64) for name, length in lengths.items()}
+        for result in holders:
+            for name, start, length, values in result[stage]:
+                covered[name][start : start + length] += 1
+                assert set(values.values()) == {length}
+                assert start + length <= lengths[name]
+        assert all(bool((count == 1).all()) for count in covered.values()), stage

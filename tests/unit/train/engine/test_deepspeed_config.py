@@ -1,0 +1,145 @@
+"""The DeepSpeed dictionary says what our settings say, in words that DeepSpeed really reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from txl_dist.config import Config, config_from_dict, plan_batch
+from txl_dist.errors import ConfigError
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
+from txl_dist.train.preflight import check_hardware
+
+
+def settings_of(*, world_size: int = 2, on_gpu: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
+    values = {"train": {"num_lanes": 32, "microbatch_lanes": 4}, **sections}
+    config = config_from_dict(values, source="test")
+    return deepspeed_config(config, plan=plan_batch(config.train, world_size=world_size), block_len=5000, on_gpu=on_gpu)
+
+
+def each_engine() -> Iterator[dict[str, Any]]:
+    for precision in ("fp32", "bf16", "fp16"):
+        for stage in (0, 1, 2, 3):
+            yield {"zero_stage": stage, "precision": precision}
+            if stage >= 1:
+                yield {"zero_stage": stage, "precision": precision, "offload_optimizer": True}
+            if stage == 3:
+                yield {
+                    "zero_stage": stage,
+                    "precision": precision,
+                    "offload_optimizer": True,
+                    "offload_parameters": True,
+                }
+
+
+class Recording(dict[str, Any]):
+    """A dictionary that knows which of its keys were asked for."""
+
+    asked: set[str]
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.asked = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __copy__(self) -> Recording:
+        copy = Recording(self)
+        copy.asked = self.asked
+        return copy
+
+
+def test_the_batch_is_that_of_the_plan() -> None:
+    settings = settings_of(world_size=2)
+    assert settings["train_micro_batch_size_per_gpu"] == 4
+    assert settings["gradient_accumulation_steps"] == 4
+
+
+@pytest.mark.parametrize("engine", list(each_engine()), ids=str)
+def test_stage_precision_and_offload_are_said_and_nothing_else(engine: dict[str, Any]) -> None:
+    settings = settings_of(engine=engine, optim={"clip_norm": 0.75})
+    assert settings["gradient_clipping"] == 0.0, "the engine clips"
+    zero: dict[str, Any] = {
+        "stage": engine["zero_stage"],
+        "reduce_bucket_size": BUCKET_LEN,
+        "allgather_bucket_size": BUCKET_LEN,
+        "overlap_comm": False,
+    }
+    if engine["zero_stage"] == 3:
+        zero |= {
+            "memory_efficient_linear": False,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 5000,
+            "stage3_prefetch_bucket_size": 5000,
+            "stage3_param_persistence_threshold": PERSISTENT_LEN,
+        }
+    if engine.get("offload_optimizer"):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if engine.get("offload_parameters"):
+        zero["offload_param"] = {"device": "cpu"}
+    assert settings["zero_optimization"] == zero
+    assert ("bf16" in settings) is (engine["precision"] == "bf16")
+    assert ("fp16" in settings) is (engine["precision"] == "fp16")
+    if engine["precision"] != "fp32":
+        assert settings[engine["precision"]]["enabled"] is True
+    assert "optimizer" not in settings, "the optimizer is ours"
+    assert "scheduler" not in settings, "the learning rate is set by the loop"
+
+
+def test_the_exchange_overlaps_with_the_backward_pass_where_several_gpus_have_something_to_exchange() -> None:
+    overlaps = {
+        (world_size, on_gpu): settings_of(world_size=world_size, on_gpu=on_gpu)["zero_optimization"]["overlap_comm"]
+        for world_size in (1, 2)
+        for on_gpu in (False, True)
+    }
+    assert [key for key, overlap in overlaps.items() if overlap] == [(2, True)]
+
+
+def test_the_dictionary_is_a_pure_function() -> None:
+    assert settings_of() == settings_of()
+    settings_of()["zero_optimization"]["stage"] = 3
+    assert settings_of()["zero_optimization"]["stage"] == Config().engine.zero_stage
+
+
+def test_deepspeed_reads_every_key_and_understands_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for engine in each_engine():
+        settings = Recording(settings_of(world_size=1, engine=engine))
+        read = DeepSpeedConfig(settings)
+        # DeepSpeed ignores unknown keys at the top; below it refuses them itself.
+        assert settings.keys() - settings.asked == set(), engine
+        assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (4, 8)
+        assert read.gradient_clipping == 0.0
+        assert read.zero_config.stage == engine["zero_stage"]
+        assert read.bfloat16_config.enabled is (engine["precision"] == "bf16")
+        assert read.float16_config.enabled is (engine["precision"] == "fp16")
+        assert (read.zero_config.offload_optimizer is not None) is engine.get("offload_optimizer", False)
+        assert (read.zero_config.offload_param is not None) is engine.get("offload_parameters", False)
+        assert read.zero_allow_untested_optimizer is True
+        assert read.zero_force_ds_cpu_optimizer is False
+    misspelt = Recording({**settings_of(world_size=1), "gradient_cliping": 1.0})
+    DeepSpeedConfig(misspelt)
+    assert misspelt.keys() - misspelt.asked == {"gradient_cliping"}, "this test would see a misspelt key"
+
+
+def test_fp16_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.precision=fp16 needs a GPU"):
+        check_hardware(config_from_dict({"engine": {"precision": "fp16"}}, source="test"), device=torch.device("cpu"))
+    for precision, device in (("fp32", "cpu"), ("bf16", "cpu"), ("fp16", "cuda")):
+        config = config_from_dict({"engine": {"precision": precision}}, source="test")
+        check_hardware(config, device=torch.device(device))

@@ -1,0 +1,226 @@
+"""Predicted memory beside memory: of a micro-step in a process of its own, and by arithmetic where it is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.helpers.tiny import tiny_config
+from txl_dist.config import Config, plan_batch
+from txl_dist.data.read.stream import plain_segment
+from txl_dist.model.flops import count_parameters, typical_shares
+from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.text.clusters import cluster_edges, cluster_shares
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint import step as footprint_step
+from txl_dist.train.footprint.rank import bytes_per_rank
+from txl_dist.train.footprint.step import MicroStep, micro_step_peak
+
+VOCAB_SIZE = 6000
+LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024, "dropout": 0.1}
+TRAIN = {"num_lanes": 8, "segment_len": 128, "memory_len": 128, "microbatch_lanes": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "two layers of clusters": {"model": LAYERS | {"cutoffs": [2000, 4000], "div_value": 2}, "train": TRAIN},
+    "longer, blocks recomputed": {
+        "model": LAYERS | {"cutoffs": [], "div_value": 1, "tie_projections": [], "attention_dropout": 0.1},
+        "train": TRAIN | {"segment_len": 512, "memory_len": 256},
+        "engine": {"activation_checkpointing": True},
+    },
+}
+
+
+def held(config: Config, *, world_size: int = 1, on_gpu: bool = False) -> dict[str, float]:
+    plan = plan_batch(config.train, world_size=world_size)
+    shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=300))
+    return bytes_per_rank(config, plan=plan, vocab_size=300, cluster_shares=shares, on_gpu=on_gpu)
+
+
+def measure(name: str) -> None:
+    """In a process of its own: print (bytes that the resident set grew by in micro-steps, bytes predicted)."""
+    torch.set_num_threads(1)
+    config = tiny_config(**MODELS[name])
+    train = config.train
+    ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)) ** 2 // VOCAB_SIZE
+    model = TransformerXL(
+        config.model, vocab_size=VOCAB_SIZE, recompute_every=int(config.engine.activation_checkpointing)
+    ).train()
+    loss_of, memory = SegmentLoss(model), model.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
+    memory = memory._replace(hidden_LBMD=memory.hidden_LBMD.normal_())
+    batch = batch_maker(model, mask_documents=False).batch(plain_segment(ids))
+    square = torch.ones(1024, 1024, requires_grad=True)
+    (square @ square).sum().backward()  # buffers of the libraries are no part of it
+    del square
+    shares = cluster_shares(
+        np.bincount(ids.flatten(), minlength=VOCAB_SIZE), cluster_edges(config.model.cutoffs, vocab_size=VOCAB_SIZE)
+    )
+    predicted = micro_step_peak(
+        MicroStep(
+            model=config.model,
+            vocab_size=VOCAB_SIZE,
+            cluster_shares=shares,
+            lanes=train.num_lanes,
+            segment_len=train.segment_len,
+            memory_len=train.memory_len,
+            dtype=torch.float32,
+            attention="fused",
+            recompute_every=int(config.engine.activation_checkpointing),
+            is_flat=False,
+            exchange="stays",
+            num_owners=1,
+            on_gpu=False,
+        )
+    ).alive
+    before = kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        loss, _ = loss_of(batch, memory, 1.0)
+        loss.backward()
+    print(json.dumps([(kib("VmHWM") - before) * 1024, predicted]))
+
+
+def kib(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_a_micro_step_are_foreseen_within_a_tenth(name: str) -> None:
+    program = f"from tests.unit.train.footprint.test_footprint import measure; measure({name!r})"
+    # Each tensor apart: what the C library keeps of freed pieces is its own affair.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    measured, predicted = json.loads(result.stdout.splitlines()[-1])
+    assert measured > 50 * 2**20
+    assert 0.9 < predicted / measured < 1.1, (predicted / 2**20, measured / 2**20)
+
+
+def test_each_stage_shards_what_it_shards() -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    at = {stage: held(tiny_config(engine={"zero_stage": stage}), world_size=2) for stage in range(4)}
+    assert [at[stage]["weights"] / parameters for stage in range(4)] == [4, 4, 4, 2]
+    assert [at[stage]["gradients"] / parameters for stage in range(4)] == [4, 4, 2, 2]
+    assert [at[stage]["optimizer"] / parameters for stage in range(4)] == [8, 6, 6, 6]
+    assert at[0]["buckets"] == 0.0
+
+
+def test_the_copy_of_a_checkpoint_is_foreseen_where_one_is_made() -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    with_copy = held(tiny_config(engine={"zero_stage": 2}), world_size=2)
+    assert 6 * parameters <= with_copy["checkpoint copy"] <= 6 * parameters + with_copy["memories"]
+    assert held(tiny_config(engine={"zero_stage": 0}))["checkpoint copy"] > 12 * parameters  # weights and two moments
+    assert "checkpoint copy" not in held(tiny_config(checkpoint={"asynchronous": False}))
+    assert "checkpoint copy" not in held(tiny_config(), on_gpu=True)
+
+
+def test_accumulated_gradients_and_an_exchange_by_buckets_are_foreseen() -> None:
+    def fullest(stage: int, microbatch_lanes: int) -> float:
+        train = {"num_lanes": 4, "microbatch_lanes": microbatch_lanes, "memory_len": 0}
+        return sum(held(tiny_config(train=train, engine={"zero_stage": stage}), on_gpu=True).values())
+
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    assert fullest(0, 2) > fullest(0, 4) - 4 * parameters  # half the activations, but gradients are there before
+    assert fullest(2, 4) > fullest(0, 4)  # masters, and two buckets of a fixed length
+
+
+def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
+    assert (half["weights"], half["memories"]) == (full["weights"] / 2, full["memories"] / 2)
+    assert half["optimizer"] == 12 * parameters
+    assert half["buckets"] == 2 * BUCKET_LEN
+    off = held(tiny_config(engine={"precision": "bf16", "offload_optimizer": True}), on_gpu=True)
+    assert off["optimizer"] == 0.0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> None:
+    wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
+    train = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
+    config = tiny_config(model=wide, train=train, engine={"precision": "bf16", "zero_stage": stage})
+    bytes_by = held(config, on_gpu=True)
+    parameters = count_parameters(config.model, vocab_size=300)
+    temporary = bytes_by["activations"] + bytes_by["scores"]
+    assert temporary == pytest.approx((4 + 2) * parameters)  # the gradients in fp32, and a flat copy
+
+
+def test_what_saves_memory_is_foreseen_to() -> None:
+    long = {"train": {"segment_len": 64, "memory_len": 256}}
+
+    def activations(**engine: Any) -> float:
+        config = tiny_config(**long, engine={"precision": "bf16", "zero_stage": 0, **engine})
+        bytes_by = held(config, on_gpu=True)
+        return bytes_by["activations"] + bytes_by["scores"]
+
+    assert activations(attention="auto") < 0.6 * activations(attention="fused") <= activations(attention="plain")
+    assert activations(attention="fused", activation_checkpointing=True) < 0.9 * activations(attention="fused")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"cutoffs": [], "attention_dropout": 0.1}},
+        {"model": {"num_layers": 5}, "engine": {"activation_checkpointing": True, "recompute_every": 2}},
+        {"model": {"tie_weights": False, "pre_norm": True}, "engine": {"attention": "plain"}},
+        {"model": {"positions": "absolute"}, "train": {"memory_len": 0}},
+        {"model": {"positions": "learned_relative", "num_distances": 16}},
+    ],
+)
+def test_the_fast_way_to_follow_a_step_shows_the_same_bytes_at_every_stage(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On fake tensors, which know their device, and on meta tensors, which do not."""
+
+    @contextmanager
+    def fake(model: object) -> Iterator[None]:
+        with FakeTensorMode(), torch.device("cpu"):
+            yield
+
+    def at_all_stages() -> list[dict[str, float]]:
+        return [
+            held(tiny_config(**changes | {"engine": changes.get("engine", {}) | {"zero_stage": stage}}), world_size=2)
+            for stage in range(4)
+        ]
+
+    footprint_step.follow.cache_clear()
+    fast = at_all_stages()
+    footprint_step.follow.cache_clear()
+    monkeypatch.setattr(footprint_step, "_without_storage", fake)
+    assert at_all_stages() == fast
+    footprint_step.follow.cache_clear()
+
+
+def test_stages_share_what_was_followed() -> None:
+    """Whatever becomes of the gradients, the step is run once; again at stage 3, whose parameters are not flat."""
+    footprint_step.follow.cache_clear()
+    for stage in range(4):
+        held(tiny_config(engine={"zero_stage": stage}), world_size=2, on_gpu=True)
+    assert footprint_step.follow.cache_info().misses == 2
+
+
+def test_predicting_leaves_the_process_as_it_was() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    held(tiny_config(engine={"precision": "bf16"}))
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,1 @@
+"""Is a corpus whole, and what is in it."""

@@ -1,0 +1,174 @@
+"""Reads the inputs of `txl prepare` once, front to back, and cuts them into parts for the workers.
+
+A part is a list of blocks of whole raw records. Where parts begin and end is a pure function of the files and of
+`part_bytes`, from any cursor on: a preparation that goes on after a kill makes the parts that the first one would
+have made, and starts behind those that are there. Nothing is decoded or parsed here; memory holds one part.
+
+What it gives up: inputs that grow or change while they are read; a plain text file has to fit in memory unless its
+documents are lines or paragraphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import IO, NamedTuple
+
+from txl_dist.data.prepare.documents import Block, end_of_records
+from txl_dist.data.prepare.opening import open_source, skip
+from txl_dist.data.prepare.sources import SourceFile
+from txl_dist.errors import DataError
+
+LONGEST_RECORD = 1 << 31
+"""Bytes from which on a document is too long."""
+MOST_RECORDS = 1 << 18
+"""Raw records, or lines, in a block or a part, about: a worker keeps some hundred bytes of each, however short."""
+_BLOCK_BYTES = 1 << 22
+_ROWS = 1024
+_MIB = 1 << 20
+
+
+class Cursor(NamedTuple):
+    """Where a part begins."""
+
+    file: int = 0
+    """Index of the file."""
+    offset: int = 0
+    """Bytes of it, decompressed, that lie before; rows of a parquet file."""
+    unit: int = 0
+    """Lines, or rows, of it that lie before."""
+    ordinal: int = 0
+    """Lines, rows and whole files that lie before in all inputs."""
+
+
+class Part(NamedTuple):
+    """A piece of the input that one worker encodes."""
+
+    blocks: list[Block]
+    begin: Cursor
+    end: Cursor
+    """Where the next part begins."""
+    stored_bytes: int
+    """Bytes of all input up to the end of the part, as stored, or decompressed if their number is unknown; for
+    progress."""
+
+
+def read_parts(
+    files: Sequence[SourceFile],
+    *,
+    part_bytes: int,
+    begin: Cursor = Cursor(),  # noqa: B008  immutable
+    allow_protocols: Sequence[str] = (),
+    jsonl_field: str = "text",
+) -> Iterator[Part]:
+    """Parts of about `part_bytes` bytes of raw records, from a cursor on.
+
+    Raises DataError if a file cannot be read, ends too early, or holds a document of 2 GiB or more.
+    """
+    blocks: list[Block] = []
+    held, ordinal = 0, begin.ordinal
+    stored = sum(file.size or 0 for file in files[: begin.file])
+    start = begin
+    for number, file in enumerate(files[start.file :], start=start.file):
+        first = start if number == start.file else Cursor()
+        at, unit = first.offset, first.unit
+        with open_source(file, allow_protocols) as (stream, stored_of_file):
+            for data, length, units in _records(file, stream, first.offset, min(part_bytes, _BLOCK_BYTES), jsonl_field):
+                blocks.append(Block(file.path, file.form, file.split, unit, ordinal, data))
+                held, at, unit, ordinal = held + len(data), at + length, unit + units, ordinal + units
+                if held >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
+                    end = Cursor(number, at, unit, ordinal)
+                    yield Part(blocks, begin, end, stored + (at if file.size is None else stored_of_file()))
+                    blocks, held, begin = [], 0, end
+        stored += at if file.size is None else file.size
+    if blocks:
+        yield Part(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored)
+
+
+def _records(
+    file: SourceFile, stream: IO[bytes], offset: int, block_bytes: int, field: str
+) -> Iterator[tuple[bytes, int, int]]:
+    """(data, how far it moves the offset, raw records or lines in it) of each block of a file."""
+    if file.form == "parquet":
+        for data, rows in _row_batches(stream, offset, field, file.path):
+            yield data, rows, rows
+        return
+    skip(stream, offset)
+    if file.form == "file":
+        if not offset:
+            data = b"".join(_chunks(stream, file))
+            yield data, len(data), 1
+        return
+    held = b""
+
+    def take(count: int) -> bytes:
+        nonlocal held
+        taken, held = held[:count], held[count:]
+        return taken + stream.read(count - len(taken)) if len(taken) < count else taken
+
+    while True:
+        data = take(block_bytes)
+        is_last = len(data) < block_bytes
+        while not is_last and not (end := end_of_records(data, file.form)):
+            _check_length(len(data), file)
+            more = take(len(data))  # doubled each time: a long record costs no quadratic copying
+            is_last = len(more) < len(data)
+            data += more
+        if is_last:
+            end = len(data)
+        while data.count(b"\n", 0, end) > MOST_RECORDS and (half := end_of_records(data[: end // 2], file.form)):
+            end = half
+        if not data:
+            return
+        yield data[:end], end, data.count(b"\n", 0, end) + (not data.endswith(b"\n", 0, end))
+        held = data[end:] + held
+
+
+def _chunks(stream: IO[bytes], file: SourceFile) -> Iterator[bytes]:
+    """All of a stream. Raises DataError if it is too long for a document."""
+    total = 0
+    while chunk := stream.read(_MIB):
+        total += len(chunk)
+        _check_length(total, file)
+        yield chunk
+
+
+def _check_length(num_bytes: int, file: SourceFile) -> None:
+    if num_bytes >= LONGEST_RECORD:
+        raise DataError(
+            f"{file.path} holds a document of 2 GiB or more. Cut it into documents: plain text with "
+            "`--documents line` or `--documents blank_line`, JSON lines and rows where they are made."
+        )
+
+
+def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
+    """(the text column of up to 1,024 rows as an Arrow stream, number of rows), one row group in memory."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"reading {path} needs the package pyarrow. Run `pip install 'txl_dist[parquet]'`.") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+        known = table.schema_arrow
+        kinds = {pyarrow.string(), pyarrow.large_string()}
+        if field not in known.names or known.field(field).type not in kinds:
+            columns = ", ".join(f"{column.name} ({column.type})" for column in known)
+            raise DataError(
+                f"{path}: no text in the column {field!r} (found: {columns}). Name a column of strings with "
+                "--jsonl-field."
+            )
+        row = 0
+        for group in range(table.num_row_groups):
+            count = table.metadata.row_group(group).num_rows
+            if row + count > first_row:
+                for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[field]):
+                    if row >= first_row:
+                        sink = pyarrow.BufferOutputStream()
+                        with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+                            writer.write_batch(batch)
+                        yield sink.getvalue().to_pybytes(), batch.num_rows
+                    row += batch.num_rows
+            else:
+                row += count
+    except pyarrow.ArrowException as error:
+        raise DataError(f"cannot read {path}: {error}. Mend or remove the file, then prepare again.") from error

@@ -1,0 +1,192 @@
+"""Documents that are equal, and documents that are nearly equal, over all parts of a preparation.
+
+Exact: the same 128 bits of sha256 over the text. Of equal documents one stays: a held-out one before one of train
+(train must not contain what is measured), otherwise the first of the input.
+
+Near: one-permutation MinHash (Li, Owen, Zhang 2012) over runs of token ids. The hashes of a document's runs fall
+into 64 bins, the smallest of each bin is kept, an empty bin borrows from the next one (Shrivastava, Li 2014), and
+8 bands of 8 bins become one number each. Two documents whose runs overlap by the share J (Jaccard) agree in a bin
+with probability J, and share a band with probability 1 - (1 - J^8)^8:
+
+    J     0.5    0.6    0.7    0.8    0.9    0.95
+    p     0.03   0.13   0.38   0.77   0.99   1.00
+
+What is counted is the documents that share a band with an earlier one that is not equal. So the count is an estimate:
+it misses about a quarter of pairs at J = 0.8, texts below `FEWEST_RUNS` runs, and a short text inside a long one; it
+counts some pairs of J around 0.5, more of them where the texts are short. Nothing is dropped for it.
+
+Memory is bounded by `_SLICE` entries: more are spread over files by value first, and looked at file by file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.data.read.lanes import hash64
+from txl_dist.files import open_new
+
+UInt64s = npt.NDArray[np.uint64]
+
+NUM_BANDS = NUM_ROWS = 8
+FEWEST_RUNS = 16
+"""Runs of tokens that a document needs to be compared."""
+_RUN_LEN = {"byte": 24, "char": 24}
+"""Tokens in a run where they are shorter than words."""
+_DEFAULT_RUN_LEN = 5
+_NUM_BINS = NUM_BANDS * NUM_ROWS
+_BASE = 0x9E3779B97F4A7C15 | 1
+_CHUNK = 1 << 16
+_SLICE = 1 << 23
+_MOST_FILES = 256
+_EMPTY = np.uint64(2**64 - 1)
+_EXACT = np.dtype([("value", "<u8"), ("rest", "<u8"), ("ordinal", "<u8"), ("is_train", "<u8")])
+_BAND = np.dtype([("value", "<u8"), ("ordinal", "<u8")])
+
+
+class Equals(NamedTuple):
+    """The documents that equal one which stays."""
+
+    ordinals: UInt64s
+    """Of all of them, ascending."""
+    num_held_out: int
+    """How many of them are train documents that equal a held-out one."""
+
+
+def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
+    """[documents, 8] one number per band, given the ids of each document; 0 for documents that are too short."""
+    run_len = _RUN_LEN.get(kind, _DEFAULT_RUN_LEN)
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    smallest = np.full((len(documents), _NUM_BINS), _EMPTY)
+    ids = np.concatenate([*documents, np.empty(0, np.int32)])
+    owners = np.repeat(np.arange(len(documents), dtype=np.int32), lengths)
+    for begin in range(0, len(ids) - run_len + 1, _CHUNK):
+        chunk = slice(begin, begin + _CHUNK + run_len - 1)
+        _add_runs(smallest, ids[chunk], owners[chunk], run_len)
+    _fill_empty(smallest)
+    bands = np.zeros((len(documents), NUM_BANDS), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for band in range(NUM_BANDS):
+            for row in range(NUM_ROWS):
+                # The bins of a band lie far apart, so that one borrowed value seldom fills several of its rows.
+                bands[:, band] = hash64(bands[:, band] ^ smallest[:, row * NUM_BANDS + band])
+            bands[:, band] = hash64(bands[:, band] ^ np.uint64(band + 1))
+    bands[lengths < FEWEST_RUNS + run_len - 1] = 0
+    return bands
+
+
+def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, folder: Path) -> Equals:
+    """Equal documents in (records of a part, whether it is of train) tables with `count` records in all."""
+
+    def entries() -> Iterator[npt.NDArray[Any]]:
+        for records, is_train in tables:
+            own = np.empty(len(records), dtype=_EXACT)
+            own["value"], own["rest"] = records["digest"][:, 0], records["digest"][:, 1]
+            own["ordinal"], own["is_train"] = records["ordinal"], is_train
+            yield own
+
+    found, num_held_out = [np.empty(0, np.uint64)], 0
+    for own in _sliced(entries(), count=count, folder=folder):
+        if not len(own):
+            continue
+        own = own[np.lexsort((own["ordinal"], own["is_train"], own["rest"], own["value"]))]
+        is_equal = (own["value"][1:] == own["value"][:-1]) & (own["rest"][1:] == own["rest"][:-1])
+        begins = np.concatenate([[True], ~is_equal])
+        first = np.flatnonzero(begins)[np.cumsum(begins) - 1]  # of each document the one that stays
+        num_held_out += int(((own["is_train"] == 1) & (own["is_train"][first] == 0)).sum())
+        found.append(own["ordinal"][1:][is_equal])
+    return Equals(np.sort(np.concatenate(found)), num_held_out)
+
+
+def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals, *, count: int, folder: Path) -> int:
+    """Documents that share a band with an earlier one, in (records, bands) tables with `count` records in all.
+
+    Those in `equal` are left out.
+    """
+
+    def entries() -> Iterator[npt.NDArray[Any]]:
+        for records, bands in tables:
+            is_used = (bands[:, 0] != 0) & ~contains(equal.ordinals, records["ordinal"])
+            own = np.empty(int(is_used.sum()) * NUM_BANDS, dtype=_BAND)
+            own["value"], own["ordinal"] = bands[is_used].ravel(), np.repeat(records["ordinal"][is_used], NUM_BANDS)
+            yield own
+
+    near = np.empty(0, np.uint64)
+    for own in _sliced(entries(), count=count * NUM_BANDS, folder=folder):
+        own = own[np.lexsort((own["ordinal"], own["value"]))]
+        is_shared = own["value"][1:] == own["value"][:-1]
+        near = np.union1d(near, own["ordinal"][1:][is_shared])
+    return len(near)
+
+
+def contains(ordinals: UInt64s, wanted: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """For each of `wanted` whether it is among the ascending `ordinals`."""
+    if not len(ordinals):
+        return np.zeros(len(wanted), dtype=bool)
+    places = np.minimum(np.searchsorted(ordinals, wanted), len(ordinals) - 1)
+    found: npt.NDArray[np.bool_] = ordinals[places] == wanted
+    return found
+
+
+def _add_runs(smallest: UInt64s, ids: npt.NDArray[Any], owners: npt.NDArray[np.int32], run_len: int) -> None:
+    """Put the hash of each run of ids of one document into the document's bin, where it is the smallest yet."""
+    powers, inverses = _powers()
+    with np.errstate(over="ignore"):
+        # A polynomial modulo 2^64: differences of a running sum give every run, whatever its length.
+        sums = np.zeros(len(ids) + 1, dtype=np.uint64)
+        np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * powers[: len(ids)], out=sums[1:])
+        runs = (sums[run_len:] - sums[:-run_len]) * inverses[: len(ids) - run_len + 1]
+        own = owners[: len(runs)]
+        is_whole = own == owners[run_len - 1 :]
+        runs, own = runs[is_whole], own[is_whole]
+        runs = (runs ^ (runs >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+        runs = (runs ^ (runs >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    places = own.astype(np.int64) * _NUM_BINS + (runs >> np.uint64(58)).astype(np.int64)
+    np.minimum.at(smallest.reshape(-1), places, runs)
+
+
+@cache
+def _powers() -> tuple[UInt64s, UInt64s]:
+    """Powers of the base and of its inverse modulo 2^64."""
+    count = _CHUNK + max(_RUN_LEN.values())
+    bases = (_BASE, pow(_BASE, -1, 1 << 64))
+    with np.errstate(over="ignore"):
+        powers, inverses = (np.cumprod(np.full(count, base, np.uint64), dtype=np.uint64) for base in bases)
+    return powers, inverses
+
+
+def _fill_empty(smallest: UInt64s) -> None:
+    """An empty bin takes a hash of the next bin that is not, going round."""
+    rows = np.flatnonzero((smallest == _EMPTY).any(axis=1))
+    own = smallest[rows]
+    for column in [*range(_NUM_BINS - 1, -1, -1)] * 2:
+        following = own[:, (column + 1) % _NUM_BINS]
+        is_filled = (own[:, column] == _EMPTY) & (following != _EMPTY)
+        own[is_filled, column] = hash64(following[is_filled])
+    smallest[rows] = own
+
+
+def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) -> Iterator[npt.NDArray[Any]]:
+    """All entries in a few arrays; those of one value are in one array."""
+    num_files = min(-(-count // _SLICE), _MOST_FILES)
+    if num_files <= 1:
+        yield np.concatenate(list(entries))
+        return
+    paths = [folder / f"slice-{number:03d}" for number in range(num_files)]
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_new(path)) for path in paths]
+        for own in entries:
+            numbers = (own["value"] >> np.uint64(32)) * np.uint64(num_files) >> np.uint64(32)
+            order = np.argsort(numbers, kind="stable")
+            borders = np.searchsorted(numbers[order], np.arange(1, num_files))
+            for file, piece in zip(files, np.split(own[order], borders), strict=True):
+                file.write(piece.tobytes())
+    for path in paths:
+        yield np.fromfile(path, dtype=own.dtype)
+        path.unlink()

@@ -1,0 +1,271 @@
+"""The bytes of one input file, whatever its store and compression, or an error that names it.
+
+A stream that ends too early is never taken for a whole one: a compressed file whose end is missing, a URL that gives
+fewer bytes than it announced, a command with any exit status but 0 (141 too, a broken pipe, which webdataset takes
+for success).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from txl_dist.data.prepare.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
+from txl_dist.data.storage.retries import filesystem_of, retrying, watched
+from txl_dist.errors import DataError
+from txl_dist.files import open_new
+
+_MIB = 1 << 20
+_LONGEST_WINDOW = 1 << 31
+_RETRIES = 5
+
+
+@contextmanager
+def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """A file's decompressed bytes, and how many stored ones have been read, which only files of known size can tell.
+
+    Raises DataError naming the file.
+    """
+    with _naming(file), _open_stored(file, allow_protocols) as raw, _decompressed(raw, file) as stream:
+        yield stream, raw.tell
+
+
+def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
+    """A file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
+    with open_source(file, allow_protocols) as (stream, _):
+        while chunk := stream.read(_MIB):
+            yield chunk
+
+
+def begin(
+    file: SourceFile, copy: Path, *, at_most: int, allow_protocols: Sequence[str], streams: ExitStack
+) -> SourceFile:
+    """What can be read but once, with its first `at_most` bytes in a local copy.
+
+    It can be read any number of times if it is shorter; else once, and its rest stays open until `streams` ends.
+    Raises DataError naming it.
+    """
+    raw = streams.enter_context(_open_stored(file, allow_protocols))
+    with open_new(copy) as copied:
+        while (left := at_most - copied.tell()) and (chunk := _read(raw, min(left, _MIB), file)):
+            copied.write(chunk)
+        size = copied.tell()
+    begun = file._replace(spooled=str(copy))
+    return begun._replace(size=size) if size < at_most else begun._replace(rest=raw)
+
+
+def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
+    with _naming(file):
+        return stream.read(count)
+
+
+@contextmanager
+def _naming(file: SourceFile) -> Iterator[None]:
+    """Errors of reading become a DataError that names the file."""
+    try:
+        yield
+    except _read_errors() as error:
+        raise DataError(f"cannot read {file.path}: {error}. Mend or remove the file, then prepare again.") from error
+
+
+def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:
+    """The bytes of a file as they are stored."""
+    if file.rest is not None:
+        return io.BufferedReader(_JoinedStream(open(file.spooled, "rb"), file.rest), buffer_size=_MIB)
+    if file.spooled:
+        return open(file.spooled, "rb")
+    if file.path == STDIN:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    if file.path.startswith(PIPE):
+        return io.BufferedReader(_CommandStream(file.path.removeprefix(PIPE)), buffer_size=_MIB)
+    if is_url(file.path):
+        return io.BufferedReader(_UrlStream(file, allow_protocols), buffer_size=8 * _MIB)
+    return open(file.path, "rb")
+
+
+def _decompressed(raw: io.BufferedReader, file: SourceFile) -> IO[bytes]:
+    if file.suffix in COMPRESSED_SUFFIXES and not raw.peek(1):
+        raise EOFError("it is empty, as no compressed file is")
+    if file.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(raw))
+    if file.suffix == ".xz":
+        return cast(IO[bytes], lzma.open(raw))
+    if file.suffix == ".zst":
+        try:
+            import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        except ImportError as error:
+            raise DataError(
+                f"reading {file.path} needs the package zstandard. Run `pip install zstandard`, or decompress the file."
+            ) from error
+        frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
+        return io.BufferedReader(_FrameStream(raw, frames.decompressobj), buffer_size=_MIB)
+    return raw
+
+
+class _FrameStream(io.RawIOBase):
+    """The content of zstd frames. The library's own reader takes a cut frame for a whole one."""
+
+    def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
+        self._raw = raw
+        self._new_frame = new_frame
+        self._frame: Any = None
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            data = self._frame.unused_data if self._frame and self._frame.eof else b""
+            data = data or self._raw.read(_MIB // 8)
+            is_between = self._frame is None or self._frame.eof
+            if not data and is_between:
+                return 0
+            if not data:
+                raise EOFError("the compressed data ends within a frame: it was cut")
+            if is_between:
+                self._frame = self._new_frame()
+            self._held = memoryview(self._frame.decompress(data))
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
+
+
+class _JoinedStream(io.RawIOBase):
+    """One stream behind another."""
+
+    def __init__(self, *streams: IO[bytes]) -> None:
+        self._streams = streams
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = next(filter(None, (stream.read(len(buffer)) for stream in self._streams)), b"")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        super().close()
+
+
+class _CommandStream(io.RawIOBase):
+    """What a shell command prints. Its exit status, where bash is there that of each command of a pipeline, counts."""
+
+    def __init__(self, command: str) -> None:
+        bash = shutil.which("bash")
+        words = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
+        self._command = command
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(len(buffer))
+        if not data and (status := self._process.wait()):
+            raise DataError(
+                f"the command {self._command!r} ended with exit status {status}, so its output may be cut. Mend the "
+                "command, then prepare again."
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the shell and what it started
+        self._process.stdout.close()
+        self._process.wait()
+        super().close()
+
+
+class _UrlStream(io.RawIOBase):
+    """A file at a URL; reads are tried again from where the last one ended, and the announced size has to come."""
+
+    def __init__(self, file: SourceFile, allow_protocols: Sequence[str]) -> None:
+        self._url = file.path
+        self._size = file.size
+        self._filesystem, self._path = filesystem_of(file.path, allow=allow_protocols)
+        self._file: Any = None
+        self._block_size = 8 * _MIB
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._size is not None
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
+        self._file = None
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        data = retrying(lambda: watched(lambda: self._read(len(buffer))), what=self._url, retries=_RETRIES)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _read(self, count: int) -> bytes:
+        file, self._file = self._file or self._open(), None
+        try:
+            data: bytes = file.read(count)
+        except ValueError:
+            if not self._block_size:
+                raise
+            self._block_size = 0  # a server without ranges: one answer, front to back
+            return self._read(count)
+        if not data and self._size is not None and self._position < self._size:
+            raise OSError(f"it ended after {self._position:,} of {self._size:,} bytes")
+        self._file = file
+        return data
+
+    def _open(self) -> Any:
+        file = self._filesystem.open(self._path, "rb", block_size=self._block_size, cache_type="readahead")
+        try:
+            file.seek(self._position)
+        except ValueError:  # it comes front to back
+            _discard(file, self._position)
+        return file
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    """What reading a file may raise; the error of zstandard is known only once it is in use."""
+    known: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    library = sys.modules.get("zstandard")
+    return known if library is None else (*known, library.ZstdError)
+
+
+def skip(stream: IO[bytes], offset: int) -> None:
+    """Go to an offset of a stream that stands at its beginning."""
+    if stream.seekable():
+        stream.seek(offset)
+    else:
+        _discard(stream, offset)
+
+
+def _discard(stream: IO[bytes], count: int) -> None:
+    while count and (passed := len(stream.read(min(count, _MIB)))):
+        count -= passed

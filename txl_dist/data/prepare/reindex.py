@@ -1,0 +1,319 @@
+"""`txl prepare --reindex`: tars of tokens that others made become a corpus where they lie.
+
+What is missing beside the tars is written: records (.tar.idx), counts, tokenizer.json and, last, index.json. The tars
+are read once from front to back, all of them before anything of an older index is replaced; they are never changed.
+
+- Tars are those of webdataset: `KEY.npy` holds ids, `KEY.docs.npy` the starts where several documents share a sample;
+  other members are ignored. See tars.py for what is refused.
+- `train-000007.tar` belongs to the split `train`; a name without a number at its end too. Inside a split the tars
+  come in the order of their numbers.
+- The ids must be those of the tokenizer, one of ours or a foreign one, which keeps its ids: each is checked against
+  the vocabulary.
+
+What it gives up: ids in order of frequency (cutoffs pay only if the tars have it), and going on after a kill: the next
+call begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.data.check.inspect import corpus_facts, corpus_lines
+from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
+from txl_dist.data.format import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    RECORD,
+    TOKENIZER_NAME,
+    ShardInfo,
+    SplitInfo,
+    counts_name,
+)
+from txl_dist.data.prepare.documents import count_characters, text_bytes_of
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.storage.places import MappedPayload
+from txl_dist.errors import DataError
+from txl_dist.files import flush_folder, replace_file, write_bytes, write_hashed_json
+from txl_dist.text.foreign import ADDED, ForeignTokenizer
+from txl_dist.text.importing import open_tokenizer
+from txl_dist.text.tokenizer import Tokenizer
+
+UNNUMBERED = "train"
+"""Split of a tar whose name has no number."""
+MAX_SAMPLE_LEN = (1 << 32) - 1
+"""A record counts tokens in 32 bits."""
+_NUMBERED = re.compile(r"(?P<split>.+)-(?P<number>\d+)\.tar")
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
+_TEMPORARY = ".idx.reindexed"
+_PIECE_LEN = 1 << 22
+
+
+@dataclass(frozen=True)
+class ReindexSummary:
+    """What `reindex_corpus` made of the tars."""
+
+    corpus: Corpus
+    ignored: dict[str, int]
+    """Members that are no tokens, by suffix."""
+    num_unended: int
+    """Documents whose last id is not end-of-text: they run into the next one."""
+    num_without_tokens: int
+    """Tars that hold no tokens and are left out."""
+
+    def lines(self) -> list[str]:
+        """For people: the corpus, then what was not taken from the tars."""
+        lines = corpus_lines(corpus_facts(self.corpus))
+        lines += [f"members ignored: {count:,} {suffix}" for suffix, count in sorted(self.ignored.items())]
+        if self.num_without_tokens:
+            lines.append(f"{self.num_without_tokens:,} tars without tokens are left out")
+        if self.num_unended:
+            lines.append(f"{self.num_unended:,} documents do not end in end-of-text: the next one follows unmarked")
+        return lines
+
+
+def reindex_corpus(
+    folder: str | Path,
+    *,
+    inputs: Sequence[str | Path] = (),
+    tokenizer_path: str | Path,
+    overwrite: bool = False,
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> ReindexSummary:
+    """Make a corpus of the tars in a folder, or of some of them.
+
+    `inputs` are tars in this folder, or the folder itself; none means all. `on_bytes` hears what was read.
+    Raises DataError, and leaves everything as it was, if a tar is damaged or holds something else than ids below the
+    vocabulary of the tokenizer, or if an index is there and may not be overwritten.
+    """
+    target = Path(folder)
+    splits = find_tars(target, inputs)
+    if (target / INDEX_NAME).exists() and not overwrite:
+        raise DataError(f"{target} has an {INDEX_NAME} already. Replace it, and the records, with `--overwrite`.")
+    tokenizer = _open_tokenizer(tokenizer_path)
+    scan = _Scan(tokenizer, on_bytes)
+    with _temporaries(target):
+        infos = {name: scan.split(name, paths) for name, paths in splits.items()}
+        if scan.dtype is None:
+            raise DataError(f"the tars in {target} hold no tokens: no member is named KEY.npy. Check the folder.")
+        index: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "dtype": scan.dtype.name,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text,
+            "tokenizer_sha256": tokenizer.fingerprint,
+            "splits": {name: info.to_dict() for name, info in infos.items() if info.shards},
+            "statistics": {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended},
+        }
+        _write(target, scan, tokenizer, index)
+    return ReindexSummary(
+        open_corpus(target),
+        ignored=dict(scan.ignored),
+        num_unended=scan.num_unended,
+        num_without_tokens=scan.num_without_tokens,
+    )
+
+
+def bytes_of_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> int:
+    """What `reindex_corpus` reads, in all. Raises DataError as `find_tars` does."""
+    return sum(path.stat().st_size for paths in find_tars(folder, inputs).values() for path in paths)
+
+
+def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> dict[str, list[Path]]:
+    """Split -> its tars, in order. Raises DataError if there is none, or one that lies elsewhere or is compressed."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder. Name the one in which the tars lie.")
+    given = [Path(path) for path in inputs]
+    if given == [] or [path.resolve() for path in given] == [folder.resolve()]:
+        given = sorted(path for path in folder.iterdir() if ".tar" in path.name or path.suffix == ".tgz")
+        given = [path for path in given if not path.name.startswith(".") and path.suffix in (".tar", *_COMPRESSED)]
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in given:
+        if path.resolve().parent != folder.resolve():
+            raise DataError(
+                f"{path} does not lie in {folder}. An index stands beside its tars, which are not copied: name as "
+                "output the folder in which they lie."
+            )
+        if path.suffix != ".tar":
+            remedy = (
+                f"unpack it first, for instance `gunzip {path}`" if path.suffix in _COMPRESSED else "name .tar files"
+            )
+            raise DataError(f"{path} is no plain tar, so that records could point into it: {remedy}.")
+        if not path.is_file():
+            raise DataError(f"cannot read {path}: it is not there, or no file. Check the path.")
+        match = _NUMBERED.fullmatch(path.name)
+        split, number = (match["split"], int(match["number"])) if match else (UNNUMBERED, 0)
+        found.setdefault(split, []).append((number, folder / path.name))
+    if not found:
+        raise DataError(f"{folder} has no .tar file. Name the folder in which the tars lie.")
+    return {split: [path for _, path in sorted(set(tars))] for split, tars in sorted(found.items())}
+
+
+def _open_tokenizer(path: str | Path) -> Tokenizer:
+    """One of ours, or a foreign one with its own ids: those in the tars."""
+    tokenizer = open_tokenizer(path)
+    if isinstance(tokenizer, ForeignTokenizer):
+        ids = tokenizer.foreign_ids[tokenizer.foreign_ids != ADDED]
+        # Ours, saved, has them in another order and without gaps in ours.
+        if (np.diff(ids) > 0).all() and ids[-1] != len(ids) - 1:
+            raise DataError(
+                f"{path} has ids that are not used: its {len(ids)} do not run from 0 to {len(ids) - 1}. Prepare the "
+                "text anew with it; then they are renumbered."
+            )
+    return tokenizer
+
+
+@contextmanager
+def _temporaries(folder: Path) -> Iterator[None]:
+    """Records wait under another name until all tars were read; what is left of them, now or before, is removed."""
+    _remove_temporaries(folder)
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot index {folder}: {error}. Free some space, or make the folder writable.") from error
+    finally:
+        _remove_temporaries(folder)
+
+
+def _remove_temporaries(folder: Path) -> None:
+    for path in folder.glob(f"*{_TEMPORARY}"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
+    # Without its old index the folder is no corpus until the new one is whole.
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    for path in folder.glob(f"*{_TEMPORARY}"):
+        path.rename(path.with_name(path.name.removesuffix(_TEMPORARY) + ".idx"))
+    for name, content in scan.counts_files.items():
+        replace_file(folder / counts_name(name), content)
+    replace_file(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
+    temporary = folder / f"{INDEX_NAME}{_TEMPORARY}"
+    write_hashed_json(temporary, index)
+    temporary.rename(folder / INDEX_NAME)
+    flush_folder(folder)
+
+
+@dataclass
+class _Scan:
+    """What was found in the tars so far."""
+
+    tokenizer: Tokenizer
+    on_bytes: Callable[[int], object]
+    dtype: np.dtype[Any] | None = None
+    first: str = ""
+    """The sample that had this dtype first."""
+    num_empty: int = 0
+    num_unended: int = 0
+    num_without_tokens: int = 0
+    ignored: Counter[str] = field(default_factory=Counter)
+    counts_files: dict[str, bytes] = field(default_factory=dict)
+
+    def split(self, name: str, paths: Sequence[Path]) -> SplitInfo:
+        """Read the tars of a split. Raises DataError."""
+        info = SplitInfo()
+        counts: npt.NDArray[np.int64] = np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
+        for path in paths:
+            records, shard = self._tar(path, counts, info)
+            if not shard.documents:
+                self.num_without_tokens += 1
+                continue
+            info.shards.append(shard)
+            info.documents += shard.documents
+            info.tokens += shard.tokens
+            info.longest = max(info.longest, int(records["tokens"].max()))
+        buffer = io.BytesIO()
+        np.save(buffer, counts)
+        self.counts_files[name] = buffer.getvalue()
+        info.counts_sha256 = hashlib.sha256(buffer.getvalue()).hexdigest()
+        if self.tokenizer.spellings is not None:
+            in_text = counts * (np.arange(len(counts)) != self.tokenizer.end_of_text)
+            info.text_bytes, info.text_characters = text_sizes(self.tokenizer.spellings, in_text)
+        return info
+
+    def _tar(
+        self, path: Path, counts: npt.NDArray[np.int64], info: SplitInfo
+    ) -> tuple[npt.NDArray[np.void], ShardInfo]:
+        num_bytes = path.stat().st_size
+        if not num_bytes:
+            raise DataError(f"{path} is empty. Restore the file from a copy, or take it out of the folder.")
+        stream = ForwardReader(MappedPayload(path), num_bytes, name=str(path), on_bytes=self.on_bytes)
+        parts = [np.empty(0, dtype=RECORD)]
+        for sample in read_samples(stream, on_ignored=lambda name: self.ignored.update([Path(name).suffix or name])):
+            self.num_empty += sample.num_empty
+            if len(sample.starts):
+                self._check(sample, str(path))
+                parts.append(self._records(sample))
+                if self.tokenizer.spellings is None:
+                    self._add_decoded(sample, info)
+                for first in range(0, len(sample.tokens), _PIECE_LEN):
+                    found = np.bincount(sample.tokens[first : first + _PIECE_LEN])
+                    counts[: len(found)] += found
+        records = np.concatenate(parts)
+        if len(records):
+            write_bytes(path.with_name(path.name + _TEMPORARY), records.tobytes())
+        return records, ShardInfo(
+            name=path.name,
+            bytes=num_bytes,
+            documents=len(records),
+            tokens=int(records["tokens"].sum(dtype=np.int64)),
+            sha256=stream.sha256(),
+            idx_sha256=hashlib.sha256(records.tobytes()).hexdigest(),
+        )
+
+    def _check(self, sample: Sample, path: str) -> None:
+        """Raises DataError if the ids have another type than those before, or leave the vocabulary."""
+        where = f"{path}, sample {sample.key}"
+        if self.dtype is None:
+            self.dtype, self.first = sample.tokens.dtype, where
+        if sample.tokens.dtype != self.dtype:
+            raise DataError(
+                f"{where} holds {sample.tokens.dtype.name}, but {self.first} {self.dtype.name}. A corpus has one type "
+                "of ids: write all of them as the larger one."
+            )
+        if len(sample.tokens) > MAX_SAMPLE_LEN:
+            raise DataError(f"{where} holds {len(sample.tokens)} tokens, more than {MAX_SAMPLE_LEN}. Cut it in two.")
+        largest = int(sample.tokens.max())
+        if largest >= self.tokenizer.vocab_size:
+            raise DataError(
+                f"{where}: id {largest} is outside the vocabulary of {self.tokenizer.vocab_size}. Name the tokenizer "
+                "that made these tars with `--tokenizer-file`."
+            )
+
+    def _records(self, sample: Sample) -> npt.NDArray[np.void]:
+        ends = np.append(sample.starts[1:], len(sample.tokens))
+        raw = sample.tokens.view(np.uint8).data
+        size = sample.tokens.itemsize
+        records = np.empty(len(ends), dtype=RECORD)
+        records["offset"] = sample.offset + sample.starts * size
+        records["tokens"] = ends - sample.starts
+        records["crc32"] = [zlib.crc32(raw[a * size : b * size]) for a, b in zip(sample.starts, ends, strict=True)]
+        if self.tokenizer.end_of_text is not None:
+            self.num_unended += int((sample.tokens[ends - 1] != self.tokenizer.end_of_text).sum())
+        return records
+
+    def _add_decoded(self, sample: Sample, info: SplitInfo) -> None:
+        """Sizes of the text where an id has no bytes of its own."""
+        for ids in np.split(sample.tokens, sample.starts[1:]):
+            raw = text_bytes_of(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()))
+            info.text_bytes += len(raw)
+            info.text_characters += count_characters(raw)
+
+
+def text_sizes(spellings: Sequence[bytes], counts: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """(bytes in UTF-8, characters) of the text that ids spell which occur so often."""
+    num_bytes = np.array([len(spelling) for spelling in spellings], dtype=np.int64)
+    num_characters = np.array([count_characters(spelling) for spelling in spellings], dtype=np.int64)
+    return int(num_bytes @ counts), int(num_characters @ counts)

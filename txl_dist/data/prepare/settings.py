@@ -1,0 +1,197 @@
+"""The settings of `txl prepare`: what may be asked for, what is refused, and what a named corpus brings.
+
+Light to import, since the command line makes its flags from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from txl_dist import __version__
+from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.files import read_bytes
+
+_HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What to prepare, and how. Sizes of shards are in tokens, shares are of documents."""
+
+    inputs: Sequence[str | Path]
+    """Files, folders, globs, URLs, `-`, `pipe:COMMAND`, `stdlib`; or the name of a corpus of named.py, alone."""
+    valid_inputs: Sequence[str | Path] = ()
+    """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
+    test_inputs: Sequence[str | Path] = ()
+    """The same for a second held-out split."""
+    valid_fraction: float = 0.05
+    """Share of the documents, or of the text of a few, to hold out; 0 makes no such split."""
+    test_fraction: float = 0.0
+    """The same for a second held-out split."""
+    ignore_split_names: bool = False
+    """Train on all inputs. Else files and folders named train, valid, dev, val or test keep these splits."""
+    source: str = ""
+    """Local archive, file or folder of a named corpus, in place of a download."""
+    kind: Literal["auto", "byte", "char", "word", "bpe", "unigram"] = "auto"
+    """Tokenizer to learn from the train split. auto: that of the named corpus, else bpe."""
+    vocab_size: int = 0
+    """Largest vocabulary of word, bpe and unigram; 0 means 4096, and no limit for word."""
+    min_frequency: int = 1
+    """Fewest occurrences of a word, or of a bpe merge."""
+    lower_case: bool = False
+    """Make text lower case (char, word)."""
+    end_of_text: bool = True
+    """Put an end-of-text behind each document. Named corpora with the tokenizer of the papers never have one."""
+    only_seen: bool = False
+    """No ids for bytes or characters that do not occur (byte, char)."""
+    sentence_marks: bool = False
+    """lm1b's marks of lines (word)."""
+    all_splits: bool = False
+    """Learn the tokenizer from the held-out splits too, as papers do for closed vocabularies."""
+    tokenizer_fraction: float = 1.0
+    """Share of the train documents, by a hash of their content, that the tokenizer is learnt from."""
+    tokenizer_path: str | Path | None = None
+    """A given tokenizer in place of learning one; see `import_tokenizer`."""
+    documents: Cut = "file"
+    """How plain text is cut into documents; JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
+    jsonl_field: str = "text"
+    """Field of JSON lines, or column of parquet, that holds the text."""
+    stdin_format: Literal["text", "jsonl"] = "text"
+    """What `-` and `pipe:` give."""
+    encoding_errors: EncodingErrors = "refuse"
+    """What happens to text that is not UTF-8. keep: bytes as they are, for byte tokenizers."""
+    allow_protocols: Sequence[str] = ()
+    """URL schemes beyond the usual ones that may be used; `pipe` runs a shell."""
+    duplicates: Literal["report", "drop", "ignore"] = "report"
+    """Exact duplicates are counted, or dropped; near ones are counted. ignore: neither."""
+    seed: int = 0
+    """Of the order of the train documents."""
+    shard_len: int = 1 << 25
+    """Tokens in a shard, about; fewer where it would hold more than a million documents."""
+    num_workers: int = 0
+    """Processes; 0: one per core, or none beside this one for less than 16 MiB of input."""
+    part_bytes: int = 0
+    """Bytes of input that a worker takes at once; 0: chosen by the size of the input. Changes no output."""
+    overwrite: bool = False
+    """Replace another corpus in the way."""
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that are impossible, or would have no effect."""
+        fractions = {"valid_fraction": self.valid_fraction, "test_fraction": self.test_fraction}
+        for name, value in fractions.items():
+            if not 0 <= value < 1:
+                raise ConfigError(
+                    f"{name}={value} must be at least 0 and below 1. Give the share of documents to hold out, "
+                    "for instance 0.05, or 0 for no held-out split."
+                )
+        if sum(fractions.values()) >= 1:
+            raise ConfigError("valid_fraction and test_fraction leave nothing to train on: together stay below 1.")
+        self.check_given([split for split in (VALID, TEST) if getattr(self, f"{split}_inputs")])
+        if not 0 < self.tokenizer_fraction <= 1:
+            raise ConfigError(f"tokenizer_fraction={self.tokenizer_fraction} must be above 0 and at most 1.")
+        if self.shard_len < 1:
+            raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
+        if min(self.num_workers, self.part_bytes) < 0:
+            raise ConfigError("num_workers and part_bytes must be 0 or more; 0 lets the program choose.")
+        if self.tokenizer_path is not None and self.learning():
+            raise ConfigError(
+                f"{', '.join(self.learning())} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
+                "Leave them out, or leave the file out to train a tokenizer."
+            )
+        if self.name is not None and any(getattr(self, name) != _default(name) for name in _HELD_OUT):
+            raise ConfigError(
+                f"the named corpus {self.name} has splits of its own. Leave out {', '.join(_HELD_OUT)}, or give the "
+                "paths of its files."
+            )
+        if self.source and self.name is None:
+            raise ConfigError("--from takes the place of a named corpus's download. Give its name as the input.")
+
+    @property
+    def name(self) -> str | None:
+        """Of the named corpus, if that is the input."""
+        from txl_dist.data.prepare.named import NAMED
+
+        given = [str(each) for each in self.inputs]
+        if len(given) == 1 and given[0] in NAMED:
+            return given[0]
+        if mixed := set(given) & NAMED.keys():
+            raise ConfigError(
+                f"the named corpus {mixed.pop()} is prepared alone. For a file of that name give its path."
+            )
+        return None
+
+    def learning(self) -> dict[str, Any]:
+        """Settings of learning a tokenizer that are not left at their defaults."""
+        names = (
+            "kind",
+            "vocab_size",
+            "min_frequency",
+            "lower_case",
+            "end_of_text",
+            "only_seen",
+            "sentence_marks",
+            "all_splits",
+        )
+        return {name: getattr(self, name) for name in names if getattr(self, name) != _default(name)}
+
+    def completed(self) -> PrepareSettings:
+        """With the tokenizer, and what else a named corpus brings, where the caller left them open; checked."""
+        from txl_dist.data.prepare.named import NAMED
+
+        self.check()
+        own = {} if self.name is None else NAMED[self.name].tokenizer
+        is_own_kind = self.kind in ("auto", own.get("kind"))
+        if self.tokenizer_path is not None or not is_own_kind:  # its own tokenizer's settings do not fit another
+            own = {name: value for name, value in own.items() if name == "documents"}
+        own = {name: value for name, value in own.items() if getattr(self, name) == _default(name)}
+        if self.name is not None:  # its splits are its own
+            own |= {"valid_fraction": 0.0, "test_fraction": 0.0}
+        completed = dataclasses.replace(self, **own)
+        return completed if completed.kind != "auto" else dataclasses.replace(completed, kind="bpe")
+
+    def reading(self, *, given: Collection[str]) -> Reading:
+        """How documents are read; splits that have files `given` for them take none from train."""
+        return Reading(
+            self.jsonl_field,
+            self.encoding_errors,
+            valid_fraction=0.0 if VALID in given else self.valid_fraction,
+            test_fraction=0.0 if TEST in given else self.test_fraction,
+        )
+
+    def check_given(self, given: Collection[str]) -> None:
+        """Raises ConfigError if a share is asked for of a split that has files of its own."""
+        for split in (VALID, TEST):
+            name = f"{split}_fraction"
+            if split in given and getattr(self, name) not in (0, _default(name)):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} has no meaning beside given text for the split {split}. Leave it "
+                    "out; or, where the names of files say so, train on all of them with `--ignore-split-names`."
+                )
+
+    def stamp(self) -> str:
+        """Hash of everything that changes the parts of a preparation, but for the content of the inputs."""
+        left_out = {"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        kept = {name: str(value) for name, value in values.items() if name not in left_out}
+        if self.tokenizer_path is not None:
+            try:
+                content = read_bytes(Path(self.tokenizer_path))
+            except OSError as error:
+                reason = error.strerror or error
+                raise DataError(
+                    f"cannot read the tokenizer {self.tokenizer_path}: {reason}. Check the path."
+                ) from error
+            kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
+        kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
+        facts = sorted(kept.items()), self.duplicates == "ignore", __version__
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(PrepareSettings) if field.name == name)

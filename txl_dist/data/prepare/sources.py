@@ -1,0 +1,248 @@
+"""Which files the inputs of `txl prepare` stand for: files, folders, globs, URLs, stdin, commands, the built-in text.
+
+    a.txt  b.jsonl.zst  c.parquet     as they are; the suffix says how they are read (.ndjson and .json too are JSON
+                                      lines), any other suffix is plain text
+    folder/                           its files of the known suffixes, sorted; links to folders are not followed
+    'data/**/*.jsonl.gz'              sorted; quoted, or the shell has already expanded it
+    https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
+    -                                 stdin
+    pipe:COMMAND                      what a shell command prints; only if the protocol `pipe` is allowed by name
+    stdlib                            the built-in corpus: the standard library of the running Python
+
+Nothing is opened here. The order of the list is the order of the documents; each file's `identity` says whether it
+is still the same when an interrupted preparation goes on.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, NoReturn
+
+from txl_dist.data.prepare.documents import Cut, Form
+from txl_dist.data.prepare.named import NAMED
+from txl_dist.data.storage.retries import filesystem_of, retrying
+from txl_dist.errors import DataError
+from txl_dist.suggest import did_you_mean
+
+STDLIB = "stdlib"
+"""Input name of the built-in corpus."""
+STDIN = "-"
+PIPE = "pipe:"
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl", ".ndjson", ".parquet"})
+"""Files that are taken from a folder, as they are or compressed; a file named by itself may have any suffix."""
+COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".xz"})
+_STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_URL_MARKS = (
+    *("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime"),
+    *("LastModified", "Last-Modified", "last_modified", "updated", "created"),
+)
+"""What a file system may know about the version of a file. A size proves nothing."""
+
+
+class SourceFile(NamedTuple):
+    """One file to read."""
+
+    path: str
+    """Local path, URL, `-`, or `pipe:COMMAND`."""
+    split: str
+    form: Form
+    size: int | None
+    """Bytes as stored; None if unknown."""
+    identity: str
+    """Changes when the content does. Empty: nobody can tell."""
+    spooled: str = ""
+    """Local copy to read in its place, of what can be read but once."""
+    rest: IO[bytes] | None = None
+    """What comes behind the copy where that is only the beginning; it can be read but once."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Stdin or a command, not a file."""
+        return self.path == STDIN or self.path.startswith(PIPE)
+
+    @property
+    def suffix(self) -> str:
+        """`.gz` of x.jsonl.gz."""
+        return "" if self.is_stream else Path(_path_of(self.path)).suffix
+
+
+class Listing(NamedTuple):
+    """How inputs are listed."""
+
+    documents: Cut = "file"
+    """How files that are neither JSON lines nor parquet by their suffix are cut into documents."""
+    stdin_format: Literal["text", "jsonl"] = "text"
+    """What stdin and commands give."""
+    allow_protocols: tuple[str, ...] = ()
+    """Protocols of URLs beyond the usual ones that may be used, `pipe` for instance."""
+
+
+def list_sources(inputs: Sequence[str | Path], listing: Listing, *, split: str) -> list[SourceFile]:
+    """The files of the inputs in reading order.
+
+    Raises DataError if an input does not exist, holds no text, may not be used, or cannot be listed.
+    """
+    found: list[SourceFile] = []
+    for given in map(str, inputs):
+        stream_form: Form = "jsonl" if listing.stdin_format == "jsonl" else listing.documents
+        if given == STDIN:
+            if sys.stdin is None:
+                raise DataError("stdin is closed. Pipe text into it, or give files.")
+            found.append(SourceFile(STDIN, split, stream_form, None, ""))
+        elif given.startswith(PIPE):
+            if "pipe" not in listing.allow_protocols:
+                raise DataError(
+                    f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`."
+                )
+            found.append(SourceFile(given, split, stream_form, None, ""))
+        else:
+            files = list(_of_url(given, listing) if is_url(given) else _of_paths(given))
+            if not files:
+                raise DataError(
+                    f"{given} holds no text: of a folder, files named {' '.join(sorted(TEXT_SUFFIXES))} are taken, as "
+                    f"they are or compressed, and {count_left_out([given])} others left out. Name those that are text."
+                )
+            found += [SourceFile(path, split, _form(path, listing), size, mark) for path, size, mark in files]
+    return found
+
+
+def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
+    """Raise DataError if two of the (input, its files), those of held-out splits among them, share a file."""
+    found: dict[str, int] = {}
+    for number, (given, files) in enumerate(inputs):
+        for path in (file.path for file in files):
+            first = found.setdefault(path if is_url(path) else os.path.realpath(path), number)
+            if first != number:
+                raise DataError(
+                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}; held-out text must not be "
+                    "trained on, nor any text count twice. Give each file once."
+                )
+
+
+def count_left_out(inputs: Sequence[str | Path]) -> int:
+    """Files below the given folders that are not taken, because of their suffix. The built-in corpus has none."""
+    folders = [Path(given) for given in inputs if given != STDLIB and Path(given).is_dir()]
+    return sum(text_suffix(name) not in TEXT_SUFFIXES for folder in folders for name in _walk(folder))
+
+
+def is_repeatable(files: Iterable[SourceFile]) -> bool:
+    """Whether all of the input can be read again and proven to be the same."""
+    return all(file.identity for file in files)
+
+
+def identities(files: Sequence[SourceFile]) -> list[str]:
+    """For each file a hash of everything read up to it: equal hashes mean equal input so far."""
+    state, hashes = hashlib.sha256(), []
+    for file in files:
+        state.update(repr((file.path, file.split, file.form, file.size, file.identity)).encode())
+        hashes.append(state.hexdigest())
+    return hashes
+
+
+def text_suffix(name: str) -> str:
+    """`.jsonl` for x.jsonl and for x.jsonl.gz."""
+    path = Path(name)
+    return Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+
+
+def is_url(given: str) -> bool:
+    """Whether an input is neither a path nor a name."""
+    return "://" in given
+
+
+def _path_of(location: str) -> str:
+    """A URL without its query."""
+    return location.split("?")[0].split("#")[0] if is_url(location) else location
+
+
+def _form(path: str, listing: Listing) -> Form:
+    suffix = text_suffix(_path_of(path))
+    forms: dict[str, Form] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    return forms.get(suffix, listing.documents)
+
+
+def _of_paths(given: str) -> Iterator[tuple[str, int | None, str]]:
+    """Path, size and identity of each local file of one input."""
+    for path in _paths_of(given):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}. Mend or remove the file.") from error
+        yield str(path), status.st_size, f"{status.st_mtime_ns}"
+
+
+def _paths_of(given: str) -> Iterator[Path]:
+    path = Path(given)
+    if given == STDLIB:
+        folder = Path(sysconfig.get_path("stdlib"))
+        yield from (folder / name for name in _walk(folder, left_out=_STDLIB_LEFT_OUT) if name.endswith(".py"))
+    elif path.is_dir():
+        yield from (path / name for name in _walk(path) if text_suffix(name) in TEXT_SUFFIXES)
+    elif path.is_file():
+        yield path
+    elif os.path.exists(given):
+        raise DataError(
+            f"{given} is a pipe or a device, and no file. Give what comes out of it as `... | txl prepare -`."
+        )
+    elif glob.has_magic(given):
+        matches = [Path(match) for match in sorted(glob.glob(given, recursive=True)) if os.path.isfile(match)]
+        if not matches:
+            raise DataError(f"no file matches {given}. Check the pattern; `**` stands for folders at any depth.")
+        yield from matches
+    else:
+        raise DataError(
+            f"input {given} does not exist.{did_you_mean(given, [STDLIB, *NAMED])} Give a file, a folder, or {STDLIB} "
+            "for the built-in text."
+        )
+
+
+def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str]]:
+    """URL, size and identity of each file of one URL; globs and folders only where the store can list."""
+    filesystem, path = filesystem_of(given, allow=listing.allow_protocols)
+    can_list = not given.startswith(("http://", "https://"))
+
+    def look() -> dict[str, Any]:
+        if can_list and glob.has_magic(path):
+            return dict(filesystem.glob(path, detail=True))
+        about = filesystem.info(path)
+        if not can_list or about.get("type") != "directory":
+            return {path: about}
+        return {name: info for name, info in filesystem.find(path, detail=True).items() if _is_text(name)}
+
+    infos = retrying(look, what=given, retries=3)
+    if not infos:
+        raise DataError(f"no file matches {given}. Check the pattern, or give the URL of a file.")
+    for name, about in sorted(infos.items()):
+        if about.get("type") != "directory":
+            url = filesystem.unstrip_protocol(name) if can_list else given
+            size = about.get("size")
+            yield url, size, next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
+
+
+def _is_text(name: str) -> bool:
+    return text_suffix(name) in TEXT_SUFFIXES
+
+
+def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
+    """Regular files below a folder, relative, with `/`, sorted by code points; not those in folders `left_out`."""
+    found = []
+    try:
+        for root, folders, names in os.walk(folder, onerror=_raise):
+            folders[:] = [name for name in folders if name not in left_out]
+            paths = map(Path(root).joinpath, names)
+            found += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    except OSError as error:
+        raise DataError(
+            f"cannot read {error.filename}: {error.strerror}. Mend its permissions, or give inputs without it."
+        ) from error
+    return sorted(found)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error

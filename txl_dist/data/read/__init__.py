@@ -1,0 +1,1 @@
+"""A prepared corpus as contiguous lanes of tokens."""

@@ -1,0 +1,1 @@
+"""Where bytes of shards lie: folders, remote places, the cache on disk."""

@@ -1,0 +1,260 @@
+"""Whole shards of corpora at URLs, kept in a folder of the node that all its processes share.
+
+    CACHE/
+      HASH-train-000003.tar             a shard: its size and sha256 were proven before it got this name
+      HASH-train-000003.tar.lock        held by whoever downloads it; the others wait for that download
+      HASH-train-000004.tar.R.N.part    a download under way that will have N bytes, or was killed
+      cache.lock                        held while room is made
+
+- A name begins with the hash of the content: corpora with equal shard names do not meet, and a shard that was
+  prepared again is another file. So the name is the proof, and only the size is looked at on opening.
+- A shard is in use while anybody on the node has it mapped: the map holds a shared flock, which the kernel drops with
+  the process, however it ends. Room is made by removing the shards whose opening is longest ago, never one in use.
+- Whatever is not named like a shard of the cache is not touched.
+
+What it gives up: bits that flip on the disk later are found by the crc32 of the document that has them, not here.
+Lock files stay, empty; removing them would let two processes hold the lock. Small files are not cached.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.origins import Origin
+from txl_dist.data.storage.places import MappedPayload, Payload
+from txl_dist.data.storage.ranges import RemoteStorage
+from txl_dist.data.storage.retries import DamageError, retrying
+from txl_dist.errors import UnreachableError
+from txl_dist.files import flush_folder, open_new, sha256_of_file
+from txl_dist.log import logger
+
+NUM_PREFETCHERS = 4
+"""Downloads of a process that run ahead of the reader."""
+
+_OURS = re.compile(r"[0-9a-f]{32}-.+?(\.(?P<bytes>\d+)\.part)?(?<!\.lock)")
+_POLL_S = 0.05
+_MAX_POLLS = 20
+
+
+class CachedStorage(RemoteStorage):
+    """Downloads a shard when it is opened, or before, and maps it."""
+
+    def __init__(self, origin: Origin, *, folder: Path, max_bytes: int, retries: int) -> None:
+        """Raises DataError if the folder cannot be made."""
+        super().__init__(origin, retries=retries)
+        with _errors_of(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._hints: dict[str, ShardInfo] = {}
+        self._hints_lock = threading.Lock()
+        self._num_prefetchers = 0
+
+    def path_of(self, info: ShardInfo) -> Path:
+        """Where a shard is kept."""
+        # Hashed once more: whatever an index says there, it is no path.
+        return self._folder / f"{hashlib.sha256(info.sha256.encode()).hexdigest()[:32]}-{info.name}"
+
+    def open_payload(self, info: ShardInfo) -> Payload:
+        """See `Storage`. Raises DataError too if the cache has no room or cannot be used."""
+        return self._open(info, patient=True)
+
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """See `Storage`. Daemon threads: a download under way holds up nobody's exit, and is a part file then."""
+        with self._hints_lock:
+            self._hints.update((info.name, info) for info in infos)
+            while self._num_prefetchers < min(NUM_PREFETCHERS, len(self._hints)):
+                self._num_prefetchers += 1
+                threading.Thread(target=self._work, name="txl-cache", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._hints_lock:
+                if not self._hints:
+                    self._num_prefetchers -= 1
+                    return
+                info = self._hints.pop(next(iter(self._hints)))
+            try:
+                self._open(info, patient=False)
+            except Exception as error:  # noqa: BLE001  only a hint: whoever opens the shard tries again and is told
+                logger.debug("no prefetch of %s: %s", self.name_of(info.name), error)
+
+    def _open(self, info: ShardInfo, *, patient: bool) -> MappedPayload:
+        """`patient` waits for other processes and tries again; otherwise whatever is in the way is an error."""
+        path, name = self.path_of(info), self.name_of(info.name)
+        payload = self._open_kept(path, info)
+        if payload is not None:
+            return payload
+        with self._download_lock(path, patient=patient):
+            # Another process may have been here before the lock was ours.
+            payload = self._open_kept(path, info)
+            if payload is not None:
+                return payload
+            if path.exists():
+                logger.warning("%s was cut or replaced; it is fetched again from %s", path, name)
+            retries = self._retries if patient else 0
+            return retrying(lambda: self._download(path, info, patient=patient), what=name, retries=retries)
+
+    def _open_kept(self, path: Path, info: ShardInfo) -> MappedPayload | None:
+        """The shard, if it is kept and has its size."""
+        with _errors_of(self._folder), suppress(FileNotFoundError), path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH)
+            is_kept = os.path.samestat(path.stat(), os.fstat(stream.fileno()))  # not removed before the lock was ours
+            if is_kept and path.stat().st_size == info.bytes:
+                with suppress(PermissionError):  # another user's; its place in the queue is all that is lost
+                    os.utime(path)
+                return self._mapped(stream, path, info)
+        return None
+
+    def _mapped(self, stream: IO[bytes], path: Path, info: ShardInfo) -> MappedPayload:
+        remedy = (
+            f"It was read from the cache: remove {path}, so that it is fetched again. If that does not help, restore "
+            f"{self.name_of(info.name)} from a copy, or run `txl prepare` again."
+        )
+        return MappedPayload(stream, remedy=remedy)
+
+    def _download(self, path: Path, info: ShardInfo, *, patient: bool) -> MappedPayload:
+        """One try. The lock on the shard is held."""
+        part, stream = self._reserve(path, info, patient=patient)
+        try:
+            self._origin.download(info.name, part)
+            num_bytes = part.stat().st_size
+            if num_bytes != info.bytes:
+                raise OSError(f"{num_bytes} of {info.bytes} bytes came")
+            if sha256_of_file(part) != info.sha256:
+                raise DamageError("damaged, its sha256 is not the one in the index")
+            os.fsync(stream.fileno())
+            with self._room_lock():
+                part.replace(path)
+            flush_folder(self._folder)
+            return self._mapped(stream, path, info)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _cache_error(self._folder, error) from error
+            raise
+        finally:
+            part.unlink(missing_ok=True)
+            stream.close()
+
+    @contextmanager
+    def _download_lock(self, path: Path, *, patient: bool) -> Iterator[None]:
+        lock = FileLock(path.with_name(f"{path.name}.lock"))
+        with _errors_of(self._folder):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                if not patient:
+                    raise
+                logger.info("%s is being downloaded already: waiting", path.name)
+                lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _room_lock(self) -> FileLock:
+        return FileLock(self._folder / "cache.lock")
+
+    def _reserve(self, path: Path, info: ShardInfo, *, patient: bool) -> tuple[Path, IO[bytes]]:
+        """(an empty part file whose name says how much room it will need, the same, open and locked as in use)."""
+        # A name of its own for each try: a download that was given up may still open and write its file.
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{info.bytes}.part")
+        polls = _MAX_POLLS if patient and info.bytes <= self._max_bytes else 0
+        while True:
+            with _errors_of(self._folder), self._room_lock():
+                for old in self._folder.glob(f"{glob.escape(path.name)}.*.part"):
+                    old.unlink(missing_ok=True)  # of a killed process: we hold the lock on this shard
+                has_room, is_downloading = self._make_room(info.bytes)
+                if has_room:
+                    stream = open_new(part)
+                    fcntl.flock(stream, fcntl.LOCK_SH)
+                    return part, stream
+            if polls == 0:
+                raise UnreachableError(
+                    f"the cache {self._folder} of {self._max_bytes / 2**30:.3g} GiB has no room for {info.bytes} "
+                    f"bytes of {self.name_of(info.name)}: it is larger, or all there is in use. Raise data.cache_gib."
+                )
+            # What is downloaded now will be a shard that nobody may have opened yet; what is in use, may be so for the
+            # moment of a prefetch only.
+            polls -= not is_downloading
+            time.sleep(_POLL_S)
+
+    def _make_room(self, num_bytes: int) -> tuple[bool, bool]:
+        """(whether so many bytes fit now, whether downloads are under way).
+
+        Nothing is removed unless it is enough.
+        """
+        kept = sorted(self._each_kept(), key=lambda file: file.opened_ns)
+        excess = sum(file.bytes for file in kept) + num_bytes - self._max_bytes
+        unused, is_downloading = [], False
+        with ExitStack() as locks:
+            for file in kept:
+                if excess <= 0:
+                    break
+                if _is_unused(file.path, locks):
+                    unused.append(file.path)
+                    excess -= file.bytes
+                else:
+                    is_downloading |= file.path.suffix == ".part"
+            if excess <= 0:
+                for path in unused:
+                    path.unlink(missing_ok=True)
+        return excess <= 0, is_downloading
+
+    def _each_kept(self) -> Iterator[_KeptFile]:
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                ours = _OURS.fullmatch(entry.name)
+                if ours and entry.is_file(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # a part whose download failed
+                        stat = entry.stat(follow_symlinks=False)
+                        yield _KeptFile(Path(entry.path), int(ours["bytes"] or stat.st_size), stat.st_mtime_ns)
+
+
+class _KeptFile(NamedTuple):
+    path: Path
+    bytes: int
+    opened_ns: int
+
+
+def _is_unused(path: Path, locks: ExitStack) -> bool:
+    """Whether no process has a file in use; until `locks` are left none can begin to."""
+    with suppress(FileNotFoundError):
+        stream = locks.enter_context(path.open("rb"))
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:
+        raise
+    except OSError as error:
+        raise _cache_error(folder, error) from error
+
+
+def _cache_error(folder: Path, error: OSError) -> UnreachableError:
+    return UnreachableError(
+        f"cannot use the cache {folder}: {error.strerror or error}. "
+        "Let data.cache_dir be a folder on a disk of this node that can be written and locked."
+    )

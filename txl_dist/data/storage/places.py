@@ -1,0 +1,179 @@
+"""Where the files of a corpus lie, and how their bytes are reached: mapped, cached, or read in ranges.
+
+    folder                 shards are mapped into memory; nothing is copied
+    URL, cache_dir set     a whole shard is downloaded once per node, proven by size and sha256, then mapped: cache.py
+    URL, no cache_dir      the bytes of one document at a time, in ranges: ranges.py
+    pipe:COMMAND {file}    as a URL with cache_dir, by a shell command; only if data.allow_protocols names pipe
+
+Readers see one interface, `Storage`; what they read is checked by `corpus.Shard`, wherever it came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.data.format import ShardInfo
+from txl_dist.errors import DataError
+from txl_dist.files import inside, open_regular, read_bytes
+
+MAX_FILE_BYTES = 1 << 36
+"""Of a file that is read whole: records have 16 bytes for each document of a shard."""
+REMEDY = "Restore the file from a copy, or run `txl prepare` again."
+
+
+class StorageSettings(NamedTuple):
+    """How corpora at URLs are reached; the fields of the section `data` of the same names."""
+
+    cache_dir: str = ""
+    cache_gib: float = 100.0
+    retries: int = 5
+    allow_protocols: tuple[str, ...] = ()
+
+
+class Payload(Protocol):
+    """The bytes of one open shard."""
+
+    remedy: str
+    """What to do if they are damaged."""
+
+    def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of the file, possibly a view of it. Raises DataError if they cannot be read.
+
+        Whoever knows their crc32 says it: a reader over a network fetches them again if they have another. To judge
+        them in the end is the caller's business.
+        """
+
+
+class Storage(ABC):
+    """The files of one corpus."""
+
+    location: str
+    """Folder or URL, for messages."""
+
+    def name_of(self, file: str) -> str:
+        """Where a file lies, for messages."""
+        return f"{self.location.rstrip('/')}/{file}"
+
+    @abstractmethod
+    def read(self, file: str, *, sha256: str = "") -> bytes:
+        """A small file, whole. Raises DataError if it cannot be read or lacks the sha256, where one is given."""
+
+    @abstractmethod
+    def open_payload(self, info: ShardInfo) -> Payload:
+        """Random access to a shard, whose size is checked. Raises DataError."""
+
+    @abstractmethod
+    def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
+        """Raises DataError if a shard is missing or has another size, as far as that is cheap to know."""
+
+    @abstractmethod
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """A hint: these shards will be opened soon."""
+
+
+def check_size(name: str, num_bytes: int, info: ShardInfo) -> None:
+    """Raises DataError if a shard has another size than the index says: other readers miss a cut at a member border."""
+    if num_bytes != info.bytes or not num_bytes:
+        raise DataError(f"{name} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {REMEDY}")
+
+
+class LocalStorage(Storage):
+    """A folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.location = str(folder)
+
+    def read(self, file: str, *, sha256: str = "") -> bytes:
+        """See `Storage`."""
+        try:
+            content = read_bytes(self._path(file), max_bytes=MAX_FILE_BYTES)
+        except OSError as error:
+            raise _unreadable(self.folder / file, error) from error
+        if sha256 and hashlib.sha256(content).hexdigest() != sha256:
+            raise DataError(f"{self.folder / file} is damaged: its sha256 is not the one in the index. {REMEDY}")
+        return content
+
+    def open_payload(self, info: ShardInfo) -> Payload:
+        """Map the shard."""
+        self.check_sizes([info])
+        path = self._path(info.name)
+        try:
+            with open_regular(path) as stream:
+                return MappedPayload(stream)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
+        """See `Storage`."""
+        for info in infos:
+            path = self._path(info.name)
+            try:
+                num_bytes = path.stat().st_size
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            check_size(str(path), num_bytes, info)
+
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """The kernel reads ahead by itself."""
+
+    def _path(self, file: str) -> Path:
+        try:
+            return inside(self.folder, file)
+        except ValueError as error:
+            raise DataError(f"{self.folder}: {error}. Copy the file to its place, or use another corpus.") from error
+
+
+class MappedPayload:
+    """A file mapped into memory."""
+
+    def __init__(self, file: Path | IO[bytes], *, remedy: str = REMEDY) -> None:
+        """An open file may be closed afterwards; its flock stays as long as the map and its views do."""
+        # A plain array over the map: slicing np.memmap itself is three times slower.
+        self._bytes = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+        self.remedy = remedy
+
+    def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
+        """A view of the file."""
+        return self._bytes[offset : offset + num_bytes]
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"cannot read {path}: {error.strerror or error}. {REMEDY}")
+
+
+def open_storage(location: str | Path, settings: StorageSettings) -> Storage:
+    """The storage of a folder or URL.
+
+    Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
+    """
+    url = str(location)
+    if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
+        return LocalStorage(Path(location))
+    # Not at the top: these build on this file.
+    from txl_dist.data.storage.cache import CachedStorage
+    from txl_dist.data.storage.origins import PipeOrigin, UrlOrigin
+    from txl_dist.data.storage.ranges import RangeStorage
+    from txl_dist.data.storage.retries import check_protocol
+
+    protocol = check_protocol(url, allow=settings.allow_protocols)
+    if protocol == "file":
+        return LocalStorage(Path(url.removeprefix("file://")))
+    if protocol == "pipe" and not settings.cache_dir:
+        raise DataError(f"{url}: a command gives whole files only. Set data.cache_dir, where shards are kept.")
+    if not settings.cache_dir:
+        return RangeStorage(UrlOrigin(url, allow=settings.allow_protocols), retries=settings.retries)
+    return CachedStorage(
+        PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=settings.allow_protocols),
+        folder=Path(settings.cache_dir).expanduser(),
+        max_bytes=int(settings.cache_gib * 2**30),
+        retries=settings.retries,
+    )

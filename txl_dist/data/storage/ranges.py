@@ -1,0 +1,169 @@
+"""A corpus at a URL without a cache: small files whole, documents in ranges.
+
+What comes is compared with its sha256 or crc32 inside the retry, so that bytes changed on the way are fetched again
+before they are called damaged. What it gives up: one request per document, which short documents make slow. A cache
+folder (cache.py) is the answer to that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.origins import Origin, UrlOrigin
+from txl_dist.data.storage.places import Payload, Storage, check_size
+from txl_dist.data.storage.retries import DamageError, retrying
+from txl_dist.errors import DataError
+
+RECENT_BYTES = 256 << 20
+"""Documents that are kept. Below what the lanes of a rank are reading, each segment would cost a read of its whole
+document."""
+
+
+class RemoteStorage(Storage):
+    """What all storages of a `Origin` share: small files, and sizes by one listing."""
+
+    def __init__(self, origin: Origin, *, retries: int) -> None:
+        self._origin = origin
+        self._retries = retries
+        self.location = origin.location
+
+    def name_of(self, file: str) -> str:
+        """See `Storage`."""
+        return self._origin.name_of(file)
+
+    def read(self, file: str, *, sha256: str = "") -> bytes:
+        """See `Storage`. Read each time: these files are small, and fewer than the shards are opened."""
+        with tempfile.TemporaryDirectory(prefix="txl-") as folder:
+            path = Path(folder) / "file"
+
+            def fetch() -> bytes:
+                self._origin.download(file, path)
+                content = path.read_bytes()
+                if sha256 and hashlib.sha256(content).hexdigest() != sha256:
+                    raise DamageError("damaged, its sha256 is not the one in the index")
+                return content
+
+            return retrying(fetch, what=self.name_of(file), retries=self._retries)
+
+    def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
+        """See `Storage`. Where there is no listing nothing is checked: the size is proven when a shard is opened."""
+        sizes = retrying(self._origin.sizes, what=self.location, retries=self._retries)
+        if sizes is None:
+            return
+        for info in infos:
+            if info.name not in sizes:
+                raise DataError(f"cannot read {self.name_of(info.name)}: it does not exist. Restore it from a copy.")
+            check_size(self.name_of(info.name), sizes[info.name], info)
+
+
+class RangeStorage(RemoteStorage):
+    """Reads documents where they lie. The last ones are kept, so that lanes in one document read it once."""
+
+    def __init__(self, origin: UrlOrigin, *, retries: int) -> None:
+        super().__init__(origin, retries=retries)
+        self._ranges = origin
+        self._recent = _RecentBytes(RECENT_BYTES)
+
+    def open_payload(self, info: ShardInfo) -> Payload:
+        """See `Storage`. One small read around the end proves the size, and that the server knows ranges."""
+        payload = RangePayload(self._ranges, info, recent=self._recent, retries=self._retries)
+        payload.check_end()
+        return payload
+
+    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
+        """Nothing is kept of shards that nobody reads."""
+
+
+class RangePayload:
+    """The bytes of a shard, fetched when they are asked for."""
+
+    def __init__(self, origin: UrlOrigin, info: ShardInfo, *, recent: _RecentBytes, retries: int) -> None:
+        self._origin = origin
+        self._info = info
+        self._recent = recent
+        self._retries = retries
+        self._name = origin.name_of(info.name)
+        self.remedy = f"Restore {self._name} from a copy, or run `txl prepare` again."
+
+    def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
+        """See `Payload`. Bytes that lack the crc32 are fetched again."""
+        key = self._info.name, offset, num_bytes
+        content = self._recent.get(key)
+        if content is None:
+            what = f"{self._name}, {num_bytes} bytes at {offset}"
+            content = retrying(lambda: self._fetch(offset, num_bytes, crc32), what=what, retries=self._retries)
+            self._recent.put(key, content)
+        return np.frombuffer(content, dtype=np.uint8)
+
+    def check_end(self) -> None:
+        """Raises DataError if the file is not exactly as long as the index says, or cannot be read in ranges."""
+        retrying(self._fetch_end, what=f"the end of {self._name}", retries=self._retries)
+
+    def _fetch_end(self) -> None:
+        num_bytes = self._info.bytes
+        try:
+            content = self._origin.read_range(self._info.name, num_bytes - 1, num_bytes + 1)
+        except Exception as error:
+            if getattr(error, "status", None) == 416:  # HTTP: the range begins behind the end
+                raise self._other_size("fewer") from error
+            raise
+        self._check_is_range(content, 2)
+        if len(content) == 2:
+            raise self._other_size("more")
+        if not content:
+            raise OSError(f"nothing came, though the index says {num_bytes} bytes; perhaps it was cut")
+
+    def _other_size(self, relation: str) -> DataError:
+        return DataError(
+            f"{self._name} has {relation} than the {self._info.bytes} bytes that the index says: cut or replaced. "
+            + self.remedy
+        )
+
+    def _fetch(self, offset: int, num_bytes: int, crc32: int | None) -> bytes:
+        content = self._origin.read_range(self._info.name, offset, offset + num_bytes)
+        self._check_is_range(content, num_bytes)
+        if len(content) < num_bytes:
+            raise OSError(f"only {len(content)} bytes came")
+        if crc32 is not None and zlib.crc32(content) != crc32:
+            raise DamageError("damaged, its crc32 differs from the record")
+        return content
+
+    def _check_is_range(self, content: bytes, num_bytes: int) -> None:
+        if len(content) > num_bytes:
+            raise DataError(
+                f"{self._name}: the server ignores ranges, it sent {len(content)} bytes in place of {num_bytes}. "
+                "Set data.cache_dir, so that whole shards are fetched."
+            )
+
+
+class _RecentBytes:
+    """The bytes used last, up to a total; the newest are kept however many they are."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, int, int]) -> bytes | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def put(self, key: tuple[str, int, int], content: bytes) -> None:
+        with self._lock:
+            self._num_bytes += len(content) - len(self._kept.pop(key, b""))
+            self._kept[key] = content
+            while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+                self._num_bytes -= len(self._kept.popitem(last=False)[1])

@@ -1,0 +1,1 @@
+"""Is a machine, or a job of them, fit to train."""

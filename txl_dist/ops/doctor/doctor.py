@@ -1,0 +1,194 @@
+"""`txl doctor`: looks at this machine, or under a launcher at every node and between them, and says what to mend.
+
+    alone               facts of this machine (`machine`) -> verdicts (`checks`)
+    under a launcher    ranks meet (`fabric`), each node is looked at once, differences and links are judged (`nodes`)
+
+On a terminal the findings are a table; anywhere else a line each, beginning with the verdict:
+
+    problem  node-b  disk space  /runs (nfs4): 0.3 GiB free -> Free some: a save that finds no room is lost.
+
+If ranks do not meet, the first rank of each node that came reports its own node and who is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from txl_dist.console import escaped, say
+from txl_dist.dist import Ranks, gather_objects
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.ops.doctor import fabric
+from txl_dist.ops.doctor.checks import Finding, judge
+from txl_dist.ops.doctor.machine import Facts, gather
+from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce, judge_speed
+from txl_dist.train.watch.run_lock import prove_shared
+
+MAX_PEERS = 256
+SHARED_WITHIN_S = 10.0
+
+
+class Report(NamedTuple):
+    """What was found. The findings of one node stand under its name, those between nodes under "all"."""
+
+    nodes: dict[str, Facts]
+    findings: list[tuple[str, Finding]]
+    figures: dict[str, Any]
+    """Measurements between ranks; empty for one."""
+
+    @property
+    def num_problems(self) -> int:
+        """Findings with which a run fails."""
+        return sum(finding.verdict == "problem" for _, finding in self.findings)
+
+    def lines(self) -> list[str]:
+        """A line per finding, and a summary."""
+        width = max(len(name) for name, _ in self.findings)
+        lines = [
+            f"{finding.verdict:<7}  {node:<{width}}  {finding.name}  {finding.found}"
+            + (f" -> {finding.remedy}" if finding.remedy else "")
+            for node, finding in self.findings
+        ]
+        return [*lines, self.summary()]
+
+    def summary(self) -> str:
+        """Counts in a sentence."""
+        num_warnings = sum(finding.verdict == "warning" for _, finding in self.findings)
+        looked_at = f"{len(self.findings)} checks on {_nodes(len(self.nodes))}"
+        return f"{looked_at}: {self.num_problems} problems, {num_warnings} warnings"
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "time_s": time.time(),
+            "problems": self.num_problems,
+            "findings": [{"node": node, **finding._asdict()} for node, finding in self.findings],
+            "nodes": {node: dataclasses.asdict(facts) for node, facts in self.nodes.items()},
+            "figures": self.figures,
+        }
+
+
+def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | None:
+    """Look at everything. None on ranks for which another speaks; its verdict is theirs.
+
+    `timeout_s`: longest wait for other ranks, at each step.
+    """
+    if not fabric.is_job():
+        facts = gather(run_dir=run_dir, data=data)
+        return Report({facts.host: facts}, [(facts.host, finding) for finding in judge(facts)], {})
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    _limit_threads()
+    met = False
+    try:
+        with fabric.meeting(timeout_s=timeout_s) as ranks:
+            met = True
+            return _examine_job(ranks, run_dir=run_dir, data=data)
+    except (TxlError, RuntimeError) as error:  # torch's errors of communication are RuntimeErrors
+        if not is_first_of_node:
+            return None
+        facts = gather(run_dir=run_dir, data=data)
+        is_several = str(facts.num_local_ranks) != os.environ["WORLD_SIZE"]
+        findings = [(facts.host, finding) for finding in judge(facts, is_several=is_several)]
+        what, _, remedy = str(error).partition(". ")
+        remedy = remedy if isinstance(error, TxlError) else "Look at the network between the nodes."
+        name = "communication" if met else "meeting"
+        return Report({facts.host: facts}, [*findings, ("all", Finding(name, "problem", what, remedy))], {})
+
+
+def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
+    facts = gather_objects(gather(run_dir=run_dir, data=data) if ranks.local_rank == 0 else None)
+    node_of = _names(facts)
+    nodes = {node_of[rank]: one for rank, one in enumerate(facts) if one is not None}
+    assert facts[0] is not None  # rank 0 is the first of its node
+    shared = [_judge_shared(ranks, Path(facts[0].disk.folder), num_nodes=len(nodes))] if len(nodes) > 1 else []
+    reduces = fabric.measure_reduce(ranks)
+    leaders = [rank for rank, one in enumerate(facts) if one is not None and rank]
+    others = leaders or list(range(1, ranks.world_size))
+    peers = fabric.measure_peers(ranks, others[:MAX_PEERS])
+    tflops = fabric.measure_speed(ranks)
+    if not ranks.is_first:
+        return None
+    is_several = len(nodes) > 1
+    findings = [
+        (node, finding) for node, one in nodes.items() for finding in judge(one, is_several=is_several, has_met=True)
+    ]
+    between = [
+        Finding("meeting", "ok", f"{ranks.world_size} ranks on {_nodes(len(nodes))}"),
+        *(differences(nodes) if is_several else ()),
+        *shared,
+        *judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"),
+        *judge_peers(peers, node_of=node_of),
+        *judge_speed(tflops, node_of=node_of),
+    ]
+    figures = {
+        "all_reduce": [one._asdict() for one in reduces],
+        "peers": [one._asdict() for one in peers],
+        "tflops_per_rank": tflops,
+    }
+    return Report(nodes, [*findings, *(("all", finding) for finding in between)], figures)
+
+
+def _names(facts: Sequence[Facts | None]) -> dict[int, str]:
+    """Per rank the name of its node: its host's, and where several nodes have that, the first rank's too."""
+    hosts = [one.host for one in facts if one is not None]
+    names, name = {}, ""
+    for rank, one in enumerate(facts):
+        if one is not None:
+            name = one.host if hosts.count(one.host) == 1 else f"{one.host}/rank{rank}"
+        names[rank] = name
+    return names
+
+
+def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
+    """All ranks: whether all nodes write to one folder."""
+    try:
+        prove_shared(folder, nonce=secrets.token_hex(8), ranks=ranks, seen_within_s=SHARED_WITHIN_S)
+    except ConfigError as error:
+        what, _, remedy = str(error).partition(". ")
+        return Finding("shared folder", "problem", what, remedy)
+    return Finding("shared folder", "ok", f"{folder} is the same on {num_nodes} nodes")
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+def _limit_threads() -> None:
+    """As a run does, so that ranks do not take each other's cores in the measurement of speed."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, num_local)))
+
+
+def show(report: Report) -> None:
+    """A table on a terminal, else a line per finding."""
+    if not sys.stdout.isatty():
+        say("\n".join(report.lines()))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("", "node", "check", "found, and -> remedy"):
+        table.add_column(column, overflow="fold")
+    colours = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+    for node, finding in report.findings:
+        words = (node, finding.name, finding.found + (f"\n-> {finding.remedy}" if finding.remedy else ""))
+        table.add_row(Text(finding.verdict, style=colours[finding.verdict]), *map(Text, map(escaped, words)))
+    Console().print(table)
+    say(report.summary())
+
+
+def to_json(report: Report) -> bytes:
+    """The file of --json."""
+    return json.dumps(report.as_json(), indent=1, allow_nan=False).encode() + b"\n"

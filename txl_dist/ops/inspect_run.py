@@ -1,0 +1,248 @@
+"""What a run and its checkpoints hold, and what its lanes read at a step, for `txl inspect`.
+
+From configuration and checkpoints alone: no ranks, no GPU, no DeepSpeed; a checkpoint may have been copied elsewhere.
+Facts are JSON values, for programs; lines are for people. What is damaged is shown as damaged, beside the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from txl_dist.config import load_config
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.position import StreamState
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.tables import aligned
+from txl_dist.train.checkpoint.places import with_corpora_found
+from txl_dist.train.checkpoint.read import continued_stream
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
+from txl_dist.train.health import Health
+from txl_dist.train.preflight import first_stream, open_corpora, train_splits
+from txl_dist.train.run_dir import evaluated_losses
+
+_BESIDE = {
+    "tmp": "a save that was not finished, or a removal; the next start removes it",
+    "damaged": "was damaged and is kept for people; nothing reads it",
+    "rewound": "left behind by a rewind; nothing reads it",
+}
+
+
+def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], StreamState, int]:
+    """(splits, where the stream was when a step began, tokens per lane and step). Step 1 is the first.
+
+    The lanes of a run may have been cut anew and its segments have got another length. The newest checkpoint before
+    the step knows where they were; the settings are those of the checkpoint behind it, else of the run.
+    Raises TxlError if the corpora of the run are not there, ConfigError for a step below 1.
+    """
+    if step < 1:
+        raise ConfigError(f"there is no step {step}: 1 is the first. Name the step as the log does.")
+    checkpoints = list_checkpoints(run_dir)
+    before = [folder for folder in checkpoints if step_of(folder) < step]
+    behind = [folder for folder in checkpoints if step_of(folder) >= step]
+    config = load_config((behind[0] if behind else run_dir) / "config.toml")
+    if checkpoints:
+        config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
+    corpora = open_corpora(config)
+    splits = train_splits(config, corpora)
+    state, start = first_stream(config, corpora), 0
+    if before:
+        state, _ = continued_stream(before[-1], state, splits)
+        start = read_state(before[-1])["step"]
+    segment_len = config.train.segment_len
+    if behind:
+        saved = StreamState.from_dict(read_state(behind[0])["stream"])
+        state = state.skipping(saved, saved)  # the run may have come back to `before` and left out what went wrong
+        reached = state.advanced((step_of(behind[0]) - start) * segment_len)
+        if [(one.cut(), one.position) for one in reached.corpora] != [
+            (one.cut(), one.position) for one in saved.corpora
+        ]:
+            is_same_cut = [one.cut() for one in reached.corpora] == [one.cut() for one in saved.corpora]
+            changed = "train.segment_len was changed" if is_same_cut else "the lanes were cut anew"
+            raise CheckpointError(
+                f"what the lanes read at step {step} is not known: {changed} before {behind[0].name}, and the "
+                f"checkpoint from before that is gone. Name a step behind {step_of(behind[0])}."
+            )
+    return splits, state.advanced((step - 1 - start) * segment_len), segment_len
+
+
+def run_facts(run_dir: Path) -> dict[str, Any]:
+    """The checkpoints of a run, each compared with its manifest, which reads all of it; and what lies beside them."""
+    summaries = {folder: _summary(folder) for folder in list_checkpoints(run_dir)}
+    checkpoints = [one for folder, one in summaries.items() if folder.is_dir()]  # a run may remove some meanwhile
+    losses = evaluated_losses(run_dir, up_to=sys.maxsize)
+    for one in checkpoints:
+        one["eval_loss"] = losses.get(one["step"])
+    names = {one["name"] for one in checkpoints}
+    others = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*") if path.name not in names)
+    return {
+        "run": str(run_dir),
+        "done": (run_dir / "DONE").is_file(),
+        "newest_whole": max((one["step"] for one in checkpoints if not one["problems"]), default=None),
+        "best_step": min(losses, key=losses.__getitem__, default=None),
+        "checkpoints": checkpoints,
+        "beside": [{"name": name, "what": _what_is(name)} for name in others],
+    }
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": folder.name, "step": step_of(folder), "problems": checkpoint_problems(folder)}
+    keys = ("tokens_seen", "world_size", "zero_stage", "precision")
+    facts |= dict.fromkeys(keys) | {"bytes": _bytes_of(folder)}
+    try:
+        state = read_state(folder)
+    except CheckpointError as error:
+        return facts | {"problems": facts["problems"] or [str(error)]}
+    return facts | {key: state.get(key) for key in keys}
+
+
+def _bytes_of(folder: Path) -> int:
+    with suppress(OSError):  # a run may remove it meanwhile
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return 0
+
+
+def _what_is(name: str) -> str:
+    word = name.partition(".")[2].partition("-")[0]
+    return _BESIDE.get(word, "none of this program's")
+
+
+def run_lines(facts: dict[str, Any]) -> list[str]:
+    """For people."""
+    newest = "none" if facts["newest_whole"] is None else f"step {facts['newest_whole']:,}"
+    rows = [["checkpoint", "tokens seen", "MiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
+    for one in facts["checkpoints"]:
+        best = " (best)" if one["step"] == facts["best_step"] else ""
+        loss = "-" if one["eval_loss"] is None else f"{one['eval_loss']:.4f}{best}"
+        size = f"{one['bytes'] / 2**20:,.1f}"
+        state = f"damaged: {one['problems'][0]}" if one["problems"] else "whole"
+        known = [_or_dash(one[key]) for key in ("tokens_seen", "world_size", "zero_stage", "precision")]
+        rows.append([one["name"], known[0], size, *known[1:], loss, state])
+    return [
+        f"{facts['run']}: {'done' if facts['done'] else 'not done'}; newest whole checkpoint: {newest}",
+        *(aligned(rows) if facts["checkpoints"] else []),
+        *(f"{one['name']}: {one['what']}" for one in facts["beside"]),
+    ]
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def checkpoint_facts(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds, and what is wrong with it by its manifest. Raises CheckpointError without state.json."""
+    state, problems = read_state(folder), checkpoint_problems(folder)
+    kinds: list[str] = []
+    lanes: list[dict[str, Any]] = []
+    try:
+        kinds = FragmentFiles(folder / "engine").kinds
+        lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
+    except CheckpointError as error:
+        problems.append(str(error))
+    stream = StreamState.from_dict(state["stream"])
+    health = Health.from_dict(state["health"])
+    own = ("format_version", "code_version", "step", "tokens_seen", "world_size", "zero_stage", "precision")
+    return {
+        "checkpoint": str(folder),
+        "problems": problems,
+        "bytes": _bytes_of(folder),
+        **{key: state[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
+        "kinds": kinds,
+        "lanes": lanes,
+        "stream": _stream_facts(folder, stream),
+        "health": {
+            "skipped_steps": health.skipped_steps,
+            "num_spikes": health.num_spikes,
+            "rewinds": health.rewinds,
+        },
+        **{key: state[key] for key in ("tokenizer_fingerprint", "config_fingerprint")},
+    }
+
+
+def _lane_file(path: Path) -> dict[str, Any]:
+    try:
+        with open_tensors(path) as file:
+            hidden = file.get_slice("hidden")
+            num_layers, _, memory_len, width = hidden.get_shape()
+            dtype = str(hidden.get_dtype())
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
+    shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
+    lanes = lanes_of(path)
+    return {"file": f"lanes/{path.name}", "first": lanes.start, "last": lanes.stop - 1, **shape}
+
+
+def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
+    """Per corpus; how often it has been read is known only where it lies on this machine."""
+    tokens: dict[tuple[str, str], int] = {}
+    with suppress(TxlError, OSError):
+        config = with_corpora_found(load_config(folder / "config.toml"), folder)
+        if all(Path(path).is_dir() for path in (config.data.path, *config.data.more_paths)):
+            splits = train_splits(config, open_corpora(config))
+            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}
+    found = []
+    for one in stream.corpora:
+        num_tokens = tokens.get((one.fingerprint, one.split))
+        found.append(
+            {
+                "name": one.name,
+                "split": one.split,
+                "fingerprint": one.fingerprint,
+                "num_lanes": one.num_lanes,
+                "position": one.position,
+                "cut_in_epoch": one.epoch,
+                "epochs_read": num_tokens and epochs_read(one.cut(), one.position, num_tokens=num_tokens),
+                "skips": [list(skip) for skip in one.skips],
+            }
+        )
+    return found
+
+
+def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
+    """For people."""
+    counts = {name: math.prod(shape) for name, shape in facts["parameters"].items()}
+    rows = [["parameter", "values", "shape"]]
+    rows += [[name, f"{counts[name]:,}", f"{shape}"] for name, shape in facts["parameters"].items()]
+    hidden = len(counts) - max_parameters
+    health = facts["health"]
+    return [
+        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {facts['bytes'] / 2**20:,.1f} MiB, "
+        f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}",
+        *(f"  {problem}" for problem in facts["problems"]),
+        f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {facts['world_size']} ranks, ZeRO "
+        f"{facts['zero_stage']}, {facts['precision']}"
+        + (f", loss scale {facts['loss_scale']['cur_scale']:g}" if facts["loss_scale"] else ""),
+        f"skipped steps: {health['skipped_steps']}; spikes: {health['num_spikes']}; rewinds: {health['rewinds']}",
+        f"tokenizer {facts['tokenizer_fingerprint'][:16]}, {facts['vocab_size']:,} ids; settings "
+        f"{facts['config_fingerprint'][:16]}",
+        "",
+        *_stream_lines(facts["stream"]),
+        "",
+        *(
+            f"{one['file']}: memories of lanes {one['first']} to {one['last']}, {one['num_layers']} layers x "
+            f"{one['memory_len']} tokens x {one['width']}, {one['dtype']}"
+            for one in facts["lanes"]
+        ),
+        f"{sum(counts.values()):,} values in {len(counts)} parameters, each with {', '.join(facts['kinds'])}",
+        *aligned(rows[: max_parameters + 1]),
+        *([f"... and {hidden:,} more"] if hidden > 0 else []),
+    ]
+
+
+def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [["corpus", "split", "fingerprint", "lanes", "position", "cut in epoch", "epochs read", "left out per lane"]]
+    for one in corpora:
+        epochs = "?" if one["epochs_read"] is None else f"{one['epochs_read']:.3f}"
+        numbers = [f"{one[key]:,}" for key in ("num_lanes", "position", "cut_in_epoch")]
+        skipped = sum(end - first for first, end in one["skips"])
+        rows.append([one["name"], one["split"], one["fingerprint"][:16], *numbers, epochs, f"{skipped:,}"])
+    return aligned(rows)

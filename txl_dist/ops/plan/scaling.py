@@ -1,0 +1,139 @@
+"""How speed grows with the number of GPUs: strong scaling (one global batch) and weak scaling (lanes per GPU fixed).
+
+Each point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU beside one GPU. What
+limits a point is the part of the step whose GPU-seconds per token grew most since then. `picture` draws both curves,
+with the line of 50 % and the first count beneath it marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from txl_dist.ops.plan.hardware import Cluster
+from txl_dist.ops.plan.timing import Program, StepTime, Work, step_time
+
+MOST_GPUS = 4096
+BROKEN = 0.5
+"""Efficiency under which scaling is called broken."""
+REASONS = {
+    "products": "small products: weights are read for few tokens",
+    "attention": "small products in attention",
+    "elementwise": "short passes",
+    "vocabulary": "the tables of the vocabulary are passed over for few tokens",
+    "optimizer": "the update, whose work per rank does not shrink",
+    "host": "the host, which issues work more slowly than the GPU does it",
+    "exchange": "the exchange of gradients and weights",
+}
+
+
+class Point(NamedTuple):
+    """Of a curve."""
+
+    gpus: int
+    lanes_per_gpu: int
+    tokens_per_s: float
+    efficiency: float
+    """Tokens per second and GPU, beside the first point."""
+    limited_by: str
+    """Key of `REASONS`; empty at the first point."""
+
+
+def strong(work: Work, cluster: Cluster, program: Program, *, num_lanes: int) -> list[Point]:
+    """On every number of GPUs that divides the lanes of the global batch; micro-batches no larger than `work`'s."""
+    works = []
+    for gpus in (count for count in range(1, min(num_lanes, MOST_GPUS) + 1) if num_lanes % count == 0):
+        lanes = num_lanes // gpus
+        microbatch = largest_divisor(lanes, at_most=work.microbatch_lanes)
+        works.append(replace(work, world_size=gpus, microbatch_lanes=microbatch, num_microbatches=lanes // microbatch))
+    return curve(works, cluster, program)
+
+
+def weak(work: Work, cluster: Cluster, program: Program) -> list[Point]:
+    """With the lanes of `work` on every GPU; the global batch grows with their number."""
+    counts = [2**power for power in range(MOST_GPUS.bit_length())]
+    return curve([replace(work, world_size=gpus) for gpus in counts], cluster, program)
+
+
+def curve(works: Iterable[Work], cluster: Cluster, program: Program) -> list[Point]:
+    """A point for each, beside the first."""
+    points: list[Point] = []
+    first: StepTime | None = None
+    for work in works:
+        step = step_time(work, cluster, program)
+        per_token = StepTime(*(part * work.world_size / work.tokens_per_step for part in step))
+        first = first or per_token
+        growth = {name: now - then for name, now, then in zip(StepTime._fields, per_token, first, strict=True)}
+        limit = max(growth, key=growth.__getitem__)
+        points.append(
+            Point(
+                gpus=work.world_size,
+                lanes_per_gpu=work.microbatch_lanes * work.num_microbatches,
+                tokens_per_s=work.tokens_per_step / step.total_s,
+                efficiency=first.total_s / per_token.total_s,
+                limited_by=limit if points and growth[limit] > 0 else "",
+            )
+        )
+    return points
+
+
+def breaking_point(points: Sequence[Point]) -> Point | None:
+    """The first one of an efficiency under `BROKEN`; None if there is none."""
+    return next((point for point in points if point.efficiency < BROKEN), None)
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """Of `number`, from 1 to `at_most`."""
+    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
+
+
+def picture(curves: dict[str, list[Point]], *, title: str) -> bytes:
+    """A PNG: tokens per second and efficiency over GPUs."""
+    import io
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, efficiency = figure.subplots(1, 2)
+    first = next(iter(curves.values()))[0]
+    counts = sorted({point.gpus for points in curves.values() for point in points})
+    speed.plot(counts, [first.tokens_per_s * count for count in counts], ":", color="gray", label="ideal")
+    for name, points in curves.items():
+        gpus = [point.gpus for point in points]
+        speed.plot(gpus, [point.tokens_per_s for point in points], "o-", markersize=3, label=name)
+        (line,) = efficiency.plot(gpus, [100 * point.efficiency for point in points], "o-", markersize=3, label=name)
+        if points[-1].gpus < counts[-1]:
+            speed.annotate(
+                f"a lane per GPU at {points[-1].gpus:,}" if points[-1].lanes_per_gpu == 1 else "",
+                (points[-1].gpus, points[-1].tokens_per_s),
+                textcoords="offset points",
+                xytext=(6, -4),
+                fontsize=8,
+                color=line.get_color(),
+            )
+        if broken := breaking_point(points):
+            efficiency.annotate(
+                f"{broken.gpus:,} GPUs: {100 * broken.efficiency:.0f} %, {broken.limited_by}",
+                (broken.gpus, 100 * broken.efficiency),
+                textcoords="offset points",
+                xytext=(-4, -14),
+                ha="right",
+                fontsize=8,
+                color=line.get_color(),
+            )
+    efficiency.axhline(100 * BROKEN, color="red", linewidth=0.8, label=f"{100 * BROKEN:.0f} %")
+    speed.set(ylabel="tokens per second", yscale="log")
+    efficiency.set(ylabel="efficiency, % of one GPU", ylim=(0, 105))
+    for axes in (speed, efficiency):
+        axes.set(xlabel="GPUs", xscale="log")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

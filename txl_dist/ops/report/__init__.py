@@ -1,0 +1,1 @@
+"""Pages and tables about runs that were made."""

@@ -1,0 +1,254 @@
+"""Charts as inline SVG: small, deterministic, readable on light and dark ground, without a script.
+
+`draw` makes one chart from lines of numbers. Long lines are thinned: the horizontal axis is cut into bins, and a bin
+keeps its mean, its lowest and its highest value, so that a spike of one step in a million is still seen. Text stays
+text; ink and grid are CSS variables of the page (--ink, --grid), and the colours of lines are of a middling lightness
+that stands out from white and from black. The same numbers give the same bytes.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from txl_dist.ops.report.records import FloatArray
+from txl_dist.tables import compact
+
+COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
+NUM_BINS = 250
+_LIGHTEST = 0.28
+_STEPS = (1, 2, 2.5, 5, 10)
+_INK, _GRID = "#010101", "#020202"
+_SIZE_INCHES = (4.7, 2.9)
+_MAX_MARKS = 120
+_MAX_BINS = 2500
+_MAX_DOTS = 60
+_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 9.0,
+    "font.family": "sans-serif",
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "lines.linewidth": 1.4,
+}
+
+
+class Line(NamedTuple):
+    """One line of a chart; points without a finite value are left out."""
+
+    label: str
+    x: FloatArray
+    y: FloatArray
+    colour: str = COLOURS[0]
+    style: str = "line"
+    """line; dots: points joined by a thin line, while they are few; points: not joined."""
+
+
+class Mark(NamedTuple):
+    """A place on the horizontal axis where something happened."""
+
+    x: float
+    is_border: bool
+    """A dashed line over the whole height; else a small triangle on the axis."""
+
+
+class Chart(NamedTuple):
+    """What is to be drawn."""
+
+    name: str
+    """Unique on the page: it keeps the ids inside the pictures apart."""
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    """With its unit."""
+    log_y: bool = False
+    from_zero: bool = False
+    """Begin the vertical axis at 0."""
+    rows: Sequence[str] = ()
+    """Names for the places 0, 1, 2 ... of the vertical axis, in place of numbers."""
+
+
+class Thinned(NamedTuple):
+    """Points of a line by increasing x; low and high are equal to mean where nothing was put together."""
+
+    x: FloatArray
+    mean: FloatArray
+    low: FloatArray
+    high: FloatArray
+
+
+def thinned(x: FloatArray, y: FloatArray, *, num_bins: int = NUM_BINS) -> Thinned:
+    """The finite points of a line; of more than two per bin, each bin's means, its lowest and its highest value."""
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if (np.diff(x) < 0).any():
+        order = np.argsort(x, kind="stable")
+        x, y = x[order], y[order]
+    if len(x) <= 2 * num_bins:
+        return Thinned(x, y, y, y)
+    width = (x[-1] - x[0]) / num_bins or 1.0
+    bins = np.minimum((x - x[0]) // width, num_bins - 1)
+    first = np.flatnonzero(np.diff(bins, prepend=-1.0))
+    count = np.diff(first, append=len(x))
+    return Thinned(
+        np.add.reduceat(x, first) / count,
+        np.add.reduceat(y, first) / count,
+        np.minimum.reduceat(y, first),
+        np.maximum.reduceat(y, first),
+    )
+
+
+def layer_colours(num: int) -> list[str]:
+    """From blue by green to red: for lines that have an order, such as layers."""
+    if num <= 1:
+        return [COLOURS[0]] * num
+    return [_shade(0.6 * (1 - index / (num - 1))) for index in range(num)]
+
+
+def _shade(hue: float) -> str:
+    """As light as a colour of this hue may be to stand out from white."""
+    for lightness in np.arange(0.6, 0.2, -0.02):
+        parts = colorsys.hls_to_rgb(hue, float(lightness), 0.65)
+        shade = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+        if luminance(shade) <= _LIGHTEST:
+            break
+    return shade
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, from 0 for black to 1 for white (WCAG 2); two differ in contrast by (a + .05) / (b + .05)."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
+    """An <svg> element for a page, with `alt` as its text for those who do not see it."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # the user's own settings would make other pictures
+        matplotlib.rcParams.update(_SETTINGS)
+        matplotlib.rcParams["svg.hashsalt"] = chart.name
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        num_bins = max(60, min(NUM_BINS, _MAX_BINS // max(len(chart.lines), 1)))
+        for line in chart.lines:
+            _draw_line(axes, line, num_bins=num_bins)
+        _set_axes(axes, chart)
+        _draw_marks(axes, marks)
+        labelled = [line for line in chart.lines if line.label]
+        if len(labelled) > 1:
+            figure.legend(loc="outside upper left", ncols=min(len(labelled), 4), handlelength=1.2, columnspacing=1.0)
+        stream = io.StringIO()
+        with warnings.catch_warnings():  # letters that its own font lacks, the reader's has
+            warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(stream.getvalue(), alt=alt)
+
+
+def _draw_line(axes: Any, line: Line, *, num_bins: int) -> None:
+    is_points = line.style == "points"
+    x, mean, low, high = thinned(line.x, line.y, num_bins=num_bins // 2 if is_points else num_bins)
+    if not np.array_equal(low, high):
+        axes.fill_between(x, low, high, color=line.colour, alpha=0.25, linewidth=0)
+    has_markers = is_points or len(x) == 1 or (line.style == "dots" and len(x) <= _MAX_DOTS)
+    marker = {"marker": "o", "markersize": 3.0} if has_markers else {}
+    width = 0.0 if is_points else 0.8 if has_markers else 1.4
+    axes.plot(x, mean, color=line.colour, linewidth=width, label=line.label or None, **marker)
+
+
+def _set_axes(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    def plain(value: float, _: int) -> str:
+        return compact(value)
+
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.xaxis.set_major_formatter(FuncFormatter(plain))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+    low, high = _limits(chart.lines)
+    if chart.rows:
+        axes.set_yticks(range(len(chart.rows)), chart.rows)
+        axes.set_ylim(len(chart.rows) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+        return
+    if chart.log_y and low > 0:
+        axes.set_yscale("log")
+        subs = (
+            (1.0,)
+            if high > 1000 * low
+            else (1.0, 2.0, 5.0)
+            if high > 20 * low
+            else (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+        )
+        axes.yaxis.set_major_locator(LogLocator(subs=subs) if high > 3 * low else MaxNLocator(6, steps=_STEPS))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.minorticks_off()
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+        if chart.from_zero:
+            axes.set_ylim(0, 1.08 * high if high > 0 else 1)
+    axes.yaxis.set_major_formatter(FuncFormatter(plain))
+
+
+def _limits(lines: Sequence[Line]) -> tuple[float, float]:
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines] or [np.empty(0)])
+    return (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+
+
+def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
+    left, right = axes.get_xlim()
+    shown = [mark for mark in marks if left <= mark.x <= right]  # which NaN is not
+    places = {(round(_MAX_MARKS * (mark.x - left) / (right - left)), mark.is_border): mark.x for mark in shown}
+    for (_, is_border), x in sorted(places.items()):
+        if is_border:
+            axes.axvline(x, color=_INK, linewidth=0.8, linestyle=(0, (3, 3)), alpha=0.55)
+        else:
+            axes.plot([x], [0], marker="^", markersize=5, color=COLOURS[4], transform=axes.get_xaxis_transform(),
+                      clip_on=False, zorder=5)  # fmt: skip
+
+
+def _for_page(svg: str, *, alt: str) -> str:
+    """Only what a page needs of the file: no headers, metadata or unused ids; colours by variables."""
+    from markupsafe import escape
+
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style type=.*?</style>", "", svg, flags=re.S)
+    svg = re.sub(r"<defs>\s*</defs>", "", svg)
+    used = set(re.findall(r'#([\w-]+)[")]', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    svg = re.sub(r' d="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
+    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)  # the page's
+    svg = svg.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
+    svg = re.sub(r">\s+<", "><", svg)
+    return re.sub(
+        r'<svg[^>]*?viewBox="([^"]+)"[^>]*>',
+        lambda match: (
+            f'<svg role="img" aria-label="{escape(alt)}" viewBox="{match[1]}" xmlns="http://www.w3.org/2000/svg" '
+            'xmlns:xlink="http://www.w3.org/1999/xlink">'
+        ),
+        svg,
+        count=1,
+    ).strip()

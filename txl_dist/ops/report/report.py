@@ -1,0 +1,171 @@
+"""`txl report`: a run as one self-contained page, and a few lines for the terminal.
+
+The page needs no network and no script; everything that comes from the run is escaped, and a content policy forbids
+the rest. Pictures are inline SVG (`figures`), the form is in the templates beside this file. It is written at once or
+not at all, and a run that has not changed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from txl_dist.errors import ConfigError
+from txl_dist.files import read_bytes, replace_file
+from txl_dist.ops.report.pictures import events_picture, marks_explained, pictures_of
+from txl_dist.ops.report.records import Event, Sample
+from txl_dist.ops.report.summary import Fact, Run, defaults, facts_of, lead, read_run
+from txl_dist.tables import aligned, duration, printable
+
+_MAX_EVENTS = 300
+_MAX_SAMPLES = 12
+_MAX_TEXT = 4000
+"""Characters of a sample, a value or a configuration file that the page shows."""
+_MAX_CONFIG = 40_000
+_ORDINARY = ("saved", "replicas_agree")
+_FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    "log.txt",
+    "evaluation.json",
+    "tensorboard",
+    "checkpoints",
+    "profile",
+    "stacks",
+)
+
+
+def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
+    """Write the page of a run, to RUN/report.html if not told otherwise. Returns lines for people.
+
+    Raises DataError if the run has no records, ConfigError if the page cannot be written.
+    """
+    path = out or run_dir / "report.html"
+    if run_dir.is_dir() or out is not None:
+        check_writable(path)
+    run = read_run(run_dir)
+    facts = facts_of(run)
+    write_page(path, render("report.html.j2", **_content(run, facts, folder=path.parent)))
+    rows = [[fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts]
+    return [*aligned([["", ""], *rows])[1:], printable(f"page: {path}")]
+
+
+def check_writable(path: Path) -> None:
+    """Before the work, not after it. Raises ConfigError."""
+    target = _target(path)
+    folder = target.parent
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.path.isfile(path) and (os.path.exists(path) or target.is_symlink()):
+        reason = "it is no regular file"  # a device, a pipe, or a link to itself: the page would take its place
+    elif not os.path.isdir(folder):
+        reason = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"no permission to write to {folder}"
+    else:
+        return
+    raise ConfigError(f"cannot write the page {path}: {reason}. Name another file with --out.")
+
+
+def write_page(path: Path, html: str) -> None:
+    """Whole or not at all. Raises ConfigError."""
+    target = _target(path)
+    try:
+        replace_file(target, html.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
+        ) from error
+
+
+def _target(path: Path) -> Path:
+    """Where links lead: what is there is replaced, and they stay."""
+    return Path(os.path.realpath(path))
+
+
+def render(template: str, **content: Any) -> str:
+    """A page from a template beside this file; all text is escaped, and rid of what no page may hold."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    html = environment.get_template(template).render(**content)
+    return "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in html)
+
+
+def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
+    samples = run.history.samples
+    return {
+        "title": f"Run {run.name}",
+        "run": run,
+        "lead": lead(run),
+        "facts": [fact for fact in facts if fact.name != "State"],
+        "marks": marks_explained(run),
+        "groups": pictures_of(run),
+        "events_picture": events_picture(run),
+        "event_rows": _event_rows(run.history.events),
+        "num_events": len(run.history.events),
+        "samples": [one._replace(text=cut(one.text), prompt=cut(one.prompt)) for one in _spread(samples)],
+        "num_samples": len(samples),
+        "setting_rows": setting_rows(run.settings),
+        "config_text": _config_text(run.path),
+        "files": _links(run.path, folder=folder),
+    }
+
+
+def cut(text: str, *, most: int = _MAX_TEXT) -> str:
+    """The beginning of a text that is too long for a page."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} characters more)"
+
+
+def _event_rows(events: Sequence[Event]) -> list[list[str]]:
+    """As many as a page may have: those of note before the ordinary, the newest before the old."""
+    by_weight = sorted(range(len(events)), key=lambda index: (events[index].name in _ORDINARY, -index))
+    rows = [["event", "step", "after", "details"]]
+    for index in sorted(by_weight[:_MAX_EVENTS]):
+        event = events[index]
+        details = ", ".join(f"{name} {_value(value)}" for name, value in event.fields.items())
+        rows.append(
+            [event.name.replace("_", " "), f"{event.step:,}", duration(3600 * event.hours), cut(details, most=300)]
+        )
+    return rows
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "not finite" if value is None else str(value)
+
+
+def _spread(samples: Sequence[Sample]) -> list[Sample]:
+    """The newest, the first, and others in even steps between them; the newest first."""
+    last, most = len(samples) - 1, min(len(samples), _MAX_SAMPLES)
+    return [samples[round(last * index / max(most - 1, 1))] for index in reversed(range(most))]
+
+
+def setting_rows(settings: dict[str, Any]) -> list[list[str]]:
+    """A table of those that differ from the defaults."""
+    usual = defaults()
+    rows = [["setting", "this run", "default"]]
+    for name, value in settings.items():
+        if name not in usual:
+            rows.append([name, cut(str(value), most=300), "unknown to this version"])
+        elif value != usual[name]:
+            rows.append([name, cut(str(value), most=300), str(usual[name])])
+    return rows
+
+
+def _config_text(run_dir: Path) -> str:
+    try:
+        return cut(read_bytes(run_dir / "config.toml").decode(errors="replace"), most=_MAX_CONFIG)
+    except OSError:
+        return ""
+
+
+def _links(run_dir: Path, *, folder: Path) -> list[tuple[str, str]]:
+    """(name, relative address) of what the run directory has."""
+    base = os.path.relpath(run_dir.resolve(), folder.resolve())
+    found = [name for name in _FILES if (run_dir / name).exists()]
+    return [(name, quote(os.path.join(base, name).removeprefix("./"))) for name in found]

@@ -1,0 +1,82 @@
+"""The probe of a checkpoint: the engine's own losses on a few tokens, saved with the weights and looked at again when a
+run goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from txl_dist.config import load_config
+from txl_dist.data.read.stream import plain_segment
+from txl_dist.dist import from_first, gather_objects, together
+from txl_dist.errors import CheckpointError
+from txl_dist.infer.bundle import probe_tolerance
+from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.train.batch import BatchMaker, to_device
+from txl_dist.train.engine.zero import Engine
+
+
+def make_probe(
+    engine: Engine, maker: BatchMaker, *, memory_len: int, tokens: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The engine's losses on tokens [1, 2 * PROBE_LEN + 1], by default the probe's. All ranks take part, since
+    parameters may be sharded."""
+    tokens = probe_tokens(engine.model.vocab_size) if tokens is None else tokens
+    memory = engine.empty_memory(num_lanes=1, memory_len=memory_len)
+    losses = []
+    for start in (0, PROBE_LEN):
+        piece = tokens[:, start : start + PROBE_LEN + 1].numpy()
+        batch = maker.batch(plain_segment(piece))
+        nll_BT, memory = engine.losses(to_device(batch, memory.document_BM.device), memory)
+        losses.append(nll_BT.cpu())
+    return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
+
+
+def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: str) -> str:
+    """Hold what the engine has loaded from a checkpoint against the losses that were computed when it was saved: one
+    pass over 64 tokens, of the memory length of then. All ranks call it. Returns what it showed, in words.
+
+    Raises CheckpointError on every rank if the two differ by more than their precisions do: an export's tolerance.
+    """
+    start_s = time.perf_counter()
+    saved, config = together(
+        lambda: (
+            read_probe(folder, vocab_size=engine.model.vocab_size),
+            load_config(folder / "config.toml"),
+        )
+    )
+    tokens, expected = from_first((saved["tokens"], saved["losses"]))
+    losses = make_probe(engine, maker, memory_len=config.train.memory_len, tokens=tokens)["losses"]
+
+    def compare() -> float:
+        worst = float((losses.float() - expected.float()).abs().max())
+        tolerance = probe_tolerance({precision, config.engine.precision}, largest_loss=float(expected.max()))
+        if not worst <= tolerance:
+            raise CheckpointError(
+                f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "
+                f"saved with, more than {tolerance:.3g}. Its weights are another's. Move it away, and the same command "
+                "goes on from the checkpoint before it; if none reproduces its probe, report it."
+            )
+        return worst
+
+    worst = max(gather_objects(together(compare)))
+    return f"its weights reproduce its probe to {worst:.1e} nats; this took {time.perf_counter() - start_s:.2f} s"
+
+
+def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
+    """Tokens and losses of a checkpoint's probe. Raises CheckpointError if there is none."""
+    path = folder / "probe.safetensors"
+    try:
+        probe = load_file(path)
+        tokens, losses = probe["tokens"], probe["losses"]
+        is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
+        if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
+            return probe
+    except (OSError, RuntimeError, SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
+    raise CheckpointError(f"{path} holds no probe. Use another checkpoint.")

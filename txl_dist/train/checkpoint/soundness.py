@@ -1,0 +1,236 @@
+"""Whether a checkpoint is one: whole by its manifest, each file of the form it must have, and all of one save.
+
+A manifest proves that no byte has changed since it was written; it cannot know that it was written over files of two
+saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), which in turn
+names those of the settings and of `tokenizer.json`; a file of memories its lanes (`LANES_KEY`); and file names and
+shapes must cover each lane and each parameter once. What an older program did not name is not compared; it always named
+the tokenizer, and its files of tensors name their state all or none. Only headers of tensors are read here: what the
+values are worth, the probe tells (`probe.check_probe`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+
+from txl_dist.data.read.position import StreamState
+from txl_dist.errors import CheckpointError
+from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
+from txl_dist.manifest import problems_of
+from txl_dist.run_files import CHECKPOINT_NAME, step_of
+from txl_dist.train.checkpoint.tensor_files import open_tensors
+from txl_dist.train.engine.partitions import WEIGHT
+from txl_dist.train.health import Health
+
+FORMAT_VERSION = 2
+"""1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
+STATE_KEY = "state"
+"""In the metadata of every file of tensors: sha256 of the state.json of its save."""
+
+LANES_KEY = "lanes"
+"""In the metadata of a file of memories: its name without the suffix."""
+
+_LANES = re.compile(r"(\d{5,9})-(\d{5,9})\.safetensors")
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+_Size = Annotated[int, Field(gt=0, lt=2**62)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Corpus(_Section):
+    name: str
+    fingerprint: str
+    split: str
+    num_lanes: _Count
+    position: _Count
+    epoch: _Count
+    rest: str
+    skips: str = ""
+
+
+class _Stream(_Section):
+    seed: int
+    corpora: tuple[_Corpus, ...]
+    version: int
+
+
+class _State(_Section):
+    """The form of state.json; what its parts mean stands where they are made, in `saver`."""
+
+    format_version: int
+    code_version: str
+    step: Annotated[int, Field(ge=0, lt=10**9)]
+    tokens_seen: _Count
+    health: Health
+    stream: _Stream
+    world_size: _Size
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: dict[str, float]
+    parameters: dict[str, tuple[_Size, ...]]
+    vocab_size: _Size
+    tokenizer_fingerprint: str
+    config_fingerprint: str
+    config_sha256: str = ""
+    scores_first_tokens: bool = False
+    corpora: tuple[str, ...] = ()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint. Raises CheckpointError if it cannot be read, has another form or version."""
+    path = folder / "state.json"
+    try:
+        data = read_bytes(path)
+        state = parse_object(data)
+        version = state.get("format_version")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
+    if version != FORMAT_VERSION:
+        raise _OtherVersionError(
+            f"{folder} has format version {version}; this program reads {FORMAT_VERSION}. "
+            "Use the version of txl_dist that wrote it."
+        )
+    try:
+        _State.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}. Use another checkpoint.") from error
+    StreamState.from_dict(state["stream"])
+    return dict(state)
+
+
+class _OtherVersionError(CheckpointError):
+    """No damage: another program can read it."""
+
+
+def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Why a folder is no sound checkpoint, one line each; empty if it is one.
+
+    Several processes may share the hashing, as in `problems_of`; the first one looks at the rest. A checkpoint of
+    another format version is not damaged: `read_state` refuses it.
+    """
+    found = problems_of(folder, part=part, num_parts=num_parts)
+    if found or part:
+        return found
+    try:
+        return list(_contradictions(folder, read_state(folder)))
+    except _OtherVersionError:
+        return []
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
+    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
+        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {state['step']}"
+    if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / "config.toml")):
+        yield "config.toml is not the one of this state.json"
+    if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
+        yield "tokenizer.json is not the one of this state.json"
+    engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
+    lanes = [_header(path) for path in lane_files(folder)]
+    probe = _header(folder / "probe.safetensors")
+    signed = {header.state for header in (*engine, *lanes, probe)}
+    if signed != {""}:
+        expected = _sha256_of(folder / "state.json")
+        for header in (*engine, *lanes, probe):
+            if header.state != expected:
+                yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
+    held: Counter[str] = Counter()
+    for header in engine:
+        for name, shape in header.shapes.items():
+            if name.startswith(f"{WEIGHT}/"):
+                held[name.removeprefix(f"{WEIGHT}/")] += math.prod(shape)
+    wanted = {name: math.prod(shape) for name, shape in state["parameters"].items()}
+    for name in sorted(held.keys() | wanted.keys()):
+        if held[name] != wanted.get(name, 0):
+            yield f"engine/ has {held[name]} values of {name} instead of {wanted.get(name, 0)}"
+    yield from _problems_of_lanes(lanes, StreamState.from_dict(state["stream"]).num_lanes)
+
+
+def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
+    next_lane, forms = 0, set()
+    for header in headers:
+        held, shapes = lanes_of(header.path), header.shapes
+        if not held or shapes.keys() != {"hidden", "document"} or len(shapes["hidden"]) != 4:
+            yield f"lanes/{header.path.name} is no file of memories"
+            continue
+        layers, count, memory_len, width = shapes["hidden"]
+        if count != len(held) or shapes["document"] != [count, memory_len]:
+            yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"
+        if header.lanes not in ("", header.path.stem):
+            yield f"lanes/{header.path.name} holds other memories than its name says: of lanes {header.lanes}"
+        if held.start != next_lane:
+            yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
+        next_lane = held.stop
+        forms.add((layers, memory_len, width))
+    if next_lane != num_lanes or len(forms) > 1:
+        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
+
+
+class _Header(NamedTuple):
+    """What a file of tensors says of itself."""
+
+    path: Path
+    state: str
+    """sha256 of the state.json that it was saved with; empty if it says none."""
+    lanes: str
+    """The lanes that it was saved with; empty if it says none."""
+    shapes: dict[str, list[int]]
+
+
+def lane_files(folder: Path) -> list[Path]:
+    """What lies in a checkpoint's lanes/, by number: from lane 100,000 on names are longer."""
+    return sorted((folder / "lanes").glob("*"), key=lambda path: lanes_of(path).start)
+
+
+def lanes_of(path: Path) -> range:
+    """The global lanes of a file of memories, by its name; none if that is no such name."""
+    named = _LANES.fullmatch(path.name)
+    return range(int(named[1]), int(named[2]) + 1) if named else range(0)
+
+
+def settings_hash(data: bytes) -> str:
+    """sha256 of the settings in a config.toml but for where the run lies, so that equal runs have equal states.
+
+    Raises ValueError or TypeError if it holds none.
+    """
+    values = parse_toml(data)
+    run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}
+    return canonical_hash({**values, "run": run})
+
+
+def _settings_hash_of(path: Path) -> str:
+    try:
+        return settings_hash(read_bytes(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _sha256_of(path: Path) -> str:
+    try:
+        return sha256_of_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _header(path: Path) -> _Header:
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is no file")
+    try:
+        with open_tensors(path) as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+            metadata = file.metadata() or {}
+            return _Header(path, metadata.get(STATE_KEY, ""), metadata.get(LANES_KEY, ""), shapes)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,304 @@
+"""Writing checkpoints behind the training: whole or not at all, one at a time.
+
+    step boundary   state is copied into host memory                   `begin`, all ranks; the step waits for this
+    behind steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives
+    step boundary   all ranks have written: manifest and rename        `finish`, all ranks; the rename commits
+
+Files go to `step_N.tmp-NONCE`. A crash anywhere leaves that folder, which nobody reads and the next start removes, or
+the committed one. A file system that fails never ends a run here: what was written is removed, `finish` says why on
+every rank, and the loop tries again later.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import txl_dist
+from txl_dist.config import Config, config_fingerprint, config_to_toml
+from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
+from txl_dist.errors import CheckpointError
+from txl_dist.faults import fault_point
+from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
+from txl_dist.manifest import commit_folder, write_manifest
+from txl_dist.run_files import checkpoint_folder
+from txl_dist.tables import size
+from txl_dist.train.checkpoint.places import absolute_paths
+from txl_dist.train.checkpoint.read import CorpusFacts
+from txl_dist.train.checkpoint.soundness import FORMAT_VERSION, LANES_KEY, STATE_KEY, settings_hash
+from txl_dist.train.checkpoint.tensor_files import file_bytes, fragment_tensors, write_tensors
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.state import TrainState
+
+Content = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors and metadata of one file."""
+
+Write = Callable[[Path], dict[str, Any]]
+"""Write one file; returns its bytes and sha256."""
+
+
+_POLL_S = 0.05
+
+
+class Saved(NamedTuple):
+    """How a save ended; the same on every rank."""
+
+    step: int
+    folder: Path
+    gib: float
+    error: str
+    """Why there is none; empty if there is one."""
+
+
+class Saver:
+    """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        config: Config,
+        corpus: CorpusFacts,
+        lanes: range,
+        ranks: Ranks,
+        nonce: str,
+        beat: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`nonce` is the same on every rank and no other run's: it names temporary folders. `beat` is called while
+        something is waited for that makes progress, `before_commit` on rank 0: it may raise CheckpointError."""
+        self._beat, self._before_commit = beat, before_commit
+        self._run_dir, self._config, self._corpus, self._lanes = run_dir, config, corpus, lanes
+        self._ranks, self._nonce = ranks, nonce
+        # A GPU's state must be copied anyway before it can be written.
+        copies = config.checkpoint.asynchronous or ranks.device.type == "cuda"
+        self._host = HostCopy(pin=ranks.device.type == "cuda") if copies else None
+        self._thread: threading.Thread | None = None
+        self._step = -1
+        self._needed = 0
+        self._written: dict[str, dict[str, Any]] = {}
+        self._num_bytes = 0
+        self._error: Exception | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """A save was begun and not finished. The same on every rank."""
+        return self._step >= 0
+
+    @property
+    def is_written(self) -> bool:
+        """This rank has nothing left to write of the save in flight."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def begin(self, state: TrainState, engine: Engine, *, probe: dict[str, Tensor]) -> None:
+        """Copy the state and start to write it. No save may be in flight."""
+        assert not self.in_flight
+        fault_point("save-begin", step=state.step)
+        self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
+        tensors = self._tensors(state, engine, probe)
+        own = self._own_files(state, engine) if self._ranks.is_first else {}
+        needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
+        self._needed = sum(gather_objects(needed))
+        # All files of this save name its state.json, so that none is ever taken for one of another save.
+        saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get("state.json", b"")))}
+        try:
+            on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
+        except CheckpointError as error:
+            self._error = error
+            return
+        tensors = self._on_host(tensors)
+        fault_point("save-copied", step=state.step)
+        files: dict[str, Write] = {
+            name: self._tensor_writer(content, metadata | saved_with) for name, (content, metadata) in tensors.items()
+        }
+        files |= {name: _bytes_writer(data) for name, data in own.items()}
+        self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Saved:
+        """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
+        self._wait()
+        step, self._step, self._thread = self._step, -1, None
+        final, temporary = checkpoint_folder(self._run_dir, step), self._temporary(step)
+        parts = gather_objects(
+            (self._written, None if self._error is None else _explained(self._error, temporary, needed=self._needed))
+        )
+        reasons = [reason for _, reason in parts if reason is not None]
+
+        def commit() -> None:
+            if reasons:
+                raise CheckpointError(reasons[0])
+            self._before_commit()
+            fault_point("save-manifest", step=step)
+            write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
+            fault_point("save-manifest-done", step=step)
+            fault_point("save-rename", step=step)
+            commit_folder(temporary, final)
+            fault_point("save-renamed", step=step)
+
+        try:
+            on_first(lambda: _in_file_system(commit, temporary, needed=self._needed))
+        except CheckpointError as error:
+            together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._ranks.is_first else None)
+            return Saved(step, final, self._needed / 2**30, str(error))
+        return Saved(step, final, self._needed / 2**30, "")
+
+    def _wait(self) -> None:
+        """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs; and beating
+        while this rank's own part grows or is done, so that the one is named whose disk stands still."""
+        seen = -1
+        while not all(gather_objects(self.is_written)):
+            if self.is_written or self._num_bytes > seen:
+                seen = self._num_bytes
+                self._beat()
+            if self._thread is not None and self._thread.is_alive():
+                self._thread.join(_POLL_S)
+            else:
+                time.sleep(_POLL_S)
+
+    def _temporary(self, step: int) -> Path:
+        final = checkpoint_folder(self._run_dir, step)
+        return final.with_name(f"{final.name}.tmp-{self._nonce}")
+
+    def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
+        """(tensors, metadata) of each file of this rank, as views where they can be."""
+        memories = {
+            "hidden": torch.cat([memory.hidden_LBMD for memory in state.memories], dim=1),
+            "document": torch.cat([memory.document_BM for memory in state.memories]),
+        }
+        lanes = f"{self._lanes.start:05d}-{self._lanes.stop - 1:05d}"
+        files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
+        # At stage 0 all ranks hold the same.
+        if self._config.engine.zero_stage > 0 or self._ranks.is_first:
+            files[f"engine/{self._ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
+        if self._ranks.is_first:
+            files["probe.safetensors"] = (probe, {})
+        return files
+
+    def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
+        if self._host is None:
+            return {name: ({k: t.detach().contiguous() for k, t in ts.items()}, m) for name, (ts, m) in files.items()}
+        return self._host.copy(files)
+
+    def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
+        """What rank 0 writes besides tensors."""
+        settings = config_to_toml(self._config).encode()
+        content = {
+            "format_version": FORMAT_VERSION,
+            "code_version": txl_dist.__version__,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "health": state.health.to_dict(),
+            "stream": state.stream.to_dict(),
+            "world_size": self._ranks.world_size,
+            "zero_stage": self._config.engine.zero_stage,
+            "precision": self._config.engine.precision,
+            "loss_scale": engine.loss_scale(),
+            "parameters": engine.shapes,
+            "corpora": absolute_paths(self._config),
+            "vocab_size": self._corpus.vocab_size,
+            "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
+            "config_fingerprint": config_fingerprint(self._config),
+            "config_sha256": settings_hash(settings),
+            "scores_first_tokens": True,
+        }
+        return {
+            "config.toml": settings,
+            "tokenizer.json": self._corpus.tokenizer_json.encode(),
+            "state.json": json.dumps(content, indent=1).encode() + b"\n",
+        }
+
+    def _check_space(self) -> None:
+        folder = self._run_dir / "checkpoints"
+        if not folder.is_dir():
+            folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
+            flush_folder(self._run_dir)
+        free = shutil.disk_usage(folder).free
+        if free < self._needed:
+            raise CheckpointError(
+                f"no room for a checkpoint in {folder}: it needs {size(self._needed)}, {size(free)} are free. "
+                "Free space, lower checkpoint.keep_last, or move the run to another file system."
+            )
+
+    def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:
+        step = self._step
+
+        def on_progress(num_bytes: int) -> None:
+            self._num_bytes += num_bytes
+            fault_point("save-file-half", step=step)
+
+        return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
+
+    def _write(self, files: dict[str, Write]) -> None:
+        """Runs in the thread."""
+        temporary, step = self._temporary(self._step), self._step
+        try:
+            for name, write in files.items():
+                path = temporary / name
+                for folder in (temporary.parent, temporary, path.parent):  # all but the run directory
+                    folder.mkdir(exist_ok=True)
+                fault_point("save-file", step=step)
+                self._written[name] = write(path)
+                fault_point("save-file-done", step=step)
+            fault_point("save-written", step=step)
+        except Exception as error:  # noqa: BLE001  whatever it is, `finish` tells all ranks
+            self._error = error
+
+
+class HostCopy:
+    """Host memory that a rank's tensors are copied into; kept from save to save, so that only the first one pays for
+    making it."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, files: dict[str, Content]) -> dict[str, Content]:
+        """The same with tensors on the host, which stay as they are until the next call."""
+        copies = {
+            name: ({key: self._copy((name, key), tensor) for key, tensor in tensors.items()}, metadata)
+            for name, (tensors, metadata) in files.items()
+        }
+        if self._pin:
+            torch.cuda.synchronize()
+        return copies
+
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def _bytes_writer(data: bytes) -> Write:
+    def write(path: Path) -> dict[str, Any]:
+        write_bytes(path, data)
+        return {"bytes": len(data), "sha256": sha256_of_bytes(data)}
+
+    return write
+
+
+def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(_explained(error, path, needed=needed)) from error
+
+
+def _explained(error: Exception, path: Path, *, needed: int) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = error.filename or path
+        reason = f"cannot write {where}: {error.strerror or error}"
+        return f"{reason}. A checkpoint needs {size(needed)}; free space or mend permissions in {path.parent}."
+    return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."

@@ -1,0 +1,1 @@
+"""The model on DeepSpeed: the only room that imports it."""

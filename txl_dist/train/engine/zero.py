@@ -1,0 +1,372 @@
+"""The engine: forward, backward, gradient exchange and update. The only file that imports DeepSpeed.
+
+The loop speaks to the `Engine` protocol. `ZeroEngine` fulfils it with DeepSpeed's ZeRO stages 0 to 3. What DeepSpeed
+would do in secret is either set explicitly in `deepspeed_config` or done here: the learning rate is set by the loop,
+gradients are averaged over micro-batches and ranks by DeepSpeed. Their norm is taken before the step and decides, once,
+whether it is made: DeepSpeed's own checks are given that norm, or infinity, and clean up as they do after an overflow.
+Clipping and the loss scale are one factor, known on the host. Its checkpoint files are not used: weights and optimizer
+state go out and in as named fragments (`partitions`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.config import BatchPlan, Config
+from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
+from txl_dist.errors import TrainingError
+from txl_dist.infer.bundle import copy_weights
+from txl_dist.model.block import Block
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.rng import derive_seed
+from txl_dist.train.engine.deepspeed_config import deepspeed_config
+from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
+from txl_dist.train.engine.gathered import saves_no_weights
+from txl_dist.train.engine.graph import GraphedModule
+from txl_dist.train.engine.optim import build_optimizer
+from txl_dist.train.engine.partitions import Fragment, Source, fill, fragments, partitions_of
+
+
+class Engine(Protocol):
+    """What the loop needs of an engine. Every method is called by all ranks together."""
+
+    @property
+    def model(self) -> TransformerXL:
+        """The network; its parameters may be sharded, so only its settings and shapes are for reading."""
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each parameter, a tied one once; at stage 3 too."""
+
+    def named_values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of each parameter, as views of what this rank computes with; empty ones at stage 3."""
+
+    def micro_step(
+        self,
+        batch: Batch,
+        memory: Memory,
+        *,
+        normalizer: Tensor | float,
+        after_forward: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Memory]:
+        """Forward and backward of one micro-batch, with a call between them. Returns (its loss, detached; the memory
+        after it)."""
+
+    def grad_norm(self) -> Tensor:
+        """Global norm of the accumulated gradients before clipping, on the device and the same on every rank; not
+        finite if one of them is not. Call it after the last micro-batch of a step."""
+
+    def step(self, *, lr: float, grad_norm: float) -> None:
+        """Update with the accumulated gradients, whose norm `grad_norm` gave, or, if that is not finite, drop them."""
+
+    def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        """nll_BT in nats and the next memory, without gradients or dropout."""
+
+    def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        """log p_BV of the token behind the batch and the next memory, without gradients or dropout."""
+
+    def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
+        """A memory that holds nothing, in the compute type, on the device."""
+
+    def fragments(self) -> list[Fragment]:
+        """Weights and optimizer state of this rank, as views into live storage."""
+
+    def loss_scale(self) -> dict[str, Any]:
+        """State of the loss scaling in fp16, for JSON; else empty."""
+
+    def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
+        """Restore what `fragments` and `loss_scale` gave, on any number of ranks at any stage. Raises TxlError."""
+
+
+class ZeroEngine:
+    """`Engine` by DeepSpeed ZeRO."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        vocab_size: int,
+        plan: BatchPlan,
+        ranks: Ranks,
+        weights: dict[str, Tensor] | None = None,
+    ) -> None:
+        """`weights` to begin with, the same on every rank; None draws them."""
+        deepspeed = import_deepspeed()
+        # Every rank draws the same weights; at stage 3 each keeps its part of them.
+        torch.manual_seed(derive_seed(config.run.seed, "init"))
+        model = TransformerXL(
+            config.model,
+            vocab_size=vocab_size,
+            recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
+            attention=config.engine.attention,
+        )
+        if weights is not None:
+            copy_weights(model, weights)
+        self._shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        module: nn.Module = SegmentLoss(model).to(ranks.device)
+        # At stage 3 views would keep gathered layers alive; lamb takes the norms of whole matrices.
+        if config.engine.zero_stage == 3 or config.optim.name == "lamb":
+            self.stored = stored_whole(module, prefix=_PREFIX)
+        else:
+            module = FlatModule(module, prefix=_PREFIX)
+            self.stored = module.stored
+        if config.engine.cuda_graph:
+            module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
+        self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
+        if self._stage == 3:
+            deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=build_optimizer(((one.slots[0].name, one.tensor) for one in self.stored), config.optim),
+            config=deepspeed_config(config, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
+        )
+        limit_waiting(timeout_s=config.engine.start_timeout_s)
+        self._model, self._device = model, ranks.device
+        if self._stage == 3:
+            _reduce_with_first(self._optimizer.leaf_parameters, list(model.blocks))
+        self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
+        self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
+        self._take_over_checks()
+
+    def _take_over_checks(self) -> None:
+        """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite, and
+        leave the scaling of gradients to us: all of it is known on the host."""
+        optimizer = self._optimizer
+        self._given_norm, self._factor = 0.0, 1.0
+        if hasattr(optimizer, "check_overflow"):  # stages 1 to 3; they go on to look at the norm
+            _replace(optimizer, "check_overflow", lambda partition_gradients=True: None)
+        if self._stage in (1, 2):
+            self._compute_norm = _replace(optimizer, "scaled_global_norm", lambda: self._given_norm)
+            _replace(optimizer, "unscale_and_clip_grads", lambda gradients, norm: self._rescale(gradients))
+        elif self._stage == 3:
+            compute_norms = _replace(optimizer, "_get_norm_groups", lambda: [self._given_norm])
+            self._compute_norm = lambda: _joined_norm(compute_norms())
+            groups = optimizer.fp32_partitioned_groups_flat
+            _replace(optimizer, "unscale_and_clip_grads", lambda index, norm: self._rescale([groups[index].grad]))
+        elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
+            _replace(optimizer, "step", self._step_masters)
+        if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
+            scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
+
+    @property
+    def model(self) -> TransformerXL:
+        """See `Engine`."""
+        return self._model
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """See `Engine`."""
+        return self._shapes
+
+    def named_values(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine`."""
+        return named_values(self.stored)
+
+    def micro_step(
+        self,
+        batch: Batch,
+        memory: Memory,
+        *,
+        normalizer: Tensor | float,
+        after_forward: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Memory]:
+        """See `Engine`."""
+        with saves_no_weights() if self._stage == 3 else nullcontext():
+            loss, memory = self._engine(batch, memory, normalizer)
+        after_forward()
+        self._engine.backward(loss)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
+        return loss.detach(), memory
+
+    def grad_norm(self) -> Tensor:
+        """See `Engine`."""
+        if self._stage == 0:
+            gradients = [p.grad for p in self._parameters() if p.grad is not None]
+            # In fp32 also where they are not: the squares of scaled fp16 gradients overflow.
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        else:
+            if hasattr(self._optimizer, "_wait_for_offload_copies"):
+                self._optimizer._wait_for_offload_copies()
+            norm = self._compute_norm()
+        norm = norm.detach().float().to(self._device) / self._scale()  # with offload it is on the host
+        # DeepSpeed writes -1 for what is not finite.
+        return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
+
+    def step(self, *, lr: float, grad_norm: float) -> None:
+        """See `Engine`."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        # On the host: no check of DeepSpeed's waits for the device again.
+        self._given_norm = grad_norm * self._scale()
+        clip = max(1.0, (grad_norm + 1e-6) / self._clip_norm) if self._clip_norm else 1.0
+        self._factor = 1.0 / (clip * self._scale())
+        if self._optimizer is self._base_optimizer:  # stage 0 in fp32
+            if math.isfinite(grad_norm):
+                self._rescale([p.grad for p in self._parameters() if p.grad is not None])
+            else:
+                for parameter in self._parameters():
+                    parameter.grad = None  # the optimizer passes over what has none
+        self._engine.step()
+
+    def _rescale(self, gradients: list[Tensor]) -> None:
+        """Clip, and take the loss scale out."""
+        if self._factor != 1.0:
+            torch._foreach_mul_(gradients, self._factor)
+
+    def _step_masters(self) -> None:
+        """The update at stage 0 in half precision; DeepSpeed's would wait for the device four times more."""
+        optimizer = self._optimizer
+        optimizer.overflow = not math.isfinite(self._given_norm)
+        if optimizer.overflow:
+            optimizer._skip_invalid_grad_norm()
+            return
+        optimizer._update_scale(False)
+        pairs = [(m, p) for m, p in _masters(optimizer) if p.grad is not None]
+        for master, parameter in pairs:
+            master.grad = parameter.grad.to(master.dtype)
+        self._rescale([master.grad for master, _ in pairs])
+        self._base_optimizer.step()
+        for master, parameter in pairs:
+            parameter.data.copy_(master.data)
+            master.grad = None
+
+    def _parameters(self) -> list[Tensor]:
+        return [one.tensor for one in self.stored]
+
+    def _scale(self) -> float:
+        """What fp16 multiplies the loss by."""
+        return float(getattr(self._optimizer, "loss_scale", 1.0))
+
+    def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        """See `Engine`."""
+        return self._infer(batch, memory)
+
+    def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        """See `Engine`."""
+        return self._infer(batch, memory, None, True)
+
+    def _infer(self, *arguments: Any) -> tuple[Tensor, Memory]:
+        self._engine.module.eval()
+        try:
+            with torch.no_grad():
+                result, memory = self._engine.module(*arguments)
+        finally:
+            self._engine.module.train()
+        return result, memory
+
+    def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
+        """See `Engine`."""
+        return self._model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
+
+    def fragments(self) -> list[Fragment]:
+        """See `Engine`."""
+        return list(fragments(self._partitions, self._base_optimizer))
+
+    def loss_scale(self) -> dict[str, Any]:
+        """See `Engine`."""
+        scaler = _loss_scaler(self._optimizer)
+        return {name: getattr(scaler, name) for name in _SCALER_STATE if hasattr(scaler, name)}
+
+    def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
+        """See `Engine`."""
+        optimizer = self._optimizer
+        if self._stage == 3:
+            optimizer.checkpoint_event_prologue()
+        together(lambda: fill(self._partitions, self._base_optimizer, source))
+        # The weights that the model computes with are made of the fp32 ones.
+        if self._stage in (1, 2):
+            optimizer.update_lp_params()
+        elif self._stage == 3:
+            for index in range(len(self._partitions)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            optimizer.checkpoint_event_epilogue()
+        elif hasattr(optimizer, "fp32_groups"):
+            for master, parameter in _masters(optimizer):
+                parameter.data.copy_(master.data)
+        scaler = _loss_scaler(optimizer)
+        for name in _SCALER_STATE:
+            if name in loss_scale and hasattr(scaler, name):
+                setattr(scaler, name, loss_scale[name])
+
+
+_PREFIX = "model."
+"""Of the names of parameters in a `SegmentLoss`."""
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """(fp32 weight, the parameter made of it) at stage 0 in half precision."""
+    for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        yield from zip(masters, parameters, strict=True)
+
+
+def _loss_scaler(optimizer: Any) -> Any:
+    """What keeps the loss scale in fp16, or None: under one name in ZeRO, another at stage 0."""
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    return scaler if getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False) else None
+
+
+def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a method of ours in the place of DeepSpeed's, and return that. Raises TrainingError if it has none."""
+    original: Callable[..., Any] | None = getattr(optimizer, name, None)
+    if original is None:
+        raise TrainingError(
+            f"DeepSpeed's {type(optimizer).__name__} has no {name} any more, without which gradients would not be "
+            "clipped. Install the version that constraints.txt names."
+        )
+    setattr(optimizer, name, method)
+    return original
+
+
+def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blocks: list[nn.Module]) -> None:
+    """At stage 3 the gradients of a block are exchanged by a hook behind its backward pass. DeepSpeed puts parameters
+    that blocks share into the list of the last one, whose pass is the first to end: their gradients, which are whole
+    only behind the first block, would be exchanged too early, and lost. Its hooks read these lists when they run."""
+    shared = {id(parameter) for parameter in blocks[0].parameters()}
+    late = [parameter for block in blocks[1:] for parameter in leaf_parameters[block] if id(parameter) in shared]
+    for block in blocks[1:]:
+        leaf_parameters[block][:] = [parameter for parameter in leaf_parameters[block] if id(parameter) not in shared]
+    leaf_parameters[blocks[0]].extend(late)
+    for parameter in late:
+        parameter.ds_z3_leaf_module = blocks[0]  # type: ignore[attr-defined]
+
+
+def _joined_norm(norms: list[Tensor]) -> Tensor:
+    """The norm of all groups; infinite if DeepSpeed wrote -1 for one of them."""
+    stacked = torch.stack(norms)
+    return torch.where((stacked < 0).any(), torch.inf, torch.linalg.vector_norm(stacked))
+
+
+def import_deepspeed() -> Any:
+    """Import on first use (it takes seconds), on the right accelerator and without its chatter."""
+    if not uses_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Unless a launcher says how many ranks this node has, DeepSpeed would start a program in every step to count.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    import deepspeed
+    from deepspeed.utils import logger as deepspeed_logger
+    from deepspeed.utils import nvtx
+
+    nvtx.enable_nvtx = False  # a range around each of a thousand calls per step
+
+    # A CPU extension for inference only: compiled for half a minute at the first start, 67 MB of shared memory per rank
+    # that outlive a killed job, and over several machines a wait without end.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    deepspeed_logger.setLevel(logging.WARNING)
+    # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    return deepspeed

@@ -1,0 +1,1 @@
+"""The memory that a rank needs, foreseen."""

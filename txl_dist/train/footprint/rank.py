@@ -1,0 +1,128 @@
+"""Bytes that a rank will hold, predicted without allocating them (`txl train --dry-run`, `txl plan`).
+
+A step has phases, and the fullest one is the peak: forward and backward of a micro-batch (`footprint_step` follows them
+on tensors without storage), the exchange of what they left, the norm, the update. Weights, optimizer state, memories
+and the copy that a checkpoint is written from are counted; they only depend on the ZeRO stage.
+
+On a CPU that is host memory besides what a process holds once it has imported everything, and the C library must be
+told to give memory back (`allocator`; training does). On a GPU it is device memory. Not predicted: fragmentation, on a
+GPU the CUDA context, with offload what then lies in host memory, and evaluation larger than training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from txl_dist.config import BatchPlan, Config
+from txl_dist.infer.bundle import DTYPES
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, micro_step_peak
+
+_MIB = 2**20
+LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
+"""Host memory of what torch and DeepSpeed import and start only when an optimizer is built, and of the reader."""
+
+HEAP_FACTOR = 2.0
+"""Heap of the C library over the most bytes of small storages alive at once in it."""
+
+
+def bytes_per_rank(
+    config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
+) -> dict[str, float]:
+    """Bytes of the fullest rank at its fullest, by what holds them; the sum is the peak.
+
+    `cluster_shares` are those of the tokens, one per cluster of the vocabulary. With offload the optimizer is left out.
+    Temporary copies of gradients and weights are counted as activations; so is a start that is fuller than any step.
+    """
+    engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
+    size, lengths = DTYPES[engine.precision].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
+    parameters, own = sum(lengths), sum(lengths) / (world if stage >= 1 else 1)
+    has_masters = stage >= 1 or engine.precision != "fp32"
+    lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
+    state = own * (_moments(config) + (4 if has_masters else 0))
+    # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
+    bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
+    held = {
+        "weights": size * (own if stage == 3 else parameters),
+        "gradients": size * (own if stage >= 2 else parameters),
+        "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
+        "buckets": float(size * bucket) if stage else 0.0,
+        # Of all lanes before the step, and after it but for the micro-batch at work.
+        "memories": float(lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
+    }
+    if not on_gpu:
+        if config.checkpoint.asynchronous:
+            weights = 0 if has_masters else 4 * parameters
+            held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
+        held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
+    peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
+    fullest = max(
+        _fullest_phase(plan, peak, lengths, size=size, stage=stage, buckets=held["buckets"], on_gpu=on_gpu),
+        # Before the first step: each rank draws all weights, and they are copied into flat tensors.
+        (4 + size) * parameters + 4 * own - sum(held.values()) + held["gradients"] + held["buckets"],
+    )
+    rest = max(0.0, fullest - held["gradients"] - held["buckets"])
+    held["scores"] = min(rest, peak.scores)
+    held["activations"] = rest - held["scores"]
+    return held
+
+
+def _fullest_phase(
+    plan: BatchPlan, peak: Peak, lengths: list[int], *, size: int, stage: int, buckets: float, on_gpu: bool
+) -> float:
+    """Bytes of gradients, buckets and all that is temporary, in the phase of a step that has most of them."""
+    # A CPU's heap lets nothing go that small storages had, nor what lies between them.
+    kept = 0.0 if on_gpu else HEAP_FACTOR * peak.small
+    micro_step = peak.alive if on_gpu else peak.large + kept
+    accumulates, gradients = plan.num_microbatches > 1, size * sum(lengths)
+    if stage == 0:
+        return max(micro_step + accumulates * gradients, kept + 2 * gradients)  # the exchange takes a flat copy
+    own = sum(lengths) / plan.world_size
+    standing = buckets if stage == 3 or on_gpu else 0.0
+    # The norm is taken in fp32, or in fp64 where the gradients are in fp32; the update of a flat copy in fp32.
+    after = kept + standing + size * own + max(2 * size * min(max(lengths), own), (4 + size * (size < 4)) * own)
+    if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
+        return max(micro_step + accumulates * gradients + standing, kept + gradients + buckets, after)
+    before = size * own if stage == 3 or accumulates else 0.0
+    return max(micro_step + before + buckets, after)
+
+
+def _micro_step_peak(
+    config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
+) -> Peak:
+    model, train, engine, stage = config.model, config.train, config.engine, config.engine.zero_stage
+    exchange: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
+    if stage >= 2:
+        exchange = "sharded" if stage == 2 else "gathered"
+    return micro_step_peak(
+        MicroStep(
+            model=model,
+            vocab_size=vocab_size,
+            cluster_shares=tuple(cluster_shares),
+            lanes=plan.microbatch_lanes,
+            segment_len=train.segment_len,
+            memory_len=train.memory_len,
+            dtype=DTYPES[engine.precision],
+            attention=engine.attention,
+            recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
+            is_flat=stage < 3 and config.optim.name != "lamb",
+            exchange=exchange,
+            num_owners=plan.world_size if stage == 2 else 1,
+            on_gpu=on_gpu,
+        )
+    )
+
+
+def _moments(config: Config) -> int:
+    """Bytes per parameter."""
+    optim = config.optim
+    return 8 if optim.name != "sgd" else 4 if optim.momentum else 0
+
+
+def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:
+    with torch.device("meta"):
+        network = TransformerXL(config.model, vocab_size=vocab_size)
+    return [parameter.numel() for parameter in network.parameters()]

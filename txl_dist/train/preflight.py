@@ -1,0 +1,203 @@
+"""Everything that can be refused before anything expensive is built or anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
+from txl_dist.data.read.corpus import Corpus, Split, open_corpus
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.position import StreamState, first_state
+from txl_dist.data.storage.places import StorageSettings
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.infer.bundle import DTYPES
+from txl_dist.model.flops import has_projections
+from txl_dist.model.kernels.launch import mismatch
+from txl_dist.rng import derive_seed
+from txl_dist.train.report.sinks import check_sinks
+
+MANY_EPOCHS = 100
+LARGE_SHARE = 0.1
+"""Of a corpus, in one step."""
+
+
+def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, tuple[Corpus, ...]]:
+    """Check settings against each other, the hardware, the ranks and the corpora. Raises TxlError.
+
+    Returns the batch arithmetic and the corpora, that of data.path first.
+    """
+    check_config(config)
+    check_hardware(config, device=device)
+    check_sinks(config)
+    plan = plan_batch(config.train, world_size=world_size)
+    corpora = open_corpora(config)
+    check_vocabulary(config.model, vocab_size=corpora[0].vocab_size)
+    for split, state in zip(train_splits(config, corpora), first_stream(config, corpora).corpora, strict=True):
+        needed = state.num_lanes * (config.train.segment_len + 1)
+        if split.tokens < needed:
+            raise ConfigError(
+                f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens; train.num_lanes="
+                f"{state.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a target) "
+                f"need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
+            )
+    if config.metrics.sample_every_steps:
+        _check_prompt(config.metrics.sample_prompt, corpora[0])
+    for split in eval_splits(config, corpora):
+        if split.tokens < 2:
+            raise ConfigError(
+                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
+                'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
+            )
+    return plan, corpora
+
+
+def _check_prompt(prompt: str, corpus: Corpus) -> None:
+    try:
+        corpus.load_tokenizer().encode_prompt(prompt)
+    except TxlError as error:
+        raise ConfigError(
+            f"metrics.sample_prompt={prompt!r} is nothing that the tokenizer of {corpus.location} can write: {error} "
+            "Choose another prompt."
+        ) from error
+
+
+def open_corpora(config: Config) -> tuple[Corpus, ...]:
+    """Every corpus of the run, that of data.path first. Raises DataError, or ConfigError if they do not go together."""
+    settings = storage_settings(config)
+    corpora = tuple(open_corpus(path, settings) for path in (config.data.path, *config.data.more_paths))
+    for corpus in corpora[1:]:
+        if corpus.tokenizer_sha256 != corpora[0].tokenizer_sha256:
+            raise ConfigError(
+                f"{corpus.location} and {corpora[0].location} were prepared with different tokenizers. Prepare one "
+                "with `--tokenizer-file` and the tokenizer.json of the other."
+            )
+    if len({corpus.fingerprint for corpus in corpora}) < len(corpora):
+        raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
+    return corpora
+
+
+def storage_settings(config: Config) -> StorageSettings:
+    """How corpora at URLs are reached."""
+    data = config.data
+    return StorageSettings(data.cache_dir, data.cache_gib, data.retries, data.allow_protocols)
+
+
+def train_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
+    """What is trained on. Raises DataError if a corpus has no such split."""
+    return tuple(corpus.split(config.data.train_split) for corpus in corpora)
+
+
+def eval_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
+    """What is evaluated: the split of data.path, and of each further corpus that has it.
+
+    None where data.path was prepared without it and the settings name no other. Raises DataError if they do, and it is
+    not there.
+    """
+    name = config.data.eval_split
+    if not name or lacks_eval_split(config, corpora[0]):
+        return ()
+    more = tuple(corpus.split(name) for corpus in corpora[1:] if name in corpus.split_names)
+    return (corpora[0].split(name), *more)
+
+
+def lacks_eval_split(config: Config, corpus: Corpus) -> bool:
+    """Whether text was prepared without the split that is evaluated where the settings name none."""
+    name = config.data.eval_split
+    return name == type(config.data)().eval_split and name not in corpus.split_names
+
+
+def remarks_on_evaluation(config: Config, corpora: Sequence[Corpus]) -> list[str]:
+    """A sentence if there is nothing to evaluate on, though evaluation was not switched off."""
+    if not lacks_eval_split(config, corpora[0]):
+        return []
+    without = " and checkpoint.keep_best without effect" if config.checkpoint.keep_best else ""
+    return [
+        f"{corpora[0].location} has no split {config.data.eval_split!r} (it has {', '.join(corpora[0].split_names)}): "
+        f"training goes without evaluation{without}. Held-out text comes from `txl prepare` with --valid PATH or a "
+        '--valid-fraction; --data.eval_split names another split, or "" to silence this'
+    ]
+
+
+def first_stream(config: Config, corpora: Sequence[Corpus]) -> StreamState:
+    """Where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
+    return first_state(
+        train_splits(config, corpora),
+        weights=config.data.weights,
+        num_lanes=config.train.num_lanes,
+        seed=derive_seed(config.run.seed, "documents"),
+    )
+
+
+def check_hardware(config: Config, *, device: torch.device) -> None:
+    """Refuse what the device cannot do. Raises ConfigError."""
+    if config.engine.precision == "fp16" and device.type == "cpu":
+        raise ConfigError(
+            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
+            "Use --engine.precision fp32 (fast here) or bf16 (emulated on most CPUs, very slow)."
+        )
+    if config.engine.cuda_graph and device.type == "cpu":
+        raise ConfigError("engine.cuda_graph=True needs a GPU. Leave it out on a CPU.")
+    if config.engine.attention == "triton":
+        model, dtype = config.model, DTYPES[config.engine.precision]
+        unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.positions == "relative")
+        unfit = unfit or (None if device.type == "cuda" else f"it runs on a GPU and this run on the {device.type}")
+        if unfit is not None:
+            raise ConfigError(
+                f"engine.attention=triton cannot run: {unfit}. Use --engine.attention auto, which takes the kernels "
+                "wherever they fit."
+            )
+
+
+def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
+    """What the user should know: settings without effect, and one trap; a sentence each."""
+    model, found = config.model, []
+    if any(model.tie_projections) and not has_projections(model):
+        found.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
+    if model.div_value > 1 and not model.cutoffs:
+        found.append("model.div_value has no effect on widths without model.cutoffs")
+    if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
+        found.append("engine.recompute_every has no effect without engine.activation_checkpointing")
+    if model.positions == "absolute" and config.engine.attention != "auto":
+        found.append("engine.attention has no effect on absolute positions, which torch's own attention computes")
+    if config.optim.schedule == "constant" and config.optim.min_lr:
+        found.append("optim.min_lr has no effect with optim.schedule=constant")
+    if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:
+        found.append(
+            f"gradients of {plan.num_microbatches} micro-batches are summed in bf16; engine.zero_stage 2 sums in fp32"
+        )
+    return found
+
+
+def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
+    """A sentence for each corpus that will be read hundreds of times, or of which a step is a large part."""
+    train, found = config.train, []
+    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    for split, one in zip(splits, end.corpora, strict=True):
+        per_step = one.num_lanes * train.segment_len
+        epochs = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+        if epochs < MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
+            continue
+        found.append(
+            f"a step reads {per_step:,} tokens ({one.num_lanes} lanes x {train.segment_len}) of the {split.tokens:,} "
+            f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
+            f"{train.max_steps:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
+            "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
+        )
+    return found
+
+
+def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
+    """A sentence if the shards that a rank may have open at once do not fit into the cache."""
+    if not config.data.cache_dir:
+        return []
+    largest = sorted((info.bytes for split in splits for info in split.shards), reverse=True)
+    # One per lane, one that is being left, and those that are fetched ahead, as far as there is room.
+    needed_gib = sum(largest[: lanes_per_rank + 2]) / 2**30
+    if needed_gib <= config.data.cache_gib:
+        return []
+    return [
+        f"the {lanes_per_rank} lanes of a rank may need {needed_gib:.1f} GiB of shards at once, for each rank of a "
+        f"node, and data.cache_gib={config.data.cache_gib:g}; the run ends where there is no room"
+    ]

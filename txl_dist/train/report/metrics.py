@@ -1,0 +1,207 @@
+"""What a run reports once per logging interval: measured here, shown by `sinks`.
+
+Losses and gradient norms come from the decision of each step, which waits for the device anyway; a report waits for
+nothing more. Losses are means over ranks, waiting is that of the slowest rank, peak memory that of the fullest. MFU is
+the share of the devices' peak that the operations of the model's formula (`model.flops`) take.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+import txl_dist
+from txl_dist.config import BatchPlan, Config
+from txl_dist.dist import Ranks, gather_objects, uses_gpu
+from txl_dist.errors import TrainingError, of_all
+from txl_dist.log import warn_for_all
+from txl_dist.model.flops import flops_per_token, peak_tflops
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.report.sinks import Record, Reporter
+from txl_dist.train.watch.stragglers import NUM_REPORTS, slowest, straggler
+
+
+class Interval:
+    """Sums since the last report; loss and gradient norm are those of all ranks, the rest is this rank's."""
+
+    def __init__(self, *, clip_norm: float = 0.0) -> None:
+        """`clip_norm`: the gradient norm above which steps are clipped; 0 means none is."""
+        self._start_s, self._clip_norm = time.perf_counter(), clip_norm
+        self._wait_s = self._loss = self._grad_norm = self._lr = self._own_ms = 0.0
+        self._num_steps = self._num_skipped = self._num_scored = self._num_clipped = 0
+
+    def add(
+        self, *, loss: float, grad_norm: float, lr: float, num_scored: int, skipped: bool, own_ms: float = 0.0
+    ) -> None:
+        """One step: its mean loss in nats, the targets that counted on this rank, whether it was skipped, and this
+        rank's own part of its time (see `stragglers`)."""
+        self._num_steps, self._num_scored, self._lr = self._num_steps + 1, self._num_scored + num_scored, lr
+        self._own_ms += own_ms
+        if skipped:
+            self._num_skipped += 1
+        else:
+            self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
+            self._num_clipped += grad_norm > self._clip_norm
+
+    def wait(self, seconds: float) -> None:
+        """Time that this rank waited for data."""
+        self._wait_s += seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside (saving, evaluating) does not count as training."""
+        start_s = time.perf_counter()
+        yield
+        self._start_s += time.perf_counter() - start_s
+
+    def has_scored(self) -> bool:
+        """Whether any rank has scored a token. All ranks call it."""
+        return any(gather_objects(self._num_scored > 0))
+
+    def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> Record:
+        """Means over the interval and all ranks, and the sum of the documents skipped; NaN if every step was skipped.
+
+        Raises TrainingError on all ranks if nothing was scored.
+        """
+        span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
+        own_ms = round(self._own_ms / steps, 3)
+        parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), own_ms))
+        if not any(num_scored for _, _, num_scored, *_ in parts):
+            raise of_all(
+                TrainingError(
+                    f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. "
+                    "Restore the corpus (`txl verify` lists the damage), or take it out of data.path and "
+                    "data.more_paths."
+                )
+            )
+        made = self._num_steps - self._num_skipped
+        loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
+        clipped = {"clipped_pct": 100 * self._num_clipped / made} if self._clip_norm and made else {}
+        return {
+            "loss": loss,
+            "ppl": math.exp(min(loss, 700.0)),
+            "lr": self._lr,
+            "grad_norm": grad_norm,
+            **clipped,
+            "tokens_per_s": steps * tokens_per_step / span_s,
+            "step_ms": 1000 * span_s / steps,
+            "data_wait_pct": 100 * max(wait_s for wait_s, *_ in parts) / span_s,
+            "peak_gib": max(peak for *_, peak, _ in parts) / 2**30,
+            "skipped_documents": sum(number for _, number, *_ in parts),
+            "rank_ms": [part[-1] for part in parts],
+        }
+
+
+class MfuMeter:
+    """Model FLOPs utilization: what share of the devices' peak the model's own operations take."""
+
+    def __init__(self, config: Config, *, plan: BatchPlan, vocab_size: int, device: torch.device) -> None:
+        train, uses_tf32 = config.train, torch.backends.cuda.matmul.allow_tf32
+        precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
+        flops = flops_per_token(
+            config.model,
+            vocab_size=vocab_size,
+            segment_len=train.segment_len,
+            memory_len=train.memory_len,
+            microbatch_lanes=plan.microbatch_lanes,
+        )
+        self._pct_per_speed = 100 * flops / (plan.world_size * peak * 1e12) if peak else 0.0
+
+    def __call__(self, tokens_per_s: float) -> dict[str, float]:
+        """mfu_pct at a speed of all ranks together; nothing where the peak of the device is not known."""
+        return {"mfu_pct": self._pct_per_speed * tokens_per_s} if self._pct_per_speed else {}
+
+
+def peak_memory_bytes() -> int:
+    """Most that this process has held since it began: of the GPU in torch's allocator, else of host memory (RSS)."""
+    if uses_gpu():
+        return torch.cuda.max_memory_allocated()
+    # Not by getrusage: a process inherits that peak from the one that started it.
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return 1024 * int(next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0"))
+
+
+def check_finite(values: Sequence[float], *, what: str) -> None:
+    """Raise TrainingError if a value of any rank is not finite. All ranks pass the values of all."""
+    bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
+    if bad:
+        raise of_all(
+            TrainingError(
+                f"{what} is {values[bad[0]]} on rank(s) {bad}. The run stops before saving it; continue from the last "
+                "checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+            )
+        )
+
+
+def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
+    """Seconds to the end of the run at the present speed."""
+    return (max_steps - step) * step_ms / 1000
+
+
+class StragglerWatch:
+    """Names the rank that the others wait for, once each time that it becomes another one."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        """All ranks together make it, and call it."""
+        self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
+        self._reports: list[list[float]] = []
+        self._named: int | None = None
+
+    def __call__(self, rank_ms: list[float], *, step: int) -> Record:
+        """Take the own part of each rank's step in a report. Returns the slowest: its rank, host and `slowest_pct`, by
+        how much longer it takes than the median of the others; nothing for a rank alone."""
+        if len(rank_ms) == 1:
+            return {}
+        self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
+        last, pct = slowest(rank_ms)
+        rank = straggler(self._reports)
+        if rank is not None and rank != self._named:
+            warn_for_all(
+                "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
+                "median of the others, in %d reports in a row",
+                *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
+            )
+            event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
+            self._reporter.write("event", event)
+        self._named = rank
+        return {"slowest_rank": last, "slowest_host": self._hosts[last], "slowest_pct": round(pct, 1)}
+
+
+def start_facts(engine: Engine, ranks: Ranks) -> Record:
+    """Who runs what on what, for the record of a start: by which command, and which commit of a checkout. All ranks
+    call it together."""
+    hosts = gather_objects(socket.gethostname())
+    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.machine()
+    return {
+        "ranks": ranks.world_size,
+        "threads_per_rank": ranks.num_threads,
+        "hosts": len(set(hosts)),
+        "device": name,
+        "parameters": sum(math.prod(shape) for shape in engine.shapes.values()),
+        "txl_dist": txl_dist.__version__,
+        "torch": torch.__version__,
+        "command": ["txl", *sys.argv[1:]],
+        **(_commit() if ranks.is_first else {}),
+    }
+
+
+def _commit() -> Record:
+    """Of the checkout that this package lies in, if it does; `-dirty` where files differ from it."""
+    root = Path(txl_dist.__file__).parents[1]
+    if not (root / ".git").exists():  # else git would name that of a project around the installed package
+        return {}
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return {"commit": subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()}
+    return {}

@@ -1,0 +1,149 @@
+"""What a run shows of its model between steps: losses on held-out text, a look at the memory, texts that it writes.
+
+None of it touches the training: memory is a value, and each of these has its own. All methods are called by all ranks
+together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from txl_dist.config import Config
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.units import text_units
+from txl_dist.dist import Ranks
+from txl_dist.rng import derive_seed
+from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.train.batch import BatchMaker
+from txl_dist.train.engine.zero import Engine
+from txl_dist.train.report.evaluate import evaluate
+from txl_dist.train.report.memory_use import look
+from txl_dist.train.report.sampling import sample_text
+from txl_dist.train.report.sinks import Record, Reporter
+
+
+class StopAskedError(Exception):
+    """Leaves an evaluation that need not be finished."""
+
+
+class Observer:
+    """The observations of one run."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        maker: BatchMaker,
+        *,
+        config: Config,
+        ranks: Ranks,
+        splits: Sequence[Split],
+        tokenizer: Tokenizer,
+        reporter: Reporter,
+        evaluated: Mapping[int, float],
+        before_segment: Callable[[int], None],
+    ) -> None:
+        """`splits` are held out, that of data.path first; `evaluated` are the losses on it so far, by step.
+        `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
+        self._engine, self._maker, self._config, self._ranks = engine, maker, config, ranks
+        self.splits, self._tokenizer, self._reporter = splits, tokenizer, reporter
+        self._before_segment = before_segment
+        self.evaluated = dict(evaluated)
+
+    def text_facts(self, splits: Sequence[Split]) -> Record:
+        """Of these splits to train on and the held-out ones, as `text_facts` below has them."""
+        masked, most = self._maker.mask_documents, self._config.eval.max_tokens
+        return text_facts(splits, self.splits, mask_documents=masked, max_tokens=most)
+
+    def should_evaluate(self, step: int) -> bool:
+        """By the interval, and at the end."""
+        every = self._config.eval.every_steps
+        return bool(self.splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
+
+    def forget(self, *, after: int) -> None:
+        """After a rewind to that step."""
+        self.evaluated = {step: loss for step, loss in self.evaluated.items() if step <= after}
+
+    def evaluate(self, step: int) -> bool:
+        """Score every split and look at the memory. Returns whether the first split's loss is the best so far.
+
+        Raises StopAskedError.
+        """
+        results = [
+            evaluate(
+                self._engine.losses,
+                self._engine.empty_memory,
+                split,
+                maker=self._maker,
+                config=self._config,
+                ranks=self._ranks,
+                before_segment=lambda: self._before_segment(step),
+            )
+            for split in self.splits
+        ]
+        if self._config.train.memory_len and (record := self._look(step)) is not None:
+            self._reporter.write("look", record)
+        pairs = list(zip(self.splits, results, strict=True))
+        for split, result in reversed(pairs):  # that of the first corpus says that all are done
+            self._reporter.write(labelled("eval", split, self.splits), result.record(step))
+        best = min(self.evaluated.values(), default=math.inf)
+        if math.isfinite(results[0].loss):
+            self.evaluated[step] = results[0].loss
+        return self.evaluated.get(step, math.inf) < best
+
+    def _look(self, step: int) -> Record | None:
+        return look(
+            self._engine,
+            self.splits[0],
+            maker=self._maker,
+            config=self._config,
+            ranks=self._ranks,
+            step=step,
+            before_segment=lambda: self._before_segment(step),
+        )
+
+    def should_sample(self, step: int) -> bool:
+        """By the interval."""
+        every = self._config.metrics.sample_every_steps
+        return every > 0 and step % every == 0
+
+    def sample(self, step: int) -> None:
+        """Let the model write."""
+        text = sample_text(
+            self._engine,
+            self._tokenizer,
+            self._config,
+            device=self._ranks.device,
+            seed=derive_seed(self._config.run.seed, "sample", step, 0),
+        )
+        self._reporter.write("sample", {"step": step, "prompt": self._config.metrics.sample_prompt, "text": text})
+
+
+def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
+    """The word, for a corpus besides the first with its name behind it."""
+    number = splits.index(split)
+    names = [one.corpus.name for one in splits]
+    return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")
+
+
+def text_facts(
+    splits: Sequence[Split], held_out: Sequence[Split], *, mask_documents: bool, max_tokens: int = 0
+) -> Record:
+    """What a run reads, and in which units its losses may be told, for the record of its start; `max_tokens` of a
+    held-out split are scored at most, 0 means all.
+
+    `no_bits` has by kind of record why there are no bits per byte; `held_out_bytes` tells held-out texts apart.
+    """
+    units = {"train": text_units(splits, shares=[1 / len(splits)] * len(splits), mask_documents=mask_documents)} | {
+        labelled("eval", one, held_out): text_units([one], mask_documents=mask_documents, max_tokens=max_tokens)
+        for one in held_out
+    }
+    first = splits[0].corpus
+    return {
+        "corpora": [split.corpus.name for split in splits],
+        "tokenizer": first.tokenizer.kind,
+        "vocab_size": first.vocab_size,
+        "token": units["train"].token,
+        "no_bits": {kind: one.problem for kind, one in units.items() if one.problem},
+        **({"held_out_bytes": held_out[0].text_bytes} if held_out else {}),
+    }

@@ -1,0 +1,1 @@
+"""Hangs, deaths, requests to stop, stragglers, one job per run."""
