@@ -237,14 +237,18 @@ def _subject(run: Run) -> list[Fact]:
     corpora = _list_of(run.start.get("corpora")) or [Path(str(path)).name for path in paths]
     shape = {"num_layers": "{} layers", "width": "width {}", "num_heads": "{} heads", "positions": "{} positions"}
     shape |= {"cutoffs": "cutoffs {}"}
-    notes = _joined({f"model.{name}": form for name, form in shape.items()}, known)
-    exact = f"{run.parameters:,}; {notes}" if run.parameters else notes
+    notes = [_joined({f"model.{name}": form for name, form in shape.items()}, known)]
+    notes = [f"{run.parameters:,}", *notes] if run.parameters else notes
     versions = {"torch": "torch {}", "deepspeed": "DeepSpeed {}", "zero_stage": "ZeRO-{}", "precision": "{}"}
     by = f"txl_dist {known.get('txl_dist', known.get('code_version', '?'))}"
     facts = [
         Fact("Corpus", _listed(filter(None, corpora)), _listed(filter(None, paths))),
         Fact("Tokenizer", _joined({"vocab_size": "{} ids"}, known), _joined({"tokenizer": "{}"}, known)),
-        Fact("Model", f"{compact(run.parameters)} parameters" if run.parameters else "", exact),
+        Fact(
+            "Model",
+            f"{compact(run.parameters)} parameters" if run.parameters else "",
+            "; ".join(filter(None, (exact, notes))),
+        ),
         Fact(
             "Memory",
             _joined({"train.memory_len": "{} tokens"}, known),

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from typing import get_args
 
 import matplotlib
 import numpy as np
@@ -14,6 +15,7 @@ from txl_dist.ops.report.figures import (
     Chart,
     Line,
     Mark,
+    Scale,
     draw,
     thinned,
 )
@@ -93,10 +95,8 @@ def test_labels_are_text_whatever_they_hold(label: str) -> None:
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [-1.0, 5.0], [1e-30, 1e30], [2.0, 2.0000001]])
 def test_odd_ranges_can_be_drawn(values: list[float]) -> None:
-    for log_y in (False, True):
-        svg = draw(
-            chart(np.array(values))._replace(scale="log" if log_y else "fitting"), marks=[Mark(0.0, True)], alt=""
-        )
+    for scale in get_args(Scale):
+        svg = draw(chart(np.array(values))._replace(scale=scale), marks=[Mark(0.0, True)], alt="")
         paths = [element.get("d", "") for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}path")]
         assert any(paths)
         assert not any("nan" in path or "inf" in path for path in paths)
