@@ -32,7 +32,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.log import logger
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 
 T = TypeVar("T")
 
