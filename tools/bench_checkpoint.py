@@ -42,7 +42,7 @@ from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
 from txl_dist.train.preflight import first_stream, train_splits
-from txl_dist.train.report.metrics import Reporter
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Stepper
 from txl_dist.train.watch.stopping import StopRequests

@@ -26,7 +26,8 @@ from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.log import start_logging
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.report.metrics import Interval, Reporter, eta_s
+from txl_dist.train.report.metrics import Interval, eta_s
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.watch.stragglers import StepClock
 
 VOCAB_SIZE = 4096

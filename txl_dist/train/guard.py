@@ -24,7 +24,7 @@ from txl_dist.run_files import step_of
 from txl_dist.train import health as rules
 from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.health import Health
-from txl_dist.train.report.metrics import Reporter
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.step import Decision
 from txl_dist.train.watch.replicas import deviating_ranks

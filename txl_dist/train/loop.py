@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.profiler import record_function
+
 from txl_dist.config import BatchPlan, Config
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.data.read.damage import DamagePolicy
@@ -37,10 +39,10 @@ from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.preflight import eval_splits, train_splits
-from txl_dist.train.report.metrics import Interval, MfuMeter, Reporter, eta_s, start_facts
+from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s, start_facts
 from txl_dist.train.report.observer import Observer, StopAskedError, labelled
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.report.sinks import Record
+from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.state import TrainState
@@ -198,8 +200,8 @@ class Run:
 
     def _train_from(self, state: TrainState) -> TrainState:
         """Steps until the end, a stop or a rewind."""
-        interval = Interval()
-        ahead = prefetch(
+        interval = Interval(clip_norm=self.config.optim.clip_norm)
+        inputs = prefetch(
             read_inputs(
                 self.splits,
                 state.stream,
@@ -212,13 +214,14 @@ class Run:
             ),
             depth=self.config.data.prefetch_depth,
         )
-        inputs = self.job.profile.inputs(ahead, first_step=state.step + 1)
         try:
             while not self.stopped and state.step < self.max_steps:
                 self.step = state.step + 1
+                self.job.profile.begins(self.step)
                 self._beat("data")
                 self.clock.begin()
-                step_input = next(inputs)
+                with record_function("data"):
+                    step_input = next(inputs)
                 interval.wait(self.clock.elapsed_s())
                 state, votes = self._step(state, step_input, interval)
                 fault_point("boundary", step=state.step)
@@ -233,13 +236,14 @@ class Run:
                 is_first = state.step == self.job.start.step + 1 and interval.has_scored()
                 if is_first or is_last or _due(state.step, self.config.metrics.log_every_steps):
                     self.reporter.write("train", self._train_record(state, interval))
-                    interval = Interval()
+                    interval = Interval(clip_norm=self.config.optim.clip_norm)
                 with interval.paused():
                     if is_last or self.saving.is_due(state.step):
                         self.saving.begin(state)
                     if not self.stopped:
                         self._observe(state)
         finally:
+            self.job.profile.close()
             inputs.close()
         return state
 
@@ -251,7 +255,8 @@ class Run:
         lr = learning_rate(state.step, self.config.optim, max_steps=self.max_steps)
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
         self.guard.check_replicas(self.engine.named_values(), step=step)
-        self.engine.step(lr=lr, grad_norm=decision.grad_norm)
+        with record_function("update"):
+            self.engine.step(lr=lr, grad_norm=decision.grad_norm)
         if step == self.job.start.step + 1:  # no step will take as long as the first
             limit_waiting(timeout_s=self.config.engine.timeout_s + _GROUP_GRACE_S)
             self.job.watchdog.limit(self.config.engine.timeout_s)

@@ -128,7 +128,7 @@ def _train(
         logger.info("the weights begin as those of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=start.facts.vocab_size, plan=plan, ranks=ranks, weights=weights)
     job = Job(config, plan, ranks, corpora, start, stops, watchdog, lock, nonce, profile)
-    return Run(job, profile.engine(engine)).go()
+    return Run(job, engine).go()
 
 
 def _check_run(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, Votes, all_reduce_sum, waiting
@@ -80,16 +81,20 @@ class Stepper:
             batch = to_device(batch, self._ranks.device)
             if index == 0:
                 self._clock.forward_begins()
-            loss, memory = self._engine.forward(batch, _struck(memory, fault), normalizer=normalizer)
+            with record_function("forward"):
+                loss, memory = self._engine.forward(batch, _struck(memory, fault), normalizer=normalizer)
             if index == 0:
                 self._clock.forward_ends()
-            self._engine.backward(loss)
+            with record_function("backward"):
+                self._engine.backward(loss)
             losses.append(loss.detach())
             del loss  # and what its passes have kept
             after.append(memory)
+        with record_function("exchange"):
+            grad_norm = self._engine.grad_norm()
         decision = decide(
             torch.stack(losses).mean(),
-            self._engine.grad_norm(),
+            grad_norm,
             skip=fault == "skip",
             votes=votes,
             world_size=self._ranks.world_size,

@@ -12,7 +12,14 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
     whole, lossy = (tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind) for kind in ("byte", "word"))
     split = whole.split("train")
     known = text_facts([split], [whole.split("valid")], mask_documents=True)
-    assert known == {"token": "token", "no_bits": {}, "held_out_bytes": whole.split("valid").text_bytes}
+    assert known == {
+        "corpora": ["byte"],
+        "tokenizer": "byte",
+        "vocab_size": whole.vocab_size,
+        "token": "token",
+        "no_bits": {},
+        "held_out_bytes": whole.split("valid").text_bytes,
+    }
     facts = text_facts([lossy.split("train")], [lossy.split("valid"), whole.split("valid")], mask_documents=False)
     assert facts["token"] == "word"
     assert facts["no_bits"].keys() == {"train", "eval"}

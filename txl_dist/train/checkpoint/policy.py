@@ -25,7 +25,8 @@ from txl_dist.train.batch import BatchMaker
 from txl_dist.train.checkpoint.probe import make_probe
 from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.metrics import Reporter, check_finite
+from txl_dist.train.report.metrics import check_finite
+from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
 from txl_dist.train.watch.stopping import StopRequests
 

@@ -64,8 +64,8 @@ class ZeroEngine:
         self._shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         module: nn.Module = SegmentLoss(model).to(ranks.device)
-        # At stage 3 views would keep gathered layers alive; lamb takes the norms of whole matrices.
-        if config.engine.zero_stage == 3 or config.optim.name == "lamb":
+        # At stage 3 views would keep gathered layers alive.
+        if config.engine.zero_stage == 3 or config.optim.kind.needs_whole_tensors:
             self.stored = stored_whole(module, prefix=_PREFIX)
         else:
             module = FlatModule(module, prefix=_PREFIX)

@@ -1,15 +1,29 @@
-"""The numbers of a run's records that people read: how each is written, and which leave a line that is too long.
+"""The numbers of a run's records that people read: one table for the console, TensorBoard, `txl report` and `compare`.
 
-One row per number; a new one is a new row. No torch here: who only shows numbers need not wait for it.
+One row per number; a new one is a new row, and is seen everywhere. What has no row is in `metrics.jsonl`, and a curve
+in TensorBoard. No torch here: who only shows numbers need not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from txl_dist.tables import clock
+
+
+class Curve(NamedTuple):
+    """How pages draw a number of the training records over the steps."""
+
+    group: Literal["Optimisation", "Speed"]
+    """Heading under which it stands."""
+    title: str
+    axis: str
+    """With its unit, and of whom it is."""
+    scale: Literal["from zero", "log"] = "from zero"
+    compared: bool = False
+    """Whether `txl compare` draws it too."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +32,19 @@ class Metric:
 
     name: str
     """Its key in the record, in `metrics.jsonl` and in TensorBoard."""
-    label: str
+    form: str = ""
+    """Format specification on the console; `clock` is h:mm:ss of seconds; empty: it is not shown there."""
+    label: str = ""
     """In front of the number."""
-    form: str
-    """Format specification; `clock` is h:mm:ss of seconds."""
     unit: str = ""
     """Behind the number; empty where the label says it."""
     drop: int = 0
     """A line that is too long loses the numbers with the highest first; those with 0 stay."""
     hides_zero: bool = False
     """Shown only where there is something to say."""
+    curve: Curve | None = None
+    tensorboard: Literal["scalar", "histogram", "none"] = "scalar"
+    """histogram: of a list, which is drawn over the places in it, a line per record."""
 
     def text(self, value: Any) -> str:
         """The number with its label and unit."""
@@ -37,25 +54,33 @@ class Metric:
 
 
 METRICS = (
-    Metric("loss", "loss", ".4f"),
-    Metric("ppl", "ppl", ".2f", drop=4),
-    Metric("bits_per_byte", "bpb", ".4f", drop=1),
-    Metric("bits_per_character", "bpc", ".4f", drop=11),
-    Metric("unknown_pct", "unknown", ".2f", "%", drop=3),
-    Metric("tokens", "", ",.0f", "tokens", drop=8),
-    Metric("seconds", "in", ".1f", "s", drop=7),
-    Metric("lr", "lr", ".3e", drop=5),
-    Metric("grad_norm", "gnorm", ".3f", drop=6),
-    Metric("tokens_per_s", "", ",.0f", "tok/s", drop=2),
-    Metric("mfu_pct", "mfu", ".1f", "%", drop=7),
-    Metric("peak_gib", "peak", ".2f", "GiB", drop=9),
-    Metric("data_wait_pct", "wait", ".1f", "%", drop=10),
-    Metric("save_s", "saved in", ".2f", "s", drop=8),
-    Metric("eta_s", "eta", "clock", drop=3),
-    Metric("skipped_steps", "skipped", "d", hides_zero=True),
-    Metric("skipped_documents", "damaged documents", "d", hides_zero=True),
-)
-"""In the order in which a line has them."""
+    Metric("loss", ".4f", "loss"),
+    Metric("ppl", ".2f", "ppl", drop=4),
+    Metric("bits_per_byte", ".4f", "bpb", drop=1),
+    Metric("bits_per_character", ".4f", "bpc", drop=11),
+    Metric("unknown_pct", ".2f", "unknown", "%", drop=3),
+    Metric("tokens", ",.0f", "", "tokens", drop=8, tensorboard="none"),
+    Metric("seconds", ".1f", "in", "s", drop=7),
+    Metric("lr", ".3e", "lr", drop=5, curve=Curve("Optimisation", "Learning rate", "learning rate")),
+    Metric("grad_norm", ".3f", "gnorm", drop=6,
+           curve=Curve("Optimisation", "Gradient norm", "global norm before clipping", "log")),
+    Metric("clipped_pct", curve=Curve("Optimisation", "Clipped steps", "% of the steps")),
+    Metric("tokens_per_s", ",.0f", "", "tok/s", drop=2,
+           curve=Curve("Speed", "Throughput", "tokens/s, all ranks", compared=True)),
+    Metric("mfu_pct", ".1f", "mfu", "%", drop=7,
+           curve=Curve("Speed", "Model FLOPs utilisation", "MFU, %", compared=True)),
+    Metric("peak_gib", ".2f", "peak", "GiB", drop=9,
+           curve=Curve("Speed", "Peak memory", "GiB, fullest rank", compared=True)),
+    Metric("data_wait_pct", ".1f", "wait", "%", drop=10,
+           curve=Curve("Speed", "Waiting for data", "% of the time, slowest rank")),
+    Metric("save_s", ".2f", "saved in", "s", drop=8),
+    Metric("eta_s", "clock", "eta", drop=3, tensorboard="none"),
+    Metric("skipped_steps", "d", "skipped", hides_zero=True),
+    Metric("skipped_documents", "d", "damaged documents", hides_zero=True),
+    Metric("loss_by_position", tensorboard="histogram"),
+    Metric("loss_by_position_without_memory", tensorboard="histogram"),
+)  # fmt: skip
+"""In the order in which a line, and a page, has them."""
 
 
 class Cell(NamedTuple):
@@ -68,7 +93,7 @@ class Cell(NamedTuple):
 
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
     """What a line says of a record: the numbers of the table that it holds."""
-    known = [(metric, record[metric.name]) for metric in METRICS if record.get(metric.name) is not None]
+    known = [(one, record[one.name]) for one in METRICS if one.form and record.get(one.name) is not None]
     return [Cell(metric.text(value), metric.drop) for metric, value in known if value or not metric.hides_zero]
 
 

@@ -1,42 +1,41 @@
-"""What a run reports, once per logging interval, to all of its `sinks`.
+"""What a run reports once per logging interval: measured here, shown by `sinks`.
 
 Losses and gradient norms come from the decision of each step, which waits for the device anyway; a report waits for
 nothing more. Losses are means over ranks, waiting is that of the slowest rank, peak memory that of the fullest. MFU is
-the share of the devices' peak that the operations of the model's formula (`model.flops`) take. Reporting
-never ends a run: a sink that cannot write says so once, tries again with each record, and says when it works again.
+the share of the devices' peak that the operations of the model's formula (`model.flops`) take.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import platform
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from txl_dist import __version__
-from txl_dist.config import BatchPlan, Config, flat
+import txl_dist
+from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
-from txl_dist.errors import ConfigError, TrainingError, of_all
-from txl_dist.log import logger
-from txl_dist.model.flops import flops_per_token, peak_tflops
+from txl_dist.errors import TrainingError, of_all
+from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.sinks import Console, JsonLines, Record, Sink, TensorBoard, WeightsAndBiases
+from txl_dist.train.report.sinks import Record
 
 
 class Interval:
     """Sums since the last report; loss and gradient norm are those of all ranks, the rest is this rank's."""
 
-    def __init__(self) -> None:
-        self._start_s = time.perf_counter()
+    def __init__(self, *, clip_norm: float = 0.0) -> None:
+        """`clip_norm`: the gradient norm above which steps are clipped; 0 means none is."""
+        self._start_s, self._clip_norm = time.perf_counter(), clip_norm
         self._wait_s = self._loss = self._grad_norm = self._lr = self._own_ms = 0.0
-        self._num_steps = self._num_skipped = self._num_scored = 0
+        self._num_steps = self._num_skipped = self._num_scored = self._num_clipped = 0
 
     def add(
         self, *, loss: float, grad_norm: float, lr: float, num_scored: int, skipped: bool, own_ms: float = 0.0
@@ -49,6 +48,7 @@ class Interval:
             self._num_skipped += 1
         else:
             self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
+            self._num_clipped += grad_norm > self._clip_norm
 
     def wait(self, seconds: float) -> None:
         """Time that this rank waited for data."""
@@ -83,11 +83,13 @@ class Interval:
             )
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
+        clipped = {"clipped_pct": 100 * self._num_clipped / made} if self._clip_norm and made else {}
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
             "lr": self._lr,
             "grad_norm": grad_norm,
+            **clipped,
             "tokens_per_s": steps * tokens_per_step / span_s,
             "step_ms": 1000 * span_s / steps,
             "data_wait_pct": 100 * max(wait_s for wait_s, *_ in parts) / span_s,
@@ -105,14 +107,14 @@ class MfuMeter:
         precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
-        flops = flops_per_token(
+        flops = flops_by_part(
             config.model,
             vocab_size=vocab_size,
             segment_len=train.segment_len,
             memory_len=train.memory_len,
             microbatch_lanes=plan.microbatch_lanes,
         )
-        self._pct_per_speed = 100 * flops / (plan.world_size * peak * 1e12) if peak else 0.0
+        self._pct_per_speed = 100 * sum(flops.values()) / (plan.world_size * peak * 1e12) if peak else 0.0
 
     def __call__(self, tokens_per_s: float) -> dict[str, float]:
         """mfu_pct at a speed of all ranks together; nothing where the peak of the device is not known."""
@@ -140,55 +142,14 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
         )
 
 
-class Reporter:
-    """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
-
-    def __init__(self, config: Config, *, start_step: int, ranks: Ranks) -> None:
-        run_dir, metrics = Path(config.run.dir), config.metrics
-        self._sinks: list[Sink] = []
-        if ranks.is_first:
-            self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / "metrics.jsonl")]
-            if metrics.tensorboard:
-                folder, settings = run_dir / "tensorboard", {name: _plain(value) for name, value in flat(config)}
-                self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
-            if metrics.wandb:
-                self._sinks.append(
-                    WeightsAndBiases(run_dir, project=metrics.wandb, config=config.model_dump(mode="json"))
-                )
-        self._num_lost = [0] * len(self._sinks)
-
-    def write(self, kind: str, record: Record) -> None:
-        """Hand a record (with its `step`) to every sink."""
-        for index, sink in enumerate(self._sinks):
-            try:
-                sink.write(kind, record)
-            except OSError as error:
-                self._num_lost[index] += 1
-                if self._num_lost[index] == 1:
-                    logger.warning(
-                        "metrics: %s cannot be written, and lacks records until it can: %s", type(sink).__name__, error
-                    )
-                continue
-            if self._num_lost[index]:
-                num_lost, self._num_lost[index] = self._num_lost[index], 0
-                logger.warning("metrics: %s is written again; it lacks %d records", type(sink).__name__, num_lost)
-
-    def close(self) -> None:
-        """Flush and release all sinks."""
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
-
-
 def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     """Seconds to the end of the run at the present speed."""
     return (max_steps - step) * step_ms / 1000
 
 
 def start_facts(engine: Engine, ranks: Ranks) -> Record:
-    """Who runs what on what, for the record of a start. All ranks call it together."""
+    """Who runs what on what, for the record of a start: by which command, and which commit of a checkout. All ranks
+    call it together."""
     hosts = gather_objects(socket.gethostname())
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.machine()
     return {
@@ -197,20 +158,19 @@ def start_facts(engine: Engine, ranks: Ranks) -> Record:
         "hosts": len(set(hosts)),
         "device": name,
         "parameters": sum(math.prod(shape) for shape in engine.shapes.values()),
-        "txl_dist": __version__,
+        "txl_dist": txl_dist.__version__,
         "torch": torch.__version__,
+        "command": ["txl", *sys.argv[1:]],
+        **(_commit() if ranks.is_first else {}),
     }
 
 
-def check_sinks(config: Config) -> None:
-    """Refuse what could not be written at all. Raises ConfigError."""
-    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"metrics.wandb={config.metrics.wandb!r} needs the library wandb, which is not installed. "
-            'pip install "txl_dist[wandb]", or leave the setting out.'
-        )
-
-
-def _plain(value: Any) -> bool | float | str:
-    """As TensorBoard takes settings: a list becomes text."""
-    return value if isinstance(value, bool | int | float | str) else str(value)
+def _commit() -> Record:
+    """Of the checkout that this package lies in, if it does; `-dirty` where files differ from it."""
+    root = Path(txl_dist.__file__).parents[1]
+    if not (root / ".git").exists():  # else git would name that of a project around the installed package
+        return {}
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return {"commit": subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()}
+    return {}

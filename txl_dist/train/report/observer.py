@@ -19,9 +19,8 @@ from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.evaluate import evaluate
 from txl_dist.train.report.memory_use import look
-from txl_dist.train.report.metrics import Reporter
 from txl_dist.train.report.sampling import sample_text
-from txl_dist.train.report.sinks import Record
+from txl_dist.train.report.sinks import Record, Reporter
 
 
 class StopAskedError(Exception):
@@ -130,8 +129,8 @@ def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
 def text_facts(
     splits: Sequence[Split], held_out: Sequence[Split], *, mask_documents: bool, max_tokens: int = 0
 ) -> Record:
-    """In which units the losses of a run may be told, for the record of its start; `max_tokens` of a held-out split
-    are scored at most, 0 means all.
+    """What a run reads, and in which units its losses may be told, for the record of its start; `max_tokens` of a
+    held-out split are scored at most, 0 means all.
 
     `no_bits` has by kind of record why there are no bits per byte; `held_out_bytes` tells held-out texts apart.
     """
@@ -139,7 +138,11 @@ def text_facts(
         labelled("eval", one, held_out): text_units([one], mask_documents=mask_documents, max_tokens=max_tokens)
         for one in held_out
     }
+    first = splits[0].corpus
     return {
+        "corpora": [split.corpus.name for split in splits],
+        "tokenizer": first.tokenizer.kind,
+        "vocab_size": first.vocab_size,
         "token": units["train"].token,
         "no_bits": {kind: one.problem for kind, one in units.items() if one.problem},
         **({"held_out_bytes": held_out[0].text_bytes} if held_out else {}),

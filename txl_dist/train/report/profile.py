@@ -10,6 +10,8 @@ operations on host and device, their shapes, the memory allocated, and a range a
     exchange    the norm of the gradients, which needs those of all ranks
     update      the optimizer and what gathers the weights
 
+The ranges are `record_function`s of the loop and of the step, which cost microseconds where nothing is traced.
+
 On a GPU also `..._memory.pickle`, every allocation with its stack, for https://docs.pytorch.org/memory_viz. A trace
 begins when its first step asks for data and ends when the step after its last one does: what a run does between two
 steps (log, save, evaluate) is in it. It changes no number of a training, only its speed while it lasts.
@@ -17,24 +19,15 @@ steps (log, save, evaluate) is in it. It changes no number of a training, only i
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Generator
 from pathlib import Path
-from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from txl_dist.dist import uses_gpu
 from txl_dist.errors import ConfigError
 from txl_dist.log import logger
-from txl_dist.model.memory import Memory
-from txl_dist.model.transformer_xl import Batch
-from txl_dist.train.engine.protocol import Engine
-
-T = TypeVar("T")
 
 _MAX_ALLOCATIONS = 1_000_000
 """Newest allocations and releases that a memory snapshot keeps."""
@@ -60,43 +53,22 @@ class StepProfile:
         """`folder` is made when the trace is written. No steps: nothing is traced, and nothing costs time."""
         self._steps, self._folder = steps, folder
         self._profiler: profile | None = None
-        self._is_over = False
 
-    def engine(self, engine: Engine) -> Engine:
-        """The engine, with a range around each of its parts of a step."""
-        return cast(Engine, _RangedEngine(engine)) if self._steps else engine
-
-    def inputs(self, inputs: Generator[T, None, None], *, first_step: int) -> Generator[T, None, None]:
-        """The same inputs, of which the first is that of `first_step`; asking for them begins and ends the trace."""
-        if not self._steps:
-            yield from inputs
-            return
-        if first_step >= self._steps.stop and not self._is_over:
+    def begins(self, step: int) -> None:
+        """A step is about to ask for its data: the trace begins or ends here if that is due."""
+        if self._profiler is not None:
+            if step not in self._steps:
+                self.close()
+        elif step in self._steps:
+            self._begin()
+        elif step >= self._steps.stop > 0:
             logger.warning("profile: steps %d to %d are behind the run already", self._steps[0], self._steps[-1])
-            self._is_over = True
-        try:
-            for step in itertools.count(first_step):
-                if self._profiler is not None and step not in self._steps:
-                    self._finish()
-                elif self._profiler is None and step in self._steps and not self._is_over:
-                    self._begin()
-                with record_function("data"):
-                    item = next(inputs)
-                yield item
-        finally:
-            if self._profiler is not None:
-                self._finish()
-            inputs.close()
+            self._steps = range(0)
 
-    def _begin(self) -> None:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * uses_gpu()
-        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
-        if uses_gpu():
-            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
-        self._profiler.start()
-
-    def _finish(self) -> None:
-        assert self._profiler is not None
+    def close(self) -> None:
+        """Write the trace, if one has begun; no other will."""
+        if self._profiler is None:
+            return
         name = f"steps_{self._steps[0]}_{self._steps[-1]}_rank0"
         trace, snapshot = self._folder / f"{name}.pt.trace.json.gz", self._folder / f"{name}_memory.pickle"
         self._profiler.stop()
@@ -113,30 +85,11 @@ class StepProfile:
         finally:
             if uses_gpu():
                 torch.cuda.memory._record_memory_history(enabled=None)
-            self._profiler, self._is_over = None, True
+            self._profiler, self._steps = None, range(0)
 
-
-class _RangedEngine:
-    """An engine whose parts of a step can be told apart in a trace."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
-
-    def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
-        with record_function("forward"):
-            return self._engine.forward(batch, memory, normalizer=normalizer)
-
-    def backward(self, loss: Tensor) -> None:
-        with record_function("backward"):
-            self._engine.backward(loss)
-
-    def grad_norm(self) -> Tensor:
-        with record_function("exchange"):
-            return self._engine.grad_norm()
-
-    def step(self, *, lr: float, grad_norm: float) -> None:
-        with record_function("update"):
-            self._engine.step(lr=lr, grad_norm=grad_norm)
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * uses_gpu()
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+        if uses_gpu():
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
+        self._profiler.start()

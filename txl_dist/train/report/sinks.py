@@ -1,12 +1,13 @@
 """Where the records of a run go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 A record is a flat dictionary with its `step`, of one `kind`: train, eval, look, sample or event. Every sink takes every
-kind and shows what it can of it. A sink that cannot write raises OSError; `Reporter` makes sure that this never ends
-a run.
+kind and shows what it can of it; how a number is shown, `metric_table` says. Reporting never ends a run: a sink that
+cannot write says so once, tries again with each record, and says when it works again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import math
@@ -14,19 +15,24 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from txl_dist.config import Config, flat
+from txl_dist.dist import Ranks
+from txl_dist.errors import ConfigError
 from txl_dist.log import FIT, GrowingFile, logger
-from txl_dist.train.report.metric_table import Cell, cells_of, line_of
+from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
 
 Record = dict[str, Any]
 
 _MAX_SCALARS = 64
-"""Longest list whose numbers TensorBoard gets, one curve each: step times of ranks, losses by position."""
+"""Longest list whose numbers TensorBoard gets, one curve each: step times of ranks."""
 _PATIENCE_S = 300.0
 """Between two attempts to reach Weights & Biases, each of which a step may have to wait for."""
 
@@ -39,6 +45,57 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush."""
+
+
+class Reporter:
+    """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
+
+    def __init__(self, config: Config, *, start_step: int, ranks: Ranks) -> None:
+        run_dir, metrics = Path(config.run.dir), config.metrics
+        self._sinks: list[Sink] = []
+        if ranks.is_first:
+            self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / "metrics.jsonl")]
+            if metrics.tensorboard:
+                folder, settings = run_dir / "tensorboard", dict(flat(config))
+                self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
+            if metrics.wandb:
+                self._sinks.append(
+                    WeightsAndBiases(run_dir, project=metrics.wandb, config=config.model_dump(mode="json"))
+                )
+        self._num_lost = [0] * len(self._sinks)
+
+    def write(self, kind: str, record: Record) -> None:
+        """Hand a record (with its `step`) to every sink."""
+        for index, sink in enumerate(self._sinks):
+            try:
+                sink.write(kind, record)
+            except OSError as error:
+                self._num_lost[index] += 1
+                if self._num_lost[index] == 1:
+                    logger.warning(
+                        "metrics: %s cannot be written, and lacks records until it can: %s", type(sink).__name__, error
+                    )
+                continue
+            if self._num_lost[index]:
+                num_lost, self._num_lost[index] = self._num_lost[index], 0
+                logger.warning("metrics: %s is written again; it lacks %d records", type(sink).__name__, num_lost)
+
+    def close(self) -> None:
+        """Flush and release all sinks."""
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
+
+
+def check_sinks(config: Config) -> None:
+    """Refuse what could not be written at all. Raises ConfigError."""
+    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"metrics.wandb={config.metrics.wandb!r} needs the library wandb, which is not installed. "
+            'pip install "txl_dist[wandb]", or leave the setting out.'
+        )
 
 
 class JsonLines:
@@ -68,7 +125,7 @@ class TensorBoard:
     """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
     the first error ends."""
 
-    def __init__(self, folder: Path, *, start_step: int, settings: Mapping[str, bool | float | str]) -> None:
+    def __init__(self, folder: Path, *, start_step: int, settings: Mapping[str, Any]) -> None:
         """`settings` are shown beside the final metrics, to compare runs by."""
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._folder, self._file = folder, GrowingFile(folder / name)
@@ -106,29 +163,59 @@ class TensorBoard:
 
 
 def _summary(kind: str, record: Record) -> Any:
-    """Numbers as scalars, each of a list of few numbers as one of its own, a sample as text."""
+    """Numbers as scalars, each of a list of few numbers as one of its own; losses by position as the heights of a
+    histogram over the segment, in per cent; samples and events as text."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+    values: list[Any] = []
+    if kind == "sample":
+        values = [_text("sample/text", _lines(record))]
+    elif kind == "event":
+        facts = [f"{name}: {value}" for name, value in record.items() if name not in ("event", "step")]
+        values = [_text(f"event/{record['event']}", facts)]
+    shapes = {metric.name: metric.tensorboard for metric in METRICS}
+    for name, value in record.items() if not values else ():
+        tag, shape = f"{kind}/{name}", shapes.get(name, "scalar")
+        if shape == "histogram":
+            values.append(_histogram(tag, value))
+        elif isinstance(value, list) and len(value) <= _MAX_SCALARS:
+            values += [Summary.Value(tag=f"{tag}/{index:02}", simple_value=one) for index, one in enumerate(value)]
+        elif isinstance(value, int | float) and name != "step" and shape == "scalar":
+            values.append(Summary.Value(tag=tag, simple_value=value))
+    return Summary(value=values)
+
+
+def _text(tag: str, lines: Iterable[str]) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
     from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]
 
-    if kind == "sample":
-        quoted = "".join(f"    {line}\n" for line in _lines(record))  # indented: as it is
-        text = TensorProto(dtype="DT_STRING", string_val=[quoted.encode(errors="replace")])
-        return Summary(value=[Summary.Value(tag="sample/text", metadata=create_summary_metadata("", ""), tensor=text)])
-    numbers = {name: value for name, value in record.items() if name != "step" and isinstance(value, int | float)}
-    for name, value in record.items():
-        if isinstance(value, list) and len(value) <= _MAX_SCALARS:
-            numbers |= {f"{name}/{index:02}": number for index, number in enumerate(value)}
-    return Summary(value=[Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in numbers.items()])
+    quoted = "".join(f"    {line}\n" for line in lines)  # indented: as it is
+    text = TensorProto(dtype="DT_STRING", string_val=[quoted.encode(errors="replace")])
+    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=text)
 
 
-def _settings_summaries(settings: Mapping[str, bool | float | str]) -> list[Any]:
+def _histogram(tag: str, heights: Sequence[float]) -> Any:
+    """A row (left edge, right edge, height) per place, which is what the plugin draws."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.histogram.metadata import create_summary_metadata  # type: ignore[import-untyped]
+    from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-untyped]
+
+    edges = np.linspace(0.0, 100.0, len(heights) + 1)
+    rows = np.stack([edges[:-1], edges[1:], np.nan_to_num(np.array(heights, dtype=np.float64))], axis=1)
+    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=make_tensor_proto(rows))
+
+
+def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
     """What the HPARAMS tab shows: the settings of the run, and which metrics to show beside them."""
     from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untyped]
 
     metrics = [summary_v2.Metric(tag) for tag in ("eval/loss", "eval/bits_per_byte", "train/loss")]
     names = [summary_v2.HParam(name) for name in settings]
-    return [summary_v2.hparams_config_pb(names, metrics), summary_v2.hparams_pb(dict(settings))]
+    plain = {
+        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()
+    }
+    return [summary_v2.hparams_config_pb(names, metrics), summary_v2.hparams_pb(plain)]
 
 
 class WeightsAndBiases:
@@ -215,7 +302,7 @@ def format_record(kind: str, record: Record, *, max_steps: int) -> str:
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
     """What the line of a record is made of."""
     if kind == "event":
-        return [Cell(" ".join(f"{key}={value}" for key, value in record.items() if not isinstance(value, dict)))]
+        return [Cell(" ".join(f"{key}={value}" for key, value in record.items() if not isinstance(value, dict | list)))]
     head = [Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"), Cell(kind)]
     if kind == "sample":
         return [Cell("\n".join([line_of(head), *(f"  | {line}" for line in _lines(record))]))]

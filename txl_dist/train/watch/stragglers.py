@@ -19,8 +19,7 @@ import torch
 
 from txl_dist.dist import gather_objects
 from txl_dist.log import warn_for_all
-from txl_dist.train.report.metrics import Reporter
-from txl_dist.train.report.sinks import Record
+from txl_dist.train.report.sinks import Record, Reporter
 
 SLOWER_THAN = 4 / 3
 """Times the median of the other ranks, from which a rank is a straggler (a relative speed of 0.75)."""

@@ -21,10 +21,10 @@ from tests.helpers.tiny import tiny_config
 from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
-from txl_dist.model.flops import flops_per_token
+from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
-from txl_dist.train.report.metrics import Interval, MfuMeter, Reporter, eta_s
-from txl_dist.train.report.sinks import JsonLines, format_record
+from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s
+from txl_dist.train.report.sinks import JsonLines, Reporter, format_record
 from txl_dist.train.watch.stragglers import StragglerWatch
 
 FULL_DISK = Path("/dev/full")
@@ -80,7 +80,7 @@ def add(interval: Interval, *, loss: float, skipped: bool = False, num_scored: i
 def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     ranks_are(monkeypatch, (0.5, 1, 5, 3 * 2**30), (0.1, 2, 5, 2**29))
-    interval = Interval()
+    interval = Interval(clip_norm=3.0)
     for loss in (1.0, 2.0, 6.0):
         add(interval, loss=loss)
         interval.wait(0.05)
@@ -93,6 +93,7 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
             "ppl": math.exp(3.0),
             "lr": 6e-3,  # of the last step
             "grad_norm": 6.0,
+            "clipped_pct": 100 * 2 / 3,
             "tokens_per_s": 200.0,
             "step_ms": 500.0,
             "data_wait_pct": 100 * 0.5 / 1.5,
@@ -159,7 +160,7 @@ def meter(peak_tflops: float, *, ranks: int = 1) -> MfuMeter:
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
     model, lengths = tiny_config().model, {"segment_len": 8, "memory_len": 12, "microbatch_lanes": 2}
-    flops = flops_per_token(model, vocab_size=300, **lengths)
+    flops = sum(flops_by_part(model, vocab_size=300, **lengths).values())
     speed = 0.25 * 2e12 / flops  # a quarter of two devices of 1 TFLOP/s
     assert meter(1.0, ranks=2)(speed)["mfu_pct"] == pytest.approx(25.0)
     assert meter(4.0)(speed)["mfu_pct"] == pytest.approx(12.5)
@@ -378,7 +379,7 @@ def test_tensorboard_gets_every_number_once_also_after_a_crash(tmp_path: Path) -
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert scalars(tmp_path / "tensorboard") == [(10, 9.0), (20, 2.0), (30, 2.0)]
     expected = {f"train/{name}" for name in TRAIN_RECORD} | {f"eval/{name}" for name in EVAL_RECORD}
-    assert set(events.Tags()["scalars"]) == expected - {"train/step", "eval/step"}
+    assert set(events.Tags()["scalars"]) == expected - {"train/step", "eval/step", "train/eta_s", "eval/tokens"}
 
 
 def test_tensorboard_draws_steps_that_a_rewind_made_again_once(tmp_path: Path) -> None:

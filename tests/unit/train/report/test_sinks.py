@@ -11,14 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.logs import recorded_log
 from tests.helpers.tiny import tiny_config
 from tests.unit.train.report.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
 from txl_dist.errors import ConfigError
-from txl_dist.train.report.metrics import Reporter, check_sinks
-from txl_dist.train.report.sinks import format_record
+from txl_dist.train.report.sinks import Reporter, check_sinks, format_record
 
 SAMPLE: dict[str, Any] = {"step": 40, "prompt": "The ", "text": "end <b>of</b>\n  it"}
 LOOK: dict[str, Any] = {
@@ -57,19 +57,31 @@ def test_a_sample_cannot_steer_a_terminal() -> None:
     assert line == ("step 1/9  sample\n  | \\x9ba\\x1b]0;title\\x07\\x1b[2J\tb\\x0bc\\u2028d\\u202ee\\r\n  | f")
 
 
-def test_tensorboard_gets_lists_as_curves_and_samples_as_text(tmp_path: Path) -> None:
+def test_tensorboard_gets_lists_as_curves_positions_as_one_picture_and_words_as_text(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.util.tensor_util import make_ndarray
+
     report = reporter(tmp_path, tensorboard=True)
     report.write("train", TRAIN_RECORD | {"rank_ms": [10.0, 12.5]})
     report.write("look", LOOK)
     report.write("sample", SAMPLE)
+    report.write("event", {"event": "start", "step": 40, "ranks": 2, "device": "x86_64"})
     report.close()
     folder = tmp_path / "tensorboard"
     assert scalars(folder, "train/rank_ms/01") == [(40, 12.5)]
-    assert scalars(folder, "look/loss_by_position_without_memory/00") == [(40, 4.0)]
     assert scalars(folder, "look/memory_attention_pct_1") == [(40, 75.5)]
-    (text,) = accumulated(folder).Tensors("sample/text")
+    found = accumulated(folder)
+    assert not [tag for tag in found.Tags()["scalars"] if "loss_by_position" in tag]
+    (curve,) = found.Tensors("look/loss_by_position_without_memory")
+    heights = make_ndarray(curve.tensor_proto)
+    assert heights == pytest.approx(np.array([[0, 100 / 3, 4], [100 / 3, 200 / 3, 3], [200 / 3, 100, 2]]))
+    (text,) = found.Tensors("sample/text")
     # Indented, so that it is shown as it is and not as Markdown.
     assert text.tensor_proto.string_val[0].decode() == "    The end <b>of</b>\n      it\n"
+    (start,) = found.Tensors("event/start")
+    assert start.tensor_proto.string_val[0].decode() == "    ranks: 2\n    device: x86_64\n"
+    assert not [tag for tag in found.Tags()["scalars"] if tag.startswith("event/")]
 
 
 def test_a_list_of_hundreds_of_ranks_makes_no_hundreds_of_curves(tmp_path: Path) -> None:
