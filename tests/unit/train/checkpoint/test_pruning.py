@@ -16,7 +16,8 @@ from txl_dist.log import logger
 from txl_dist.ops import export
 from txl_dist.ops.export import read_trained
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
-from txl_dist.train.checkpoint.read import choose_checkpoint, prune_checkpoints
+from txl_dist.train.checkpoint.policy import prune_checkpoints
+from txl_dist.train.checkpoint.read import choose_checkpoint
 
 
 def save_and_prune(run: Path, step: int) -> None:
