@@ -32,19 +32,19 @@ from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.lanes import lanes_of_rank
+from txl_dist.data.read.position import first_state
 from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import corpus_facts, load_checkpoint, problems_together
 from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
-from txl_dist.train.preflight import first_stream, train_splits
 from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
-from txl_dist.train.step import Stepper, read_inputs
+from txl_dist.train.step import Stepper
 from txl_dist.train.watch.stopping import StopRequests
 from txl_dist.train.watch.stragglers import StepClock
 
@@ -97,11 +97,12 @@ class Bench:
             masks_documents=False,
             clock=self.clock,
         )
-        stream = first_stream(self.config, [self.corpus])
+        splits = [self.corpus.split(self.config.data.train_split)]
+        stream = first_state(splits, num_lanes=self.config.train.num_lanes, seed=0)
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
         self.state = TrainState(0, 0, Health(), stream, (empty,) * self.plan.num_microbatches)
         self.inputs = read_inputs(
-            train_splits(self.config, [self.corpus]),
+            splits,
             stream,
             config=self.config,
             plan=self.plan,

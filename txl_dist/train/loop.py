@@ -10,7 +10,6 @@ micro-batch from (seed, step, first lane), so a resumed run continues bit for bi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.read.corpora import Corpora
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.read.position import StreamState
@@ -30,26 +29,25 @@ from txl_dist.faults import fault_point
 from txl_dist.files import replace_file
 from txl_dist.log import logger, warn_for_all
 from txl_dist.run_files import list_checkpoints, step_of
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import StepInput, batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe
 from txl_dist.train.checkpoint.read import CorpusFacts, load_checkpoint, problems_together
 from txl_dist.train.checkpoint.write import Saver
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
-from txl_dist.train.preflight import eval_splits, train_splits
-from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s, start_facts
+from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s, start_facts
 from txl_dist.train.report.observer import Observer, StopAskedError, labelled
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.state import TrainState
-from txl_dist.train.step import StepInput, Stepper, read_inputs
+from txl_dist.train.step import Stepper
 from txl_dist.train.watch.run_lock import RunLock
 from txl_dist.train.watch.stopping import StopRequests
-from txl_dist.train.watch.stragglers import StepClock
+from txl_dist.train.watch.stragglers import StepClock, StragglerWatch
 from txl_dist.train.watch.watchdog import Watchdog
 
 _PATIENCE_S = {"stopped": 15.0, "done": 900.0}
@@ -77,7 +75,7 @@ class Job(NamedTuple):
     config: Config
     plan: BatchPlan
     ranks: Ranks
-    corpora: Sequence[Corpus]
+    corpora: Corpora
     start: Start
     stops: StopRequests
     watchdog: Watchdog
@@ -94,7 +92,7 @@ class Run:
         config, plan, ranks = job.config, job.plan, job.ranks
         self.job, self.engine, self.config, self.ranks = job, engine, config, ranks
         self.run_dir, self.max_steps = Path(config.run.dir), config.train.max_steps
-        self.splits = train_splits(config, job.corpora)
+        self.splits = job.corpora.train
         self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         self.maker = batch_maker(engine.model, mask_documents=config.data.document_border == "mask")
@@ -117,8 +115,8 @@ class Run:
             self.maker,
             config=config,
             ranks=ranks,
-            splits=eval_splits(config, job.corpora),
-            tokenizer=job.corpora[0].tokenizer,
+            splits=job.corpora.eval,
+            tokenizer=job.corpora.first.tokenizer,
             reporter=self.reporter,
             evaluated=job.start.evaluated,
             before_segment=self._before_segment,

@@ -7,12 +7,11 @@ Until the run is opened nothing is written but its lock: a job that is refused l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.read.corpora import Corpora
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.log import logger, note_in_file, start_logging
@@ -31,13 +30,10 @@ from txl_dist.train.initial import initial_weights
 from txl_dist.train.loop import Job, Run, Start
 from txl_dist.train.preflight import (
     check_job,
-    eval_splits,
-    first_stream,
     remarks,
     remarks_on_cache,
     remarks_on_evaluation,
     remarks_on_repetition,
-    train_splits,
 )
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
@@ -103,7 +99,7 @@ def _train(
     plan, corpora = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
     on_first(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        on_first(lambda: check_fits(config, plan=plan, vocab_size=corpora[0].vocab_size, device=ranks.device))
+        on_first(lambda: check_fits(config, plan=plan, vocab_size=corpora.first.vocab_size, device=ranks.device))
     stack.callback(_remove_if_empty, run_dir)
     lock = together(lambda: RunLock.acquire(run_dir) if ranks.is_first else None)
     if lock is not None:
@@ -113,15 +109,15 @@ def _train(
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
     start = on_first(lambda: _check_run(config, corpora, plan, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.facts.tokenizer_json.encode(), name="the tokenizer")
-    for corpus in corpora:
+    for corpus in corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
     begins_with = config.run.init and checkpoint is None
-    weights = together(lambda: initial_weights(config, corpora[0])) if begins_with else None
+    weights = together(lambda: initial_weights(config, corpora.first)) if begins_with else None
     on_first(lambda: _open_run(config, start, warnings=start.warnings + remarks(config, plan=plan)))
     watchdog.write_stacks_to(run_dir / "stacks")
     for line in (
         *describe_batch(config, plan=plan, vocab_size=start.facts.vocab_size),
-        *describe_data(config, splits=train_splits(config, corpora), stream=start.stream, step=start.step),
+        *describe_data(config, splits=corpora.train, stream=start.stream, step=start.step),
     ):
         logger.info(line)
     if weights is not None:
@@ -132,11 +128,11 @@ def _train(
 
 
 def _check_run(
-    config: Config, corpora: Sequence[Corpus], plan: BatchPlan, checkpoint: Path | None, chosen_because: list[str]
+    config: Config, corpora: Corpora, plan: BatchPlan, checkpoint: Path | None, chosen_because: list[str]
 ) -> Start:
     """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
-    splits, warnings = train_splits(config, corpora), []
-    for split in (*splits, *eval_splits(config, corpora)):
+    splits, warnings = corpora.train, []
+    for split in (*splits, *corpora.eval):
         try:
             split.check_files()
         except UnreachableError:
@@ -145,11 +141,11 @@ def _check_run(
             if split not in splits or config.data.on_damage == "fail":
                 raise
             warnings.append(str(error))
-    facts, stream = corpus_facts(corpora[0]), first_stream(config, corpora)
+    facts, stream = corpus_facts(corpora.first), corpora.begin
     step = read_state(checkpoint)["step"] if checkpoint else 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
     warnings += remarks_on_cache(config, splits, lanes_per_rank=plan.lanes_per_rank)
-    warnings += remarks_on_evaluation(config, corpora)
+    warnings += remarks_on_evaluation(config, corpora.first)
     if checkpoint is not None:
         warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
         stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)

@@ -13,29 +13,22 @@ from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.preflight import (
-    check_job,
-    first_stream,
-    remarks,
-    remarks_on_evaluation,
-    remarks_on_repetition,
-    train_splits,
-)
+from txl_dist.train.preflight import check_job, remarks, remarks_on_evaluation, remarks_on_repetition
 
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
     plan, corpora = check_job(config, device=device, world_size=world_size)
-    corpus, splits, stream = corpora[0], train_splits(config, corpora), first_stream(config, corpora)
+    corpus = corpora.first
     if config.run.init:
         initial_weights(config, corpus)
     yield config_to_toml(config)
     yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
-    yield from describe_data(config, splits=splits, stream=stream)
+    yield from describe_data(config, splits=corpora.train, stream=corpora.begin)
     yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size, on_gpu=device.type == "cuda")
-    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpora)
-    warnings += remarks_on_repetition(config, splits, stream)
+    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpus)
+    warnings += remarks_on_repetition(config, corpora.train, corpora.begin)
     yield from (f"warning: {sentence}" for sentence in warnings)
 
 

@@ -16,10 +16,11 @@ import torch
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
+from txl_dist.data.read.position import first_state
 from txl_dist.errors import ConfigError
 from txl_dist.train.footprint import fits, room
 from txl_dist.train.footprint.rank import bytes_per_rank
-from txl_dist.train.preflight import first_stream, remarks_on_repetition
+from txl_dist.train.preflight import remarks_on_repetition
 
 VOCAB_SIZE = 300
 WIDE = {"width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
@@ -160,7 +161,7 @@ def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_st
 
     def remarks(**changes: int) -> list[str]:
         config = tiny_config(train=train | changes)
-        return remarks_on_repetition(config, (split,), first_stream(config, (corpus,)))
+        return remarks_on_repetition(config, (split,), first_state((split,), num_lanes=config.train.num_lanes, seed=0))
 
     assert remarks() == []
     assert remarks(max_steps=1900) == []

@@ -23,8 +23,9 @@ from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
-from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s
+from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s
 from txl_dist.train.report.sinks import JsonLines, Reporter, format_record
+from txl_dist.train.watch.stragglers import StragglerWatch
 
 FULL_DISK = Path("/dev/full")
 
