@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point
+from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS
 from txl_dist.tables import aligned, duration
 
 Facts = dict[str, Any]
@@ -30,7 +30,8 @@ def plan_lines(facts: Facts) -> Iterator[str]:
             f"network {facts['network_gb_s']:g} GB/s per machine"
         )
     yield from (f"note: {note}" for note in facts["notes"])
-    yield from _model(facts)
+    yield f"model: {facts['parameters']:,} parameters with a vocabulary of {facts['vocab_size']:,}"
+    yield f"work: {per_token(facts['flops_per_token'])}; {facts['tokens_per_step']:,} tokens per step"
     yield ""
     yield from _memory(facts, is_small=is_small)
     yield ""
@@ -58,12 +59,11 @@ def plan_lines(facts: Facts) -> Iterator[str]:
         yield f"left out: GPU-hours, failures and how often to save, as the run takes {took} only"
 
 
-def _model(facts: Facts) -> Iterator[str]:
-    parts = facts["flops_per_token"]
-    total = sum(parts.values())
-    listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts.items() if part)
-    yield f"model: {facts['parameters']:,} parameters with a vocabulary of {facts['vocab_size']:,}"
-    yield f"work: {total / 1e6:,.1f} MFLOP per token ({listed}); {facts['tokens_per_step']:,} tokens per step"
+def per_token(flops_by_part: Mapping[str, float]) -> str:
+    """Operations of a training step per token, and what they are for."""
+    total = sum(flops_by_part.values())
+    listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in flops_by_part.items() if part)
+    return f"{total / 1e6:,.2f} MFLOP per token ({listed})"
 
 
 def _memory(facts: Facts, *, is_small: bool) -> Iterator[str]:
@@ -165,10 +165,3 @@ def _scaling(name: str, curve: Facts) -> str:
         why = REASONS.get(last["limited_by"], "nothing")
         end = f"still {100 * last['efficiency']:.0f}% at {last['gpus']:,} GPUs{most}; what takes most there: {why}"
     return f"{name} scaling ({what}): {end}"
-
-
-def curves_of(facts: Facts) -> dict[str, list[Point]]:
-    """The curves of the facts, for `scaling.picture`."""
-    return {
-        f"{name} scaling": [Point(**point) for point in facts["scaling"][name]["points"]] for name in ("strong", "weak")
-    }
