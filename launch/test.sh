@@ -1,11 +1,34 @@
 #!/usr/bin/env bash
-# Builds the environment, then runs the whole suite. Safe to run again. Arguments go to pytest.
+# Builds the environment, then runs the tests. Safe to run again.
 #
-#   bash launch/test.sh -m "not slow"
+#   bash launch/test.sh                      what a newcomer and every change should see, in about four minutes
+#   bash launch/test.sh --all [ARGUMENTS]    everything
+#   bash launch/test.sh ARGUMENTS            these go to pytest as they are, for instance: tests/unit/model -k softmax
+#
+# Which tests these are is said beside the markers in pyproject.toml. Tests that need the machine for themselves run one
+# at a time, all others two at a time, a file on each.
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_environment "[dev]"
 # Several processes run side by side in the tests: one thread each is fastest and the same everywhere.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$VENV/bin/python" -m pytest "$@"
+# Once, and not in each of some hundred processes.
+"$VENV/bin/python" -m compileall -q txl_dist tests tools
+
+case ${1:-} in
+    "") chosen="smoke or not (slow or dist)" ;;
+    --all) chosen="" && shift ;;
+    *) exec "$VENV/bin/python" -m pytest "$@" ;;
+esac
+
+NO_TESTS=5 # pytest's exit code; it counts only where neither part has tests
+status=$NO_TESTS
+run() { # MARKER EXPRESSION, ARGUMENTS
+    local code=0
+    "$VENV/bin/python" -m pytest -m "${chosen:+($chosen) and }$1" "${@:2}" || code=$?
+    if [ "$status" = "$NO_TESTS" ] || { [ "$status" = 0 ] && [ "$code" != "$NO_TESTS" ]; }; then status=$code; fi
+}
+run "not alone" -n 2 --dist loadfile --no-loadscope-reorder "$@"
+run "alone" "$@"
+exit "$status"

@@ -98,7 +98,8 @@ def make_steps(variant: str, *, size: int) -> None:
         memory = engine.empty_memory(num_lanes=lanes, memory_len=length)
         for _ in sys.stdin:
             began_s = time.process_time()
-            _, memory = engine.micro_step(batch, memory, normalizer=float(lanes * length))
+            loss, memory = engine.forward(batch, memory, normalizer=float(lanes * length))
+            engine.backward(loss)
             engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
             step_ms = 1000 * (time.process_time() - began_s)
             print(step_ms, resident_peak_mib(), flush=True)

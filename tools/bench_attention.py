@@ -35,12 +35,12 @@ import measuring
 import peers
 
 from txl_dist.convert.names import from_original, to_original
-from txl_dist.model.attention import attention_biases
 from txl_dist.model.block import Block
 from txl_dist.model.flops import flops_by_part
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.memory import Memory, Visibility, visible_keys
-from txl_dist.model.relative_attention import distance_encoding, relative_attention
+from txl_dist.model.positions import attention_biases, distance_encoding
+from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.sections import AttentionKernel, ModelSection
 
 TOLERANCE = 1e-5
@@ -245,9 +245,7 @@ def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str,
     d_context = torch.randn(B, T, N, H)
 
     def step(attend: Callable[..., Tensor]) -> dict[str, Tensor]:
-        context = attend(
-            query, key_, value, distance_KNH=distance, content_bias_NH=u, position_bias_NH=v, visible=visible
-        )
+        context = attend(Terms(query, key_, value, distance, u, v), visible=visible)
         gradients = torch.autograd.grad(context, [query, key_, value, distance, u, v], d_context)
         return {"context": context.detach()} | {str(place): gradient for place, gradient in enumerate(gradients)}
 

@@ -32,7 +32,7 @@ from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.lanes import lanes_of_rank
-from txl_dist.dist import Ranks, barrier, joined_ranks
+from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.policy import Saving
@@ -145,12 +145,10 @@ class Bench:
             given,
             self.state.memories,
             step=self.state.step + 1,
-            lr=1e-5,
-            stop=False,
-            written=saving is not None and saving.is_written,
-            before_update=lambda: None,
+            votes=Votes(written=saving is not None and saving.is_written),
         )
-        self.written = decision.written
+        self.engine.step(lr=1e-5, grad_norm=decision.grad_norm)
+        self.written = decision.votes.written
         self.state = TrainState(self.state.step + 1, 0, Health(), given.stream, memories)
         return time.perf_counter() - began
 

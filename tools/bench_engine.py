@@ -21,7 +21,7 @@ from measuring import add_measure_options, interleaved, print_table, rows, write
 from torch import Tensor
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.dist import Ranks, joined_ranks
+from txl_dist.dist import Ranks, Votes, joined_ranks
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.engine.optim import build_optimizer
@@ -82,11 +82,12 @@ class EngineStep:
 
     def __call__(self) -> Tensor:
         """One step as `train.step` makes it; its loss."""
-        loss, self.memory = self.engine.micro_step(self.batch, self.memory, normalizer=float(LANES * LENGTH))
+        loss, self.memory = self.engine.forward(self.batch, self.memory, normalizer=float(LANES * LENGTH))
+        self.engine.backward(loss)
         norm = self.engine.grad_norm()
-        decision = decide(loss, norm, skip=False, stop=False, written=False, world_size=1)
+        decision = decide(loss.detach(), norm, skip=False, votes=Votes(), world_size=1)
         self.engine.step(lr=LR, grad_norm=decision.grad_norm)
-        return loss
+        return loss.detach()
 
 
 def main() -> None:

@@ -52,7 +52,8 @@ class Bench:
 
     def step(self) -> None:
         """As training makes it, without what is timed apart."""
-        loss, self.memory = self.engine.micro_step(self.batch, self.memory, normalizer=float(self.tokens))
+        loss, self.memory = self.engine.forward(self.batch, self.memory, normalizer=float(self.tokens))
+        self.engine.backward(loss)
         norm = float(self.engine.grad_norm())
         self.engine.step(lr=1e-3, grad_norm=norm)
         self.interval.add(loss=float(loss), grad_norm=norm, lr=1e-3, num_scored=self.tokens, skipped=False)

@@ -27,10 +27,10 @@ from torch import Tensor
 from trainers import OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
 from txl_dist.config import load_config
-from txl_dist.model.flops import flops_per_token, peak_tflops
+from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
-from txl_dist.model.relative_attention import relative_attention
+from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.sections import ModelSection
 
 Row = dict[str, object]
@@ -83,16 +83,8 @@ class Inputs(NamedTuple):
     visible: Visibility
 
     def call(self, attend: Callable[..., Tensor]) -> Tensor:
-        """As `RelativeAttention` calls."""
-        return attend(
-            self.query,
-            self.key,
-            self.value,
-            distance_KNH=self.distance,
-            content_bias_NH=self.content_bias,
-            position_bias_NH=self.position_bias,
-            visible=self.visible,
-        )
+        """As `Attention` calls."""
+        return attend(Terms(*self[:6]), visible=self.visible)
 
     def cast(self, dtype: torch.dtype) -> Inputs:
         """Leaves of another type with the same values."""
@@ -205,23 +197,24 @@ def _triton() -> Callable[..., Tensor]:
     return triton_relative_attention
 
 
-def _shifted_terms(query: Tensor, distance: Tensor, position_bias: Tensor) -> tuple[Tensor, Tensor]:
+def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
     """Terms (b)+(d) by distance, [N, B, T, K+1] with the zero column in front; by key, a view of it, [N, B, T, K]."""
+    query, _, _, distance, _, position_bias, _ = terms
     (B, T, N, H), K = query.shape, distance.shape[0]
     position_query = (query + position_bias).permute(2, 0, 1, 3).reshape(N, B * T, H)
-    terms = torch.bmm(position_query, F.pad(distance.permute(1, 2, 0), (1, 0))).view(N, B, T * (K + 1))
-    return terms.view(N, B, T, K + 1), terms[:, :, T:].view(N, B, T, K)
+    products = torch.bmm(position_query, F.pad(distance.permute(1, 2, 0), (1, 0))).view(N, B, T * (K + 1))
+    return products.view(N, B, T, K + 1), products[:, :, T:].view(N, B, T, K)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+def _sdpa(terms: Terms, *, visible: Visibility) -> Tensor:
     """torch's memory-efficient kernel with the shifted view as bias; its other backends are wrong or refuse."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    _, terms = _shifted_terms(query, given["distance_KNH"], given["position_bias_NH"])
+    (query, key, value), (_, shifted) = terms[:3], _shifted_terms(terms)
     scale = query.shape[-1] ** -0.5
-    hidden_BTK = ~given["visible"].mask()
-    bias = (terms * scale).masked_fill_(hidden_BTK, float("-inf")).transpose(0, 1)
-    content_query = (query + given["content_bias_NH"]).transpose(1, 2)
+    hidden_BTK = ~visible.mask()
+    bias = (shifted * scale).masked_fill_(hidden_BTK, float("-inf")).transpose(0, 1)
+    content_query = (query + terms.content_bias_NH).transpose(1, 2)
     backend = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.MATH
     with sdpa_kernel(backend):
         context = F.scaled_dot_product_attention(
@@ -239,17 +232,18 @@ class _Flex:
         self.attend = torch.compile(flex_attention, dynamic=False)
         self.create_mask, self.masks = create_block_mask, dict[tuple[int, int], Any]()
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+    def __call__(self, terms: Terms, *, visible: Visibility) -> Tensor:
+        query, key, value = terms[:3]
         T, K, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
-        terms = _shifted_terms(query, given["distance_KNH"], given["position_bias_NH"])[0]
+        products = _shifted_terms(terms)[0]
         if (T, K) not in self.masks:
             near = lambda b, h, i, j: j <= i + K - T  # noqa: E731
             self.masks[T, K] = self.create_mask(near, None, None, T, K, device=query.device)
 
         def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + terms[h, b, i, torch.clamp(j - i + T, 0, K)] * scale
+            return score + products[h, b, i, torch.clamp(j - i + T, 0, K)] * scale
 
-        heads = ((query + given["content_bias_NH"]).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        heads = ((query + terms.content_bias_NH).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         context: Tensor = self.attend(*heads, score_mod=score, block_mask=self.masks[T, K], scale=scale)
         return context.transpose(1, 2)
 
@@ -290,7 +284,7 @@ def _timed(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | None
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()  # a try with more lanes, which did not fit, has left its own peak
     step_ms = min(milliseconds(some) for _ in range(2)) / steps
-    flops = flops_per_token(
+    flops = flops_by_part(
         sizes.model,
         vocab_size=sizes.vocab_size,
         segment_len=sizes.segment_len,
@@ -298,7 +292,7 @@ def _timed(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | None
         microbatch_lanes=sizes.num_lanes,
     )
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    tflops, peak = flops * sizes.tokens / step_ms / 1e9, peak_tflops(name, precision="bf16")
+    tflops, peak = sum(flops.values()) * sizes.tokens / step_ms / 1e9, peak_tflops(name, precision="bf16")
     return {
         "lanes": sizes.num_lanes,
         "step ms": step_ms,

@@ -133,18 +133,19 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
         config, run = str(place.root / "configs" / "quickstart.toml"), place.folder / "runs" / "quickstart"
     else:
         corpora = {
-            part: [f"{part}.jsonl", "--tokenizer", "byte", "--shard-len", "4000"] for part in ("corpus", "second")
+            "corpus": ["corpus.jsonl", "--tokenizer", "byte", "--shard-len", "4000"],
+            "second": ["second.jsonl", "--tokenizer-file", "corpus/tokenizer.json", "--shard-len", "4000"],
         }
         config, run = "tiny.toml", place.folder / "run"
         (place.folder / config).write_text(TINY, encoding="utf-8")
     settings = PARTS[name].split()
     shown: dict[str, Any] = {}
     for folder, words in corpora.items():
-        if not (place.folder / folder).is_dir():
+        facts = place.folder / f"{Path(folder).name}.json"
+        if not facts.is_file():
             place.txl("prepare", *words, "--out", folder)
-            place.txl("inspect", folder, "--json", "facts.json")
-            facts = plain(read(place.folder / "facts.json"))
-            shown[f"corpus {folder}"] = files_of(place.folder / folder, "*") | {"facts": facts}
+            place.txl("inspect", folder, "--json", str(facts))
+        shown[f"corpus {folder}"] = files_of(place.folder / folder, "*") | {"facts": plain(read(facts))}
     shutil.rmtree(run, ignore_errors=True)
     place.train(config, *settings)
     shown["trained"] = run_shown(run)
@@ -156,7 +157,8 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
     newest = max((run / "checkpoints").glob("step_*"))
     place.txl("inspect", str(newest), "--json", "facts.json")
     shown["inspected"] = plain(read(place.folder / "facts.json"))
-    place.txl("evaluate", str(run), "--memory-len", "0", "-1", "--json", "facts.json")
+    lens = ["-1"] if name == "quickstart" else ["6", "-1"]
+    place.txl("evaluate", str(run), "--memory-len", *lens, "--json", "facts.json")
     shown["evaluated"] = plain(numbers_of(read(place.folder / "facts.json")))
     bundle = place.folder / "bundle"
     place.txl("export", str(run), str(bundle))
@@ -186,9 +188,21 @@ def run_shown(run: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path, *patterns: str) -> dict[str, str]:
-    """The sha256 of the files of a folder and below, by name."""
+    """The sha256 of the files of a folder and below, by name; of tensors without the metadata."""
     found = sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
-    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in found}
+    return {
+        str(path.relative_to(folder)): digest(tensors_of(path) if path.suffix == ".safetensors" else path.read_bytes())
+        for path in found
+    }
+
+
+def tensors_of(path: Path) -> bytes:
+    """A safetensors file without its metadata, which names the hash of the state that it was saved with."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header.pop("__metadata__", None)
+    return json.dumps(header, sort_keys=True).encode() + data[begin:]
 
 
 def numbers_of(report: Any) -> Any:

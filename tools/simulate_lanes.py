@@ -19,11 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.read.lanes import Cut, LanePlan, lanes_of_rank
+from txl_dist.data.read.lanes import SHARD_ORDER, Cut, LanePlan, hashed_order, lanes_of_rank
 
 Int64s = npt.NDArray[np.int64]
 
 BYTES_PER_TOKEN = 2
+SEED = 1
 
 
 class Pieces(NamedTuple):
@@ -46,13 +47,22 @@ class RankFacts(NamedTuple):
     tokens: int
 
 
+def tokens_at(plan: LanePlan, lane: Int64s, position: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """(epoch, token in its order, tokens of the piece from it on) as `LanePlan.token_at` finds them, all at once."""
+    is_first = position < plan.first_stripe_len
+    in_rest = plan.token_in_rest(lane, np.minimum(position, max(plan.first_stripe_len - 1, 0)))
+    behind = plan.token_behind_rest(lane, np.maximum(position, plan.first_stripe_len))
+    epoch, token, _, left = (np.where(is_first, *values) for values in zip(in_rest, behind, strict=True))
+    return epoch, token, left
+
+
 def pieces_of(plan: LanePlan, lanes: range, *, steps: int, segment_len: int) -> Pieces:
     """Everything that some lanes read in so many steps, step by step within a lane."""
     lane, step = (grid.reshape(-1) for grid in np.meshgrid(np.array(lanes), np.arange(steps), indexing="ij"))
     position, remaining = step * segment_len, np.full(len(lane), segment_len)
     found: list[Pieces] = []
     while len(lane):
-        epoch, first, _, left = plan.tokens_at(lane, position)
+        epoch, first, left = tokens_at(plan, lane, position)
         count = np.minimum(left, remaining)
         found.append(Pieces(epoch, first, first + count, lane, step))
         goes_on = remaining > count
@@ -78,12 +88,14 @@ def merged(pieces: Pieces) -> Pieces:
     )
 
 
-def facts_of(plan: LanePlan, pieces: Pieces, *, steps: int, num_shards: int) -> RankFacts:
+def facts_of(shard_tokens: Int64s, pieces: Pieces, *, steps: int) -> RankFacts:
     """Which shards the rank has open."""
+    num_shards = len(shard_tokens)
     shards = np.empty((2, len(pieces.first)), np.int64)
     for epoch in np.unique(pieces.epoch):
         here = pieces.epoch == epoch
-        order, starts = plan.order_of_shards(int(epoch))
+        order = hashed_order(num_shards, SEED, int(epoch), SHARD_ORDER)
+        starts = np.cumsum(shard_tokens[order]) - shard_tokens[order]
         for row, token in enumerate((pieces.first[here], pieces.end[here] - 1)):
             shards[row, here] = order[starts.searchsorted(token, side="right") - 1]
     opened = (pieces.epoch * num_shards + shards).reshape(-1)
@@ -134,10 +146,10 @@ def main() -> None:
         facts = []
         for rank in range(world_size):
             # Each rank plans for itself: nothing is shared with the others.
-            plan = LanePlan(tokens, cut, seed=1, document_tokens=lambda shard: tokens[shard : shard + 1])
+            plan = LanePlan(tokens, cut, seed=SEED, document_tokens=lambda shard: tokens[shard : shard + 1])
             lanes = lanes_of_rank(num_lanes, rank=rank, world_size=world_size)
             pieces = pieces_of(plan, lanes, steps=steps, segment_len=arguments.segment_len)
-            facts.append(facts_of(plan, pieces, steps=steps, num_shards=arguments.shards))
+            facts.append(facts_of(tokens, pieces, steps=steps))
             ranges.append(merged(pieces))
         for name, values in zip(RankFacts._fields, np.array(facts).T, strict=True):
             print(

@@ -97,7 +97,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
+    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
     run_plan(argv, read_settings=lambda words: _train_arguments(words, prog="txl plan").settings)
     return 0
 

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from txl_dist.errors import ConfigError
 from txl_dist.files import parse_toml, read_bytes
 from txl_dist.sections import (
+    SCHEMES,
     CheckpointSection,
     DataSection,
     EngineSection,
@@ -127,9 +128,9 @@ def check_config(config: Config) -> None:
             "engine.cuda_graph=True needs engine.zero_stage 0, 1 or 2, and no engine.activation_checkpointing",
         ),
         (
-            optim.name != "lamb" or engine.zero_stage == 0,
-            f"optim.name='lamb' compares norms of whole tensors, which ZeRO cuts up: it needs engine.zero_stage=0 "
-            f"(is {engine.zero_stage})",
+            not optim.kind.needs_whole_tensors or engine.zero_stage == 0,
+            f"optim.name={optim.name!r} compares norms of whole tensors, which ZeRO cuts up: it needs "
+            f"engine.zero_stage=0 (is {engine.zero_stage})",
         ),
         (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
     ]
@@ -140,7 +141,7 @@ def check_config(config: Config) -> None:
 
 def _position_rules(config: Config) -> list[tuple[bool, str]]:
     model, train, evaluation = config.model, config.train, config.eval
-    is_learned = model.positions == "learned_relative"
+    tabled = " and ".join(repr(name) for name, scheme in SCHEMES.items() if scheme.has_table)
     longest = train.segment_len + train.memory_len
     eval_memory_len = train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len
     return [
@@ -150,15 +151,15 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
             f"{train.memory_len}) and in evaluation too (is {eval_memory_len})",
         ),
         (
-            is_learned == (model.num_distances > 0),
+            model.scheme.has_table == (model.num_distances > 0),
             f"model.num_distances={model.num_distances} does not go with model.positions={model.positions!r}: "
-            f"'learned_relative' needs it (train.segment_len + train.memory_len = {longest} gives every distance a row "
+            f"{tabled} needs it (train.segment_len + train.memory_len = {longest} gives every distance a row "
             "of its own), the others have no table",
         ),
         (
-            model.positions != "absolute" or (train.memory_len == 0 and eval_memory_len == 0),
-            f"model.positions='absolute' knows no memory: it needs train.memory_len=0 (is {train.memory_len}) and "
-            f"eval.memory_len=0 or -1 (is {evaluation.memory_len})",
+            model.scheme.uses_memory or (train.memory_len == 0 and eval_memory_len == 0),
+            f"model.positions={model.positions!r} knows no memory: it needs train.memory_len=0 (is "
+            f"{train.memory_len}) and eval.memory_len=0 or -1 (is {evaluation.memory_len})",
         ),
         (
             evaluation.overlap_len == 0 or eval_memory_len == 0,

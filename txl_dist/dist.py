@@ -8,19 +8,19 @@ host tensors gloo; on CPUs all use gloo.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
 from txl_dist.errors import ConfigError, LostRankError, TxlError
+from txl_dist.meeting import first_line, free_port, meet
 
 T = TypeVar("T")
 
@@ -45,12 +45,21 @@ class Ranks:
         return self.rank == 0
 
 
+class Votes(NamedTuple):
+    """What a rank has to say at the end of a step; or, once all have, what holds for the job."""
+
+    stop: bool = False
+    """This rank was asked to stop; any was."""
+    written: bool = False
+    """This rank has written its part of the checkpoint in flight; all have."""
+
+
 @contextmanager
 def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
     """Join the job that the environment describes, and leave it at the end.
 
     `num_threads` is per rank; 0 takes OMP_NUM_THREADS, else cores // local ranks.
-    Raises ConfigError if the launcher's variables make no sense.
+    Raises ConfigError if the launcher's variables make no sense, or naming the ranks that have not come in time.
     """
     ranks = _join(timeout_s=timeout_s, num_threads=num_threads)
     try:
@@ -91,6 +100,12 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum over ranks, in place."""
     torch_dist.all_reduce(values)
     return values
+
+
+def poll(votes: Votes, *, world_size: int) -> Votes:
+    """What holds for the job, between steps; within one it is told by the step's decision. All ranks call it."""
+    stops, writtens = all_reduce_sum(torch.tensor(votes, dtype=torch.float32)).tolist()
+    return Votes(stop=stops > 0, written=writtens == world_size)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -157,10 +172,11 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world_size))))
         threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
+        int(os.environ.get("MASTER_PORT", "0"))
     except ValueError as error:
         raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and OMP_NUM_THREADS must be integers: {error}. "
-            "Unset them or fix the launcher."
+            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and OMP_NUM_THREADS must be integers: "
+            f"{error}. Unset them or fix the launcher."
         ) from error
     if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
@@ -170,39 +186,27 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
     # DeepSpeed reads these from the environment, also in a job of one rank.
     defaults = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
     if "MASTER_PORT" not in os.environ:
-        defaults["MASTER_PORT"] = _free_port()
+        defaults["MASTER_PORT"] = free_port()
     for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
     threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     torch.set_num_threads(threads)
+    device, backend, problem = torch.device("cpu"), "gloo", ""
     if uses_gpu():
-        device = torch.device("cuda", local_rank)
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        if local_rank >= torch.cuda.device_count():
+            problem = f"local rank {local_rank} has no GPU of its own: there are {torch.cuda.device_count()}"
+    store = meet(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-    _meet(backend, timeout_s=timeout_s)
-    return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)
-
-
-def _meet(backend: str, *, timeout_s: int) -> None:
     try:
-        torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except (torch_dist.DistNetworkError, torch_dist.DistStoreError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        if "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"{where}, where the ranks are to meet, is in use, by another job perhaps. Give this one another port: "
-                "--master_port of the launcher, or MASTER_PORT."
-            ) from error
+        torch_dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:  # torch's errors of networks are RuntimeErrors
         raise ConfigError(
-            f"this rank could not meet the others at {where}: {str(error).splitlines()[0]}. See whether rank 0 has "
-            "started there and the port can be reached from this machine."
+            f"all ranks came to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, but cannot connect to each "
+            f"other: {first_line(error)}. Set GLOO_SOCKET_IFNAME to the interface between the nodes, and open all "
+            "ports between them."
         ) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)

@@ -29,6 +29,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_type_hints
 
+from txl_dist.errors import ConfigError
+
 T = TypeVar("T")
 
 MAX_TEXT_BYTES = 1 << 30
@@ -81,11 +83,17 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write to a file that a user named: a link is followed, and a pipe, a terminal or /dev/stdout will do."""
-    with path.open("wb") as stream:
-        stream.write(data)
-        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            flush_to_disk(stream)
+    """Write to a file that a user named: a link is followed, and a pipe, a terminal or /dev/stdout will do.
+
+    Raises ConfigError.
+    """
+    try:
+        with path.open("wb") as stream:
+            stream.write(data)
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                flush_to_disk(stream)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error
 
 
 def open_to_append(path: Path) -> int:

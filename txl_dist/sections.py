@@ -7,6 +7,7 @@ with a diff. `config` loads, checks and compares them. This module imports no to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,28 @@ class Resume(NamedTuple):
 
     policy: Literal["warned", "free"]
 
+
+class PositionScheme(NamedTuple):
+    """What the program must know of a way to tell positions; `model.positions` has its layers."""
+
+    uses_memory: bool = False
+    """A past segment can be attended to: what is told are distances."""
+    sinusoids: Literal["distances", "embedding", "none"] = "none"
+    """What they encode: distances, projected by each layer, or positions, added to the embedding."""
+    has_distance_terms: bool = False
+    """Scores have terms (b) and (d), which `engine.attention` computes; else torch's own attention does it all."""
+    has_position_bias: bool = False
+    """Term (d) is made with a bias v."""
+    has_table: bool = False
+    """Distances are learned, `model.num_distances` of them."""
+
+
+SCHEMES = {
+    "relative": PositionScheme(True, "distances", has_distance_terms=True, has_position_bias=True),
+    "learned_relative": PositionScheme(True, has_distance_terms=True, has_table=True),
+    "absolute": PositionScheme(sinusoids="embedding"),
+}
+"""By `model.positions`."""
 
 AttentionKernel = Literal["auto", "plain", "fused", "triton"]
 
@@ -160,6 +183,11 @@ class ModelSection(Section):
     projection_init_std: Annotated[float, Field(gt=0)] = 0.01
     """Standard deviation of initial embedding and output projections."""
 
+    @property
+    def scheme(self) -> PositionScheme:
+        """What `positions` names."""
+        return SCHEMES[self.positions]
+
     def embed_width_or_default(self) -> int:
         """Width of the widest embeddings."""
         return self.embed_width or self.width
@@ -167,6 +195,26 @@ class ModelSection(Section):
     def rate(self, own: float) -> float:
         """The dropout of a place that may have a rate of its own."""
         return self.dropout if own < 0 else own
+
+
+class OptimizerKind(NamedTuple):
+    """What the program must know of an optimizer; `train.engine.optim` builds it."""
+
+    settings: tuple[str, ...] = ("betas", "eps")
+    """Names of the settings below that its steps take, besides lr and weight_decay."""
+    state_bytes: Callable[[OptimSection], int] = lambda _: 8
+    """Of what it keeps per parameter, in fp32."""
+    needs_whole_tensors: bool = False
+    """It takes norms of whole tensors, which ZeRO would cut up and flat parameters join."""
+
+
+OPTIMIZERS = {
+    "adam": OptimizerKind(),
+    "adamw": OptimizerKind(),
+    "lamb": OptimizerKind(needs_whole_tensors=True),
+    "sgd": OptimizerKind(("momentum",), state_bytes=lambda optim: 4 if optim.momentum else 0),
+}
+"""By `optim.name`."""
 
 
 class OptimSection(Section):
@@ -194,6 +242,11 @@ class OptimSection(Section):
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
     """Learning rate at train.max_steps for cosine and linear, and a floor for inverse_sqrt."""
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """What `name` names."""
+        return OPTIMIZERS[self.name]
 
 
 class TrainSection(Section):

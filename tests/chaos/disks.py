@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from tests.chaos.stops import REQUESTS
+from tests.helpers.job import Job
 
 FULL_AT_THE_END = ",".join(["enospc:0:24:save-file"] * 30)
 """Every attempt of the last save, and more."""

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, first_new_step
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
+from tests.helpers.job import Job
 from txl_dist.run_files import list_checkpoints
 
 EVERY_STEPS = 20

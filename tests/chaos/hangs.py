@@ -7,9 +7,9 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
+from tests.helpers.job import Job
 
 TIMEOUT_S = 4
 """engine.timeout_s of these runs."""

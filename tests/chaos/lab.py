@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.job import Job
 from tests.chaos.oracle import differences_of
 from tests.chaos.runs import Run
 from tests.helpers.corpora import random_texts, tiny_corpus
+from tests.helpers.job import Job
 from txl_dist.run_files import list_checkpoints
 
 SETTINGS = """

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
+from tests.helpers.job import Job
 
 REFUSAL_LIMIT_S = 2.0
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.job import Job
+from tests.helpers.job import Job
 from txl_dist.run_files import list_checkpoints
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 
-from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
+from tests.helpers.job import Job
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.checkpoint.read import newest_checkpoint
 

@@ -18,9 +18,9 @@ from unittest import mock
 
 import psutil
 
-from tests.chaos.job import Job
 from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
+from tests.helpers.job import Job
 from tests.helpers.launch import kill_everything, start_training, wait_for
 from txl_dist.run_files import checkpoint_folder
 

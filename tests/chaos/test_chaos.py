@@ -19,9 +19,9 @@ from tests.chaos.pickles import control, poisoned, sealed
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
-from tests.helpers.launch import train
+from tests.helpers.launch import start_training
 
-pytestmark = [pytest.mark.chaos, pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos, pytest.mark.dist, pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def assert_passed(case: Case) -> None:
 def test_forked_ranks_are_those_of_the_launcher_bit_for_bit(lab: Lab) -> None:
     """Else nothing here would say anything about real jobs."""
     unbroken, run = lab.unbroken(), lab.new_run("launched")
-    train(str(lab.config), "--run.dir", str(run.dir), cwd=lab.folder)
+    launcher = start_training(str(lab.config), "--run.dir", str(run.dir), cwd=lab.folder)
+    assert launcher.wait(timeout=300) == 0
     assert differences_of(run, unbroken) == []
 
 
@@ -52,7 +53,7 @@ def test_the_oracle_sees_what_it_is_there_for(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
-        ("kill:0:9:save-copied", 3),
+        pytest.param("kill:0:9:save-copied", 3, marks=pytest.mark.smoke),
         ("kill:1:9:save-file-half#2", 1),
         ("kill:0:9:save-rename", 1),
         ("kill:0:9:prune-half", 3),
@@ -71,6 +72,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_moved_aside(lab: Lab) -> None:
     assert_passed(damaged_folder(lab, pattern="engine/00001.safetensors"))
 
 
+@pytest.mark.smoke
 def test_a_run_goes_on_with_other_ranks_at_other_stages(lab: Lab) -> None:
     assert_passed(journey(lab, name="both", leg_steps=6))
 
@@ -84,6 +86,7 @@ def test_a_signal_to_the_launcher_loses_nothing_either(lab: Lab) -> None:
     assert_passed(launcher(lab, kind="deepspeed", moment="training"))
 
 
+@pytest.mark.smoke
 def test_a_frozen_rank_is_found_and_named(lab: Lab) -> None:
     assert_passed(freeze(lab, kind="stop", rank=1))
 

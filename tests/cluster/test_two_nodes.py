@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
-from tests.helpers.launch import ENVIRONMENT, wait_for
+from tests.helpers.forked import ENVIRONMENT
+from tests.helpers.launch import wait_for
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = str(ROOT / "tools/local_cluster.sh")

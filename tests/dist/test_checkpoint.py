@@ -71,7 +71,8 @@ class Job:
         losses, memories = [], []
         for index, (batch, memory) in enumerate(zip(batches, self.memories, strict=True)):
             torch.manual_seed(1000 * step + 10 * self.ranks.rank + index)
-            loss, memory = self.engine.micro_step(batch, memory, normalizer=16.0)
+            loss, memory = self.engine.forward(batch, memory, normalizer=16.0)
+            self.engine.backward(loss)
             losses.append(loss.item())
             memories.append(memory)
         self.engine.step(lr=1e-2, grad_norm=float(self.engine.grad_norm()))

@@ -14,7 +14,7 @@ from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from tests.helpers.waits import Waits
 from txl_dist.config import plan_batch
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.dist import Ranks, Votes
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import graph
 from txl_dist.train.engine.zero import ZeroEngine
@@ -34,12 +34,12 @@ def waiting_worker(ranks: Ranks, stage: int, precision: str) -> tuple[list[str],
     for _ in range(2):
         with Waits() as micro:
             for _ in range(2):
-                loss, _ = engine.micro_step(batch, memory, normalizer=16.0)
-        grad_norm = decide(
-            loss, engine.grad_norm(), skip=False, stop=False, written=False, world_size=ranks.world_size
-        ).grad_norm
+                loss, _ = engine.forward(batch, memory, normalizer=16.0)
+                engine.backward(loss)
+        norm, votes = engine.grad_norm(), Votes()
+        decision = decide(loss.detach(), norm, skip=False, votes=votes, world_size=ranks.world_size)
         with Waits() as update:
-            engine.step(lr=1e-3, grad_norm=grad_norm)
+            engine.step(lr=1e-3, grad_norm=decision.grad_norm)
     return micro.places, update.places
 
 
@@ -78,7 +78,8 @@ def gathering_worker(ranks: Ranks) -> tuple[int, list[int], list[int]]:
         during.clear()
         after.clear()
         for _ in range(2 // ranks.world_size):
-            engine.micro_step(batch, memory, normalizer=16.0)
+            loss, _ = engine.forward(batch, memory, normalizer=16.0)
+            engine.backward(loss)
         engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
     whole = sum(parameter.ds_numel for parameter in _large(blocks[0]))  # type: ignore[attr-defined]
     return whole, during, after
@@ -123,7 +124,9 @@ def held_worker(ranks: Ranks, recomputes: bool) -> tuple[int, int]:
     for _ in range(2):
         known.clear()
         for _ in range(2 // ranks.world_size):
-            engine.micro_step(batch, memory, normalizer=16.0, after_forward=lambda: behind.append(alive()))
+            loss, _ = engine.forward(batch, memory, normalizer=16.0)
+            behind.append(alive())
+            engine.backward(loss)
         engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
     assert len(known) >= 5, "the weights were seen"
     return max(behind), max(most)

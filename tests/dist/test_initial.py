@@ -62,7 +62,8 @@ def curve(ranks: Ranks, folder: Path, name: str, stage: int) -> list[tuple[float
         tokens_BT = ids_BS[:, start : start + segment_len]
         targets_BT = ids_BS[:, start + 1 : start + segment_len + 1]
         batch = Batch(tokens_BT, targets_BT, torch.ones(tokens_BT.shape), None)
-        loss, memory = engine.micro_step(batch, memory, normalizer=float(tokens_BT.numel()))
+        loss, memory = engine.forward(batch, memory, normalizer=float(tokens_BT.numel()))
+        engine.backward(loss)
         grad_norm = float(engine.grad_norm())
         engine.step(lr=1e-3, grad_norm=grad_norm)
         points.append((loss.item(), grad_norm))

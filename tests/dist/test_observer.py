@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.helpers.corpora import tiny_corpus
-from tests.helpers.launch import ENVIRONMENT
+from tests.helpers.forked import ENVIRONMENT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, config_to_toml, plan_batch
@@ -24,8 +24,8 @@ from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.dist import Ranks
 from txl_dist.infer.generate import generate
 from txl_dist.model.attention import Attention
-from txl_dist.model.memory import empty_memory
-from txl_dist.model.relative_attention import relative_attention
+from txl_dist.model.memory import Visibility, empty_memory
+from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
@@ -119,22 +119,14 @@ def no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"txl_dist.train.report.{module}.all_reduce_sum", lambda values: values)
 
 
-def naive_share(query, key, value, *, distances, layer, visible):  # type: ignore[no-untyped-def]
+def naive_share(terms: Terms, *, visible: Visibility) -> float:
     """Probabilities themselves: attention with one-hot values, one key at a time, summed over the memory."""
-    num_memory, total = key.shape[1] - query.shape[1], 0.0
-    for index in range(num_memory):
-        one = torch.zeros_like(value)
+    total = 0.0
+    for index in range(visible.memory_len):
+        one = torch.zeros_like(terms.value_BKNH)
         one[:, index] = 1.0
-        total += relative_attention(
-            query,
-            key,
-            one,
-            distance_KNH=distances.key_KNH,
-            content_bias_NH=layer.content_bias,
-            position_bias_NH=layer.position_bias,
-            visible=visible,
-        ).mean()
-    return float(total)
+        total += float(relative_attention(terms._replace(value_BKNH=one), visible=visible).mean())
+    return total
 
 
 def test_the_share_of_attention_is_that_of_the_probabilities(
@@ -148,9 +140,9 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     found: list[float] = []
     attend = layer.attend
 
-    def spy(query, key, value, *, distances, visible):  # type: ignore[no-untyped-def]
-        found.append(naive_share(query, key, value, distances=distances, layer=layer, visible=visible))
-        return attend(query, key, value, distances=distances, visible=visible)
+    def spy(terms: Terms, *, visible: Visibility) -> torch.Tensor:
+        found.append(naive_share(terms, visible=visible))
+        return attend(terms, visible=visible)
 
     monkeypatch.setattr(layer, "attend", spy)
     stream = EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
-from tests.helpers.launch import ENVIRONMENT, wait_for
+from tests.helpers.forked import ENVIRONMENT, free_port
+from tests.helpers.launch import wait_for
 from tests.unit.test_launch_scripts import SCONTROL, SRUN, executable
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -59,10 +59,16 @@ def last_step(job: Path) -> int:
 
 
 def test_two_nodes_under_torchrun_train_to_the_end(job: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meeting = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    meeting = [
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+    ]
     words = ["-m", "txl_dist", "train", "tiny.toml", "--train.max_steps", "20"]
     nodes = [
         subprocess.Popen(

@@ -12,7 +12,7 @@ from tests.dist.test_checkpoint import CASES, Job, facts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.dist import Ranks, Votes
 from txl_dist.train.batch import to_device
 from txl_dist.train.step import decide
 
@@ -35,15 +35,15 @@ def trained(job: Job, *, wrong: str) -> tuple[list[bool], dict[str, Any]]:
             if is_wrong and wrong == "memory":
                 memory = memory._replace(hidden_LBMD=memory.hidden_LBMD * math.nan)
             normalizer = {"loss": math.nan, "infinite": 0.0}.get(wrong, 16.0) if is_wrong else 16.0
-            loss, memory = job.engine.micro_step(to_device(batch, job.ranks.device), memory, normalizer=normalizer)
-            losses.append(loss)
+            loss, memory = job.engine.forward(to_device(batch, job.ranks.device), memory, normalizer=normalizer)
+            job.engine.backward(loss)
+            losses.append(loss.detach())
             after.append(memory)
         decision = decide(
             torch.stack(losses).mean(),
             job.engine.grad_norm(),
             skip=is_wrong and wrong == "skip",
-            stop=False,
-            written=False,
+            votes=Votes(),
             world_size=job.ranks.world_size,
         )
         job.engine.step(lr=1e-2, grad_norm=decision.grad_norm)

@@ -1,11 +1,9 @@
 """Ranks that hang, freeze, die or fail: found in time, named rightly, once, and nobody stays behind."""
 
 import itertools
-import multiprocessing as mp
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from txl_dist.dist import Ranks, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
+from tests.helpers import forked
+from txl_dist.dist import Ranks, Votes, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
 from txl_dist.errors import HANG
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, start_logging
@@ -23,19 +22,13 @@ from txl_dist.train.step import decide
 from txl_dist.train.watch.heartbeats import Beat
 from txl_dist.train.watch.watchdog import Watchdog, behind
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 LIMIT_S = 2.0
 FAULT_STEP = 5
 
-SERVER = mp.get_context("forkserver")  # torch is imported once, not by every rank
-SERVER.set_forkserver_preload(["txl_dist.train.watch.watchdog"])
 
-
-def worker(environment: dict[str, str], folder: Path, limit_s: float, num_steps: int) -> None:
-    os.environ |= environment
-    os.chdir(folder)
-    os.dup2(os.open(f"stderr-{environment['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+def worker(limit_s: float, num_steps: int) -> None:
     with joined_ranks(timeout_s=60) as ranks:
         start_logging(rank=ranks.rank)
         watchdog = Watchdog(ranks, limit_s=60)
@@ -81,16 +74,11 @@ class Outcome(NamedTuple):
 def outcome_of(
     fault: str, folder: Path, *, world_size: int, limit_s: float = LIMIT_S, num_steps: int = 10**6
 ) -> Outcome:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    ranks = []
+    port, ranks = forked.free_port(), []
     for rank in range(world_size):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "TXL_FAULT": fault, "DS_ACCELERATOR": "cpu"}
-        environment = {name: str(value) for name, value in (job | own).items()}
-        ranks.append(SERVER.Process(target=worker, args=(environment, folder, limit_s, num_steps), daemon=True))
-        ranks[-1].start()
+        variables = forked.environment(**forked.place(rank, world_size, port), TXL_FAULT=fault)
+        err = folder / f"stderr-{rank}"
+        ranks.append(forked.start(worker, limit_s, num_steps, variables=variables, cwd=folder, err=err))
     try:
         for process in ranks:
             process.join(60)
@@ -195,5 +183,5 @@ def test_a_rank_that_decides_waits_for_the_others(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("txl_dist.train.step.all_reduce_sum", lambda votes: votes)
     monkeypatch.setattr(torch.Tensor, "tolist", read)
-    decide(torch.tensor(1.0), torch.tensor(2.0), skip=False, stop=False, written=False, world_size=1)
+    decide(torch.tensor(1.0), torch.tensor(2.0), skip=False, votes=Votes(), world_size=1)
     assert said == [True]

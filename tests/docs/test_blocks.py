@@ -7,7 +7,6 @@ page goes on in a copy of the folder that it leaves, as its reader would: with d
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, pattern_of
-from tests.helpers.launch import ENVIRONMENT
+from tests.helpers import forked
 
 pytestmark = [pytest.mark.docs, pytest.mark.dist, pytest.mark.slow]
 
@@ -27,14 +26,12 @@ OF_A_CHECKOUT = ("README.md", "configs", "docs", "launch", "tests", "tools", "tx
 
 def run(block: Block, folder: Path) -> str:
     """What a block prints, standard error included; it must end with exit code 0."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in ranks} | ENVIRONMENT
     command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
     process = subprocess.run(
         [*command, block.text],
         stdin=subprocess.DEVNULL,
         cwd=folder,
-        env=environment,
+        env=forked.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -111,10 +111,17 @@ def test_every_verb_that_is_named_exists(page: Path) -> None:
 def test_every_file_that_is_named_exists(page: Path) -> None:
     words = {word for code in code_of(page) for word in re.findall(r"[\w./*-]+", code)}
     paths = {word for word in words if word.startswith(tuple(f"{folder}/" for folder in FOLDERS))}
-    modules = {word for word in words if re.fullmatch(r"[a-z_]+/[a-z_]+\.py", word)} - paths
+    modules = {word for word in words if re.fullmatch(r"(?:[a-z_]+/)+[a-z_]+\.py", word)} - paths
     missing = {path for path in paths if not any(ROOT.glob(path.rstrip("./")))}
     missing |= {module for module in modules if not (PACKAGE / module).is_file() and not (ROOT / module).is_file()}
     assert missing == set(), f"{page.name} names files that do not exist"
+
+
+def test_the_drawing_of_the_house_has_every_room() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    drawing = set(re.findall(r"\w+", next(block.text for block in blocks_of(page) if block.language == "text")))
+    folders = {path.parent.name for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE}
+    assert folders - drawing == set()
 
 
 @each_page

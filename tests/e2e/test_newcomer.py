@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from tests.helpers.launch import train, txl
+from tests.helpers.launch import start_training, train, txl
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
+@pytest.mark.smoke
 def test_prepare_train_evaluate_export_generate(tmp_path: Path, config_file: Path, corpus: Path) -> None:
-    train(str(config_file), "--train.max_steps", "60", "--eval.every_steps", "30", cwd=tmp_path)
+    words = [str(config_file), "--train.max_steps", "60", "--eval.every_steps", "30"]
+    launcher = start_training(*words, cwd=tmp_path)
+    assert launcher.wait(timeout=300) == 0, (tmp_path / "launcher.log").read_text(encoding="utf-8")[-4000:]
     run = tmp_path / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]

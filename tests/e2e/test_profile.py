@@ -26,7 +26,7 @@ def test_a_trace_changes_no_number_of_the_run(tmp_path: Path, config_file: Path)
     assert not (tmp_path / "plain" / "profile").exists()
     trace = tmp_path / "traced" / "profile" / "steps_3_4_rank0.pt.trace.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert {"data", "forward and backward", "exchange", "update"} <= names
+    assert {"data", "forward", "backward", "exchange", "update"} <= names
 
 
 def test_steps_that_the_run_does_not_have_are_refused(tmp_path: Path, config_file: Path) -> None:

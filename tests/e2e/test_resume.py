@@ -1,12 +1,14 @@
 """A run that was killed and started again is bit for bit the run that was not."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import kill_everything, start_training, train, wait_for
+from tests.helpers.job import Job
+from tests.helpers.launch import train
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream
@@ -46,15 +48,15 @@ def consumed_ids(checkpoint: Path, corpus: Path) -> list[list[int]]:
     return [segment.tolist() for segment in segments]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.smoke), 3])
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, config_file: Path, corpus: Path, stage: int) -> None:
     words = [str(config_file), "--engine.zero_stage", str(stage)]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(*words, "--run.dir", str(whole), cwd=tmp_path)
 
-    process = start_training(*words, "--run.dir", str(killed), cwd=tmp_path)
-    wait_for(lambda: last_step(killed) >= 17, process=process)
-    kill_everything(process)
+    with Job("train", *words, "--run.dir", str(killed), log=tmp_path / "killed.log") as job:
+        job.wait_for(lambda: last_step(killed) >= 17)
+        job.signal(signal.SIGKILL)
     before = losses(killed)
     assert 17 <= max(before) < 30
     assert not (killed / "DONE").exists()

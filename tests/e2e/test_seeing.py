@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.launch import start_training, txl, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.alone]
 
 SLOW = ",".join(f"slow:1:{step}" for step in (6, 7, 8))
 

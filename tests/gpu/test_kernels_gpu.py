@@ -12,7 +12,7 @@ from torch import Tensor
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.launch import obstacle, triton_relative_attention
 from txl_dist.model.memory import EMPTY, Visibility
-from txl_dist.model.relative_attention import relative_attention
+from txl_dist.model.relative_attention import Terms, relative_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -70,12 +70,7 @@ def outcome(
     query, key_value, distance, content_bias, position_bias = copies = [x.clone().requires_grad_() for x in leaves]
     key, value = key_value.unbind(2)
     context = attend(
-        query,
-        key,
-        value,
-        distance_KNH=distance,
-        content_bias_NH=content_bias,
-        position_bias_NH=position_bias,
+        Terms(query, key, value, distance, content_bias, position_bias),
         visible=visible,
         dropout=dropout,
     )

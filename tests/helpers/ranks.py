@@ -1,41 +1,69 @@
 """Real processes for tests: a top-level worker runs once per rank over gloo, and each rank's result comes back."""
 
+from __future__ import annotations
+
 import faulthandler
+import multiprocessing
 import os
 import pickle
-import socket
+import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
+from tests.helpers import forked
 
 
 def run_ranks(worker: Callable[..., Any], *arguments: Any, world_size: int, folder: Path) -> list[Any]:
-    """worker(ranks, *arguments) on `world_size` spawned processes; the results in rank order."""
+    """worker(ranks, *arguments) on `world_size` processes; the results in rank order.
+
+    They are forked, in an instant. Where GPUs may be used each is a new one: CUDA does not survive a fork.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_enter, args=(worker, arguments, world_size, port, folder), nprocs=world_size)
+    port, processes = forked.free_port(), []
+    for rank in range(world_size):
+        variables = forked.environment(**forked.place(rank, world_size, port))
+        call = (worker, arguments, folder / f"result-{rank}")
+        if os.environ.get("DS_ACCELERATOR") == "cpu":
+            processes.append(forked.start(_work, *call, variables=variables))
+        else:
+            del variables["DS_ACCELERATOR"]
+            processes.append(multiprocessing.get_context("spawn").Process(target=_spawned, args=(variables, *call)))
+            processes[-1].start()
+    try:
+        living = {process.sentinel: process for process in processes}
+        while living:  # one that fails ends the others: they would wait for it
+            for sentinel in connection.wait(list(living)):
+                process = living.pop(sentinel)
+                process.join()
+                if process.exitcode:
+                    rank = processes.index(process)
+                    path = folder / f"error-{rank}"
+                    said = path.read_text(encoding="utf-8") if path.exists() else f"exit code {process.exitcode}"
+                    raise AssertionError(f"rank {rank} failed:\n{said}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _enter(
-    rank: int, worker: Callable[..., Any], arguments: tuple[Any, ...], world_size: int, port: int, folder: Path
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+def _spawned(variables: dict[str, str], *call: Any) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    _work(*call)
+
+
+def _work(worker: Callable[..., Any], arguments: tuple[Any, ...], path: Path) -> None:
     faulthandler.enable()  # a crash in native code shows where it happened
     from txl_dist.dist import joined_ranks
 
-    with joined_ranks(timeout_s=120) as ranks:
-        result = worker(ranks, *arguments)
-    (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+    try:
+        with joined_ranks(timeout_s=120) as ranks:
+            result = worker(ranks, *arguments)
+    except BaseException:  # noqa: BLE001  whatever it is, it is shown
+        path.with_name(path.name.replace("result", "error")).write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)
+    path.write_bytes(pickle.dumps(result))
     os._exit(0)  # see cli.run: the interpreter's teardown sometimes aborts in native threads

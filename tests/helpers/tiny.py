@@ -73,12 +73,13 @@ def train_engine(
         batches = maker.microbatches(plain_segment(piece), lanes=plan.microbatch_lanes)
         for index, batch in enumerate(batches):
             torch.manual_seed(derive_seed(1, "dropout", step, lanes.start + index * plan.microbatch_lanes))
-            loss, memories[index] = engine.micro_step(
+            loss, memories[index] = engine.forward(
                 to_device(batch, ranks.device),
                 memories[index],
                 normalizer=float(plan.microbatch_lanes * train.segment_len),
             )
-            total += loss.float().cpu() / plan.num_microbatches / ranks.world_size
+            engine.backward(loss)
+            total += loss.detach().float().cpu() / plan.num_microbatches / ranks.world_size
         engine.step(lr=config.optim.lr, grad_norm=float(engine.grad_norm()))
         if evaluates:
             engine.losses(to_device(batch, ranks.device), memories[-1])

@@ -63,6 +63,7 @@ def test_a_misspelt_setting_is_refused_and_the_near_one_suggested(section: str, 
     assert str(caught.value) == f"my.toml: unknown setting {section}.{key}. Did you mean {meant}?"
 
 
+@pytest.mark.slow
 def test_one_missing_letter_anywhere_never_leads_to_the_wrong_suggestion() -> None:
     for name in setting_names():
         section, key = name.split(".")

@@ -28,6 +28,7 @@ FLOOR = {
     "suggest": 0,
     "tables": 0,
     "dist": 1,
+    "meeting": 1,
     "processes": 1,
     "progress": 1,
     "faults": 1,

@@ -24,6 +24,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 ELSEWHERE = ProcessId("elsewhere", "", 7, 7)
 
 
+@pytest.mark.slow
 def test_three_hundred_damaged_files_give_no_traceback_and_no_hang() -> None:
     """In a process of its own: its watchdog needs the alarm that pytest's own limit uses."""
     command = [sys.executable, str(TOOLS / "fuzz.py"), "--cases", "300", "--seed", "3"]

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from txl_dist.cli import VERBS, main
 from txl_dist.config import Config, setting_names
-from txl_dist.suggest import nearest, slips
+from txl_dist.suggest import nearest
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
 NUM_DRAWS = 50
@@ -166,18 +166,6 @@ def test_slips_of_other_kinds_in_the_file(
 def test_a_misspelt_verb_is_answered_with_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "unknown verb 'trian'. Did you mean train?" in capsys.readouterr().err
-
-
-def test_slips_are_counted_as_people_make_them() -> None:
-    assert [slips("width", other) for other in ("width", "widht", "wdth", "widthh", "wodth", "htdiw")] == [
-        0,
-        1,
-        1,
-        1,
-        1,
-        4,
-    ]
-    assert slips("", "abc") == slips("abc", "") == 3
 
 
 def sections() -> dict[str, type[BaseModel]]:

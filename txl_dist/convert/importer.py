@@ -95,7 +95,7 @@ def import_model(
 
 
 def _lengths(found: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:
-    if found.model.positions == "absolute" and memory_len < 0:
+    if not found.model.scheme.uses_memory and memory_len < 0:
         memory_len = 0  # whatever the file says: the original fails with a memory there
     if segment_len < 0 or memory_len < -1:
         raise ConfigError(f"a segment of {segment_len} or a memory of {memory_len} tokens cannot be. Correct it.")

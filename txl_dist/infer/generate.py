@@ -46,10 +46,10 @@ def generate(
     draw = functools.partial(
         sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=torch.Generator().manual_seed(seed)
     )
-    if model.section.positions == "absolute":
-        ids = _continue_anew(model, prompt, draw=draw, segment_len=segment_len)
-    else:
+    if model.section.scheme.uses_memory:
         ids = _continue(model, prompt, draw=draw, segment_len=segment_len, memory_len=memory_len)
+    else:
+        ids = _continue_anew(model, prompt, draw=draw, segment_len=segment_len)
     return itertools.takewhile(lambda token: token != stop_at, itertools.islice(ids, max_tokens))
 
 

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.model.attention import AttentionBiases, Distances, build_attention
+from txl_dist.model.attention import Distances
 from txl_dist.model.memory import Visibility
+from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.sections import AttentionKernel, ModelSection
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}

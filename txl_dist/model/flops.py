@@ -92,36 +92,15 @@ def flops_by_part(
     L, D, inner = model.num_layers, model.width, model.num_heads * model.head_width
     seen = {"off": M + (T + 1) / 2, "memory": float(M), "memory_and_self": M + 1.0}[model.same_length]
     shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
-    is_relative = model.positions == "relative"
+    scheme = model.scheme
     return {
         "linear": L * (4 * D * inner + 2 * D * model.ff_width) * 6.0,
         "memory": L * M / T * 2 * D * inner * 4.0,
-        "distances": L * K * D * inner / (microbatch_lanes * T) * 4.0 if is_relative else 0.0,
+        "distances": L * K * D * inner / (microbatch_lanes * T) * 4.0 if scheme.sinusoids == "distances" else 0.0,
         "scores": L * 2 * inner * seen * 6.0,
-        "shift": L * inner * seen * 6.0 if model.positions != "absolute" else 0.0,
+        "shift": L * inner * seen * 6.0 if scheme.has_distance_terms else 0.0,
         **_vocabulary_flops(model, vocab_size=vocab_size, shares=shares),
     }
-
-
-def flops_per_token(
-    model: ModelSection,
-    *,
-    vocab_size: int,
-    segment_len: int,
-    memory_len: int,
-    microbatch_lanes: int,
-    cluster_shares: Sequence[float] = (),
-) -> float:
-    """The sum of `flops_by_part`."""
-    parts = flops_by_part(
-        model,
-        vocab_size=vocab_size,
-        segment_len=segment_len,
-        memory_len=memory_len,
-        microbatch_lanes=microbatch_lanes,
-        cluster_shares=cluster_shares,
-    )
-    return sum(parts.values())
 
 
 def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[float]) -> dict[str, float]:

@@ -38,36 +38,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.memory import Visibility
-from txl_dist.model.relative_attention import at_least_fp32
+from txl_dist.model.relative_attention import Terms, at_least_fp32
 
 
-def fused_relative_attention(
-    query_BTNH: Tensor,
-    key_BKNH: Tensor,
-    value_BKNH: Tensor,
-    *,
-    distance_KNH: Tensor,
-    content_bias_NH: Tensor,
-    position_bias_NH: Tensor | None = None,
-    distance_bias_KN: Tensor | None = None,
-    visible: Visibility,
-    dropout: float = 0.0,
-) -> Tensor:
+def fused_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
     """Attend; see `relative_attention`. Returns context_BTNH.
 
     Dropout draws from the default generator. Gradients of gradients are not known.
     """
-    inputs = (
-        query_BTNH,
-        key_BKNH,
-        value_BKNH,
-        distance_KNH,
-        content_bias_NH,
-        torch.zeros_like(content_bias_NH) if position_bias_NH is None else position_bias_NH,
-        distance_bias_KN,
-    )
+    if terms.position_bias_NH is None:
+        assert terms.content_bias_NH is not None
+        terms = terms._replace(position_bias_NH=torch.zeros_like(terms.content_bias_NH))
     attend: Callable[..., Tensor] = _RelativeAttention.apply
-    return attend(*inputs, visible, dropout, torch.is_grad_enabled())
+    return attend(*terms, visible, dropout, torch.is_grad_enabled())
 
 
 class _Tile(NamedTuple):
@@ -102,7 +85,7 @@ class _Heads(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """As `fused_relative_attention` takes them."""
+    """`Terms` without a gap."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor

@@ -17,6 +17,8 @@ Shapes: B lanes, T queries, M memory, K = M + T keys, D model width, N heads, H 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,39 +31,30 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
-    """R_KD: sinusoids of the distances K-1 ... 0, [sin | cos] as in the original code.
+class Terms(NamedTuple):
+    """What attention is computed of. The last four are None for plain dot products of queries and keys."""
 
-    Built in at least fp32 and cast last: in bf16 the positions themselves would collapse (1,024 into 513 values).
-    `clamp_len` > 0 makes all larger distances share one encoding.
-    """
-    dtype = at_least_fp32(like.dtype)
-    distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
-    if clamp_len > 0:
-        distance_K = distance_K.clamp(max=clamp_len)
-    # In this order, as the peers have it: in fp32 the angle of a distance of thousands depends on the rounding.
-    frequency_F = 1 / 10000 ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
-    angle_KF = distance_K[:, None] * frequency_F[None, :]
-    return torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)[:, :width].to(like.dtype)
+    query_BTNH: Tensor
+    key_BKNH: Tensor
+    value_BKNH: Tensor
+    distance_KNH: Tensor | None = None
+    """The encodings r of the distances K-1 ... 0, as a layer sees them."""
+    content_bias_NH: Tensor | None = None
+    """u."""
+    position_bias_NH: Tensor | None = None
+    """v, of which term (d) is made; None where it is learned or missing."""
+    distance_bias_KN: Tensor | None = None
+    """Learned term (d), s of the distances K-1 ... 0."""
 
 
-def relative_attention(
-    query_BTNH: Tensor,
-    key_BKNH: Tensor,
-    value_BKNH: Tensor,
-    *,
-    distance_KNH: Tensor,
-    content_bias_NH: Tensor,
-    position_bias_NH: Tensor | None = None,
-    distance_bias_KN: Tensor | None = None,
-    visible: Visibility,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend. `distance_KNH` are the encodings r of the distances K-1 ... 0. Returns context_BTNH.
+def relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
+    """Attend. Returns context_BTNH.
 
-    Term (d) comes from `position_bias_NH` (v) or from `distance_bias_KN` (s, the distances K-1 ... 0).
     Every query must see at least one key; in a Transformer-XL it sees itself.
     """
+    query_BTNH, key_BKNH, value_BKNH, distance_KNH, content_bias_NH, position_bias_NH, distance_bias_KN = terms
+    assert distance_KNH is not None
+    assert content_bias_NH is not None
     (B, T, N, H), K = query_BTNH.shape, key_BKNH.shape[1]
     query_NBTH = query_BTNH.permute(2, 0, 1, 3)
     content_query = (query_NBTH + content_bias_NH[:, None, None]).reshape(N * B, T, H)

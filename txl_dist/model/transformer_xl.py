@@ -21,11 +21,11 @@ from txl_dist.config import check_vocabulary
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.attention import Distances, attention_biases
+from txl_dist.model.attention import Distances
 from txl_dist.model.block import Block
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
-from txl_dist.model.relative_attention import distance_encoding
+from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.sections import AttentionKernel, ModelSection
 
 
@@ -84,13 +84,13 @@ class TransformerXL(nn.Module):
         `document_BT` (int64, >= 0) confines each query to its own document; None lets it see everything.
         `partition` is of `tokens_BT` by `embedding.edges`; None makes it here, which waits for the device.
         `with_loss`: the gradient of the softmax will be there to add that of a tied embedding to.
-        Raises ConfigError if a model with absolute positions is given a memory.
+        Raises ConfigError if a model whose positions know no memory is given one.
         """
-        section = self.section
-        if section.positions == "absolute" and memory.memory_len:
+        section, scheme = self.section, self.section.scheme
+        if not scheme.uses_memory and memory.memory_len:
             raise ConfigError(
-                f"a model with absolute positions knows no memory, and was given one of {memory.memory_len} tokens. "
-                "Run it with a memory of 0; more context costs longer segments."
+                f"a model with {section.positions} positions knows no memory, and was given one of {memory.memory_len} "
+                "tokens. Run it with a memory of 0; more context costs longer segments."
             )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)
@@ -98,10 +98,10 @@ class TransformerXL(nn.Module):
         shares_gradient = with_loss and section.tie_weights
         hidden = self.embedding(tokens_BT, partition=partition, sparse_gradient=shares_gradient)
         encoding_KD = None
-        if section.positions == "relative":
+        if scheme.sinusoids == "distances":
             encoding = self._encoding(visible.num_keys, like=hidden)
             encoding_KD = self._drop(encoding, section.rate(section.distance_dropout))
-        elif section.positions == "absolute":
+        elif scheme.sinusoids == "embedding":
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs = []
@@ -123,7 +123,7 @@ class TransformerXL(nn.Module):
 
     def project_distances(self, num_distances: int) -> list[Distances]:
         """Per layer what it knows of that many distances, for `forward_cached`; weights being frozen."""
-        assert self.section.positions != "absolute", "without relative positions a past cannot be kept"
+        assert self.section.scheme.uses_memory, "without relative positions a past cannot be kept"
         encoding_KD = self._encoding(num_distances, like=self.embedding.weight(0))
         known = [block.attention.distances(num_distances, encoding_KD=encoding_KD) for block in self._layers()]
         return [distances for distances in known if distances is not None]

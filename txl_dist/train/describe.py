@@ -45,13 +45,13 @@ def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Itera
 def _attention(config: Config) -> str:
     """How it will be computed, and on a GPU why not by the kernels."""
     model, chosen = config.model, config.engine.attention
-    if model.positions == "absolute":
+    if not model.scheme.has_distance_terms:
         return "by torch"
     if chosen != "auto":
         return chosen
     shape, device = (1, 1, model.num_heads, model.head_width), torch.device("cuda" if uses_gpu() else "cpu")
     query = torch.empty(shape, dtype=DTYPES[config.engine.precision], device=device)
-    reason = obstacle(query, has_position_bias=model.positions == "relative")
+    reason = obstacle(query, has_position_bias=model.scheme.has_position_bias)
     if reason is None:
         return "triton"
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"

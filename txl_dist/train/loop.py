@@ -24,7 +24,7 @@ from txl_dist.data.read.lanes import epochs_read, lanes_of_rank
 from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.prefetch import prefetch
 from txl_dist.data.read.units import text_units
-from txl_dist.dist import Ranks, barrier, gather_objects, limit_waiting, on_first, together
+from txl_dist.dist import Ranks, Votes, barrier, gather_objects, limit_waiting, on_first, poll, together
 from txl_dist.errors import CheckpointError, TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.files import replace_file
@@ -46,7 +46,7 @@ from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.state import TrainState
-from txl_dist.train.step import StepInput, Stepper, poll, read_inputs
+from txl_dist.train.step import StepInput, Stepper, read_inputs
 from txl_dist.train.watch.run_lock import RunLock
 from txl_dist.train.watch.stopping import StopRequests
 from txl_dist.train.watch.stragglers import StepClock
@@ -109,7 +109,7 @@ class Run:
             clock=self.clock,
         )
         self.mfu = MfuMeter(config, plan=plan, vocab_size=job.start.facts.vocab_size, device=ranks.device)
-        self.step = job.start.step
+        self.step, self.stopped = job.start.step, False
         self.reporter = Reporter(config, start_step=job.start.step, ranks=ranks)
         self.stragglers = StragglerWatch(self.reporter)
         self.observer = Observer(
@@ -157,19 +157,18 @@ class Run:
             self.reporter.write("event", {"event": "start", "step": state.step, **facts})
             if state.step > self.max_steps:
                 warn_for_all("the run is at step %d already, past train.max_steps=%d", state.step, self.max_steps)
-            stopped = False
             if state.step and self._lacks_evaluation(state.step):
-                stopped = not self._observe(state)  # a process before this one ended before it was done
-            while not stopped and state.step < self.max_steps:
-                state, stopped = self._train_from(state)
+                self._observe(state)  # a process before this one ended before it was done
+            while not self.stopped and state.step < self.max_steps:
+                state = self._train_from(state)
+            how = "stopped" if self.stopped else "done"
             if state.step > 0:
-                patience_s = _PATIENCE_S["stopped" if stopped else "done"]
-                self.saving.finish_last(state, patience_s=patience_s, stopped=stopped)
-            self.reporter.write("event", {"event": "stopped" if stopped else "done", "step": state.step})
+                self.saving.finish_last(state, patience_s=_PATIENCE_S[how], stopped=self.stopped)
+            self.reporter.write("event", {"event": how, "step": state.step})
         finally:
             self.reporter.close()
-        self._leave(state, stopped=stopped)
-        return not stopped
+        self._leave(state)
+        return not self.stopped
 
     def _beat(self, phase: str) -> None:
         self.job.watchdog.beat(phase, step=self.step)
@@ -199,9 +198,9 @@ class Run:
         logger.info("%s: %s", checkpoint.name, shown)
         return state
 
-    def _train_from(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Steps until the end, a stop or a rewind. Returns (the state then, whether to stop)."""
-        interval, stopped = Interval(clip_norm=self.config.optim.clip_norm), False
+    def _train_from(self, state: TrainState) -> TrainState:
+        """Steps until the end, a stop or a rewind."""
+        interval = Interval(clip_norm=self.config.optim.clip_norm)
         inputs = prefetch(
             read_inputs(
                 self.splits,
@@ -216,7 +215,7 @@ class Run:
             depth=self.config.data.prefetch_depth,
         )
         try:
-            while not stopped and state.step < self.max_steps:
+            while not self.stopped and state.step < self.max_steps:
                 self.step = state.step + 1
                 self.job.profile.begins(self.step)
                 self._beat("data")
@@ -224,13 +223,14 @@ class Run:
                 with record_function("data"):
                     step_input = next(inputs)
                 interval.wait(self.clock.elapsed_s())
-                state, stopped, written = self._step(state, step_input, interval)
+                state, votes = self._step(state, step_input, interval)
                 fault_point("boundary", step=state.step)
-                if written:
+                self.stopped = votes.stop
+                if votes.written:
                     with interval.paused():
                         self.saving.finish(state.step)
                 if self.guard.wants_rewind(state.health) and (rewound := self._rewound(state)) is not None:
-                    return rewound, stopped
+                    return rewound
                 is_last = state.step == self.max_steps
                 # A sign of life, and how long the rest will take.
                 is_first = state.step == self.job.start.step + 1 and interval.has_scored()
@@ -240,27 +240,23 @@ class Run:
                 with interval.paused():
                     if is_last or self.saving.is_due(state.step):
                         self.saving.begin(state)
-                    stopped = stopped or not self._observe(state)
+                    if not self.stopped:
+                        self._observe(state)
         finally:
             self.job.profile.close()
             inputs.close()
-        return state, stopped
+        return state
 
-    def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, bool, bool]:
-        """Returns (the next state, whether to stop, whether the checkpoint in flight is written by all)."""
+    def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, Votes]:
+        """Returns (the next state, what all ranks have to say)."""
         self._check_lock()
         step = state.step + 1
         self._beat("step")
         lr = learning_rate(state.step, self.config.optim, max_steps=self.max_steps)
-        memories, decision = self.stepper(
-            step_input,
-            state.memories,
-            step=step,
-            lr=lr,
-            stop=bool(self.job.stops.reason),
-            written=self.saving.is_written,
-            before_update=lambda: self.guard.check_replicas(self.engine.named_values(), step=step),
-        )
+        memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
+        self.guard.check_replicas(self.engine.named_values(), step=step)
+        with record_function("update"):
+            self.engine.step(lr=lr, grad_norm=decision.grad_norm)
         if step == self.job.start.step + 1:  # no step will take as long as the first
             limit_waiting(timeout_s=self.config.engine.timeout_s + _GROUP_GRACE_S)
             self.job.watchdog.limit(self.config.engine.timeout_s)
@@ -285,7 +281,11 @@ class Run:
             stream=step_input.stream,
             memories=memories,
         )
-        return after, decision.stop, decision.written
+        return after, decision.votes
+
+    def _votes(self) -> Votes:
+        """Of this rank."""
+        return Votes(stop=bool(self.job.stops.reason), written=self.saving.is_written)
 
     def _confirm_lock(self) -> None:
         """The lock's own thread looks only every few seconds."""
@@ -354,47 +354,44 @@ class Run:
     def _lacks_evaluation(self, step: int) -> bool:
         return self.observer.should_evaluate(step) and step not in self.observer.evaluated
 
-    def _observe(self, state: TrainState) -> bool:
-        """Evaluate and sample where that is due; the best is saved where that is wanted. Returns False if asked to stop
-        meanwhile."""
+    def _observe(self, state: TrainState) -> None:
+        """Evaluate and sample where that is due, until asked to stop; the best is saved where that is wanted."""
         try:
             if self.observer.should_sample(state.step):
                 self._before_segment(state.step)
                 self.observer.sample(state.step)
             if not self.observer.should_evaluate(state.step):
-                return True
+                return
             is_best = self.observer.evaluate(state.step)
         except StopAskedError:
-            return False
+            self.stopped = True
+            return
         if self.config.checkpoint.keep_best and is_best:
             self.saving.begin(state)
-        return True
 
     def _before_segment(self, step: int) -> None:
         """Of an evaluation, on all ranks."""
         self._beat("evaluate")
         fault_point("evaluate", step=step)
-        stop, is_written = poll(
-            stop=bool(self.job.stops.reason), written=self.saving.is_written, world_size=self.ranks.world_size
-        )
-        if is_written:  # a checkpoint is not to wait for the end of an evaluation
+        votes = poll(self._votes(), world_size=self.ranks.world_size)
+        if votes.written:  # a checkpoint is not to wait for the end of an evaluation
             self.saving.finish(step)
-        if stop:
+        if votes.stop:
             raise StopAskedError
 
-    def _leave(self, state: TrainState, *, stopped: bool) -> None:
+    def _leave(self, state: TrainState) -> None:
         """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
-        if stopped:
+        if self.stopped:
             reasons = {reason: None for reason in gather_objects(self.job.stops.reason) if reason}
             warn_for_all("stopped at step %d by %s; the same command goes on", state.step, ", ".join(reasons))
         if self.ranks.is_first:
             try:
                 self.job.stops.clear()
-                if not stopped:
+                if not self.stopped:
                     replace_file(self.run_dir / "DONE", f"{state.step}\n".encode())
             except OSError as error:
                 warn_for_all("the state is saved, but %s cannot be written: %s", self.run_dir, error.strerror)
-            if not stopped:
+            if not self.stopped:
                 logger.info("done: %d steps, %s tokens, in %s", state.step, f"{state.tokens_seen:,}", self.run_dir)
         barrier()
 

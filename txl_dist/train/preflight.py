@@ -141,7 +141,7 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         raise ConfigError("engine.cuda_graph=True needs a GPU. Leave it out on a CPU.")
     if config.engine.attention == "triton":
         model, dtype = config.model, DTYPES[config.engine.precision]
-        unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.positions == "relative")
+        unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
         unfit = unfit or (None if device.type == "cuda" else f"it runs on a GPU and this run on the {device.type}")
         if unfit is not None:
             raise ConfigError(
@@ -159,8 +159,10 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
         found.append("model.div_value has no effect on widths without model.cutoffs")
     if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
         found.append("engine.recompute_every has no effect without engine.activation_checkpointing")
-    if model.positions == "absolute" and config.engine.attention != "auto":
-        found.append("engine.attention has no effect on absolute positions, which torch's own attention computes")
+    if not model.scheme.has_distance_terms and config.engine.attention != "auto":
+        found.append(
+            f"engine.attention has no effect on {model.positions} positions, which torch's own attention computes"
+        )
     if config.optim.schedule == "constant" and config.optim.min_lr:
         found.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:

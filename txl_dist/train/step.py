@@ -1,4 +1,4 @@
-"""One training step of this rank: its micro-batches, the one decision that all ranks take together, and the update.
+"""One training step of this rank, up to its update: its micro-batches, and the decision that all ranks take together.
 
 Nothing in a step waits for the device but that decision (`decide`): one small reduction tells every rank whether loss
 and gradient are finite everywhere, whether anybody was asked to stop, and whether a checkpoint is written. A step that
@@ -8,7 +8,7 @@ is not finite is skipped by all: weights, moments and memories stay as they were
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream
-from txl_dist.dist import Ranks, all_reduce_sum, waiting
+from txl_dist.dist import Ranks, Votes, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
@@ -47,10 +47,7 @@ class Decision(NamedTuple):
     """Mean over the tokens of all ranks, in nats."""
     grad_norm: float
     """Before clipping; infinite if the step is to be skipped."""
-    stop: bool
-    """A rank was asked to stop."""
-    written: bool
-    """Every rank has written its part of the checkpoint in flight."""
+    votes: Votes
     own_loss: float
     """Mean over the tokens of this rank, the one field that is not the same on all."""
 
@@ -110,12 +107,9 @@ class Stepper:
         memories: Sequence[Memory],
         *,
         step: int,
-        lr: float,
-        stop: bool,
-        written: bool,
-        before_update: Callable[[], None],
+        votes: Votes,
     ) -> tuple[tuple[Memory, ...], Decision]:
-        """Make step number `step`, counted from 1. `stop` and `written` are what this rank has to say.
+        """Make step number `step`, counted from 1, but for its update. `votes` are this rank's.
 
         Returns (the memories after it, or those given if it is skipped; what was decided).
         """
@@ -132,14 +126,14 @@ class Stepper:
             batch = to_device(batch, self._ranks.device)
             if index == 0:
                 self._clock.forward_begins()
-            with record_function("forward and backward"):
-                loss, memory = self._engine.micro_step(
-                    batch,
-                    _struck(memory, fault),
-                    normalizer=normalizer,
-                    after_forward=self._clock.forward_ends if index == 0 else lambda: None,
-                )
-            losses.append(loss)
+            with record_function("forward"):
+                loss, memory = self._engine.forward(batch, _struck(memory, fault), normalizer=normalizer)
+            if index == 0:
+                self._clock.forward_ends()
+            with record_function("backward"):
+                self._engine.backward(loss)
+            losses.append(loss.detach())
+            del loss  # and what its passes have kept
             after.append(memory)
         with record_function("exchange"):
             grad_norm = self._engine.grad_norm()
@@ -147,13 +141,9 @@ class Stepper:
             torch.stack(losses).mean(),
             grad_norm,
             skip=fault == "skip",
-            stop=stop,
-            written=written,
+            votes=votes,
             world_size=self._ranks.world_size,
         )
-        before_update()
-        with record_function("update"):
-            self._engine.step(lr=lr, grad_norm=decision.grad_norm)
         return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
 
     def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:
@@ -167,28 +157,21 @@ class Stepper:
         return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
 
 
-def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, stop: bool, written: bool, world_size: int) -> Decision:
+def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_size: int) -> Decision:
     """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
-    says = torch.tensor([skip, stop, written], dtype=torch.float64, device=loss.device)
     own = loss.double()[None]
-    votes = torch.cat([own, (~loss.isfinite()).double()[None], says])
+    says = torch.tensor([skip, *votes], dtype=torch.float64, device=loss.device)
+    sums = torch.cat([own, (~loss.isfinite()).double()[None], says])
     with waiting():  # on a GPU the collective returns at once, and the host waits where it reads the result
-        known = torch.cat([all_reduce_sum(votes), grad_norm.double()[None], own])
+        known = torch.cat([all_reduce_sum(sums), grad_norm.double()[None], own])
         total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
     is_sound = not bad and not skips
     return Decision(
         loss=total / world_size,
         grad_norm=norm if is_sound and math.isfinite(norm) else math.inf,
-        stop=stops > 0,
-        written=writtens == world_size,
+        votes=Votes(stop=stops > 0, written=writtens == world_size),
         own_loss=own_loss,
     )
-
-
-def poll(*, stop: bool, written: bool, world_size: int) -> tuple[bool, bool]:
-    """(whether any rank was asked to stop, whether all have written), between steps. All ranks call it."""
-    stops, writtens = all_reduce_sum(torch.tensor([float(stop), float(written)])).tolist()
-    return stops > 0, writtens == world_size
 
 
 def _struck(memory: Memory, fault: str) -> Memory:

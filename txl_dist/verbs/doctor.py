@@ -34,9 +34,6 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         return  # another rank speaks, and exits for the job
     show(report)
     if json is not None:
-        try:
-            write_output(json, to_json(report))
-        except OSError as error:
-            raise ConfigError(f"cannot write {json}: {error.strerror or error}. Choose another file.") from error
+        write_output(json, to_json(report))
     if report.num_problems:
         raise SystemExit(1)

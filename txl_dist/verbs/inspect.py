@@ -10,7 +10,7 @@ import tyro
 from tyro.conf import Positional
 
 from txl_dist.console import say
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import ConfigError
 from txl_dist.run_files import Kind, require
 
 if TYPE_CHECKING:
@@ -71,10 +71,7 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
     facts, lines = _answer(question)
     say("\n".join(lines))
     if question.json is not None:
-        try:
-            write_output(question.json, json.dumps(facts, indent=1).encode() + b"\n")
-        except OSError as error:
-            raise DataError(f"cannot write {question.json}: {error.strerror or error}. Choose another file.") from error
+        write_output(question.json, json.dumps(facts, indent=1).encode() + b"\n")
 
 
 def _answer(question: Question) -> Answer:

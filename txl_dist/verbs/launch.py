@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +75,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     settings = read_settings(train_words, not slots)
     num_ranks = check_launch(asked, settings, slots=slots)
     from txl_dist.dist import uses_gpu
+    from txl_dist.meeting import free_port
     from txl_dist.ops.launcher import launch as run_launcher
 
     if not slots and not uses_gpu():
@@ -88,7 +88,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
         if num_ranks > RANKS_PER_CORE * num_cores:
             say(f"txl launch: {num_ranks} ranks share {num_cores} cores: steps will be slow", to=sys.stderr)
     if not slots and asked.master_port is None:
-        flags += ["--master_port", str(_free_port())]  # its own is always 29500, which another run may have
+        flags += ["--master_port", str(free_port())]  # its own is always 29500, which another run may have
     seen_within_s = SEEN_WITHIN_S if slots else 0.0
     run_dir = Path(settings.run.dir)
     return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
@@ -199,9 +199,3 @@ def _slots(hostfile: str | None) -> list[int]:
     if not hosts:
         raise ConfigError(f"--hostfile {file} names no machine. Give each a line `HOST slots=N`.")
     return list(hosts.values())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The verb that says what a run would need, cost and reach on GPUs that are not at hand."""
+"""The verb that says what a run would need and reach on GPUs that are not at hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from txl_dist.verbs.words import parse
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Predict memory, speed, cost and scaling of a run. Settings (--section.key value) follow as for txl train."""
+    """Predict memory, speed, duration and scaling of a run. Settings (--section.key value) follow as for txl train."""
 
     config: tyro.conf.Positional[Path]
     """TOML file; see configs/."""
@@ -37,8 +37,6 @@ class PlanArguments:
     """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests shows it; 0 takes what is usual."""
     tokens: int = 0
     """Tokens to train on in all; 0 means what train.max_steps makes."""
-    price: float = 0.0
-    """USD per GPU and hour; 0 leaves the cost out."""
     vocab_size: int = 0
     """Size of the vocabulary; 0 reads it from the corpus of data.path."""
     png: Path | None = None
@@ -48,7 +46,7 @@ class PlanArguments:
 
 
 def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
-    """Predict memory, speed, cost and scaling of a run on GPUs that are not at hand."""
+    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
     arguments, words = parse(
@@ -75,6 +73,7 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
 def _answer(arguments: PlanArguments, config: Config) -> None:
     import json
 
+    from txl_dist.files import write_output
     from txl_dist.ops.plan.hardware import Cluster, find_gpu
     from txl_dist.ops.plan.plan import Question, make_plan
     from txl_dist.ops.plan.scaling import picture
@@ -93,17 +92,16 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
         vocab_size=vocab_size,
         corpus_tokens=corpus_tokens,
         budget_tokens=arguments.tokens,
-        price_usd=arguments.price,
     )
     facts = make_plan(config, question=question)
     say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
+        write_output(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
     if arguments.png is not None and facts["scaling"] is None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
     elif arguments.png is not None:
         title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
-        _write(arguments.png, picture(curves_of(facts), title=title))
+        write_output(arguments.png, picture(curves_of(facts), title=title))
 
 
 def _corpus(config: Config) -> tuple[int, int]:
@@ -115,12 +113,3 @@ def _corpus(config: Config) -> tuple[int, int]:
     except TxlError as error:
         raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
     return corpora[0].vocab_size, sum(split.tokens for split in train_splits(config, corpora))
-
-
-def _write(path: Path, content: bytes) -> None:
-    from txl_dist.files import write_output
-
-    try:
-        write_output(path, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error

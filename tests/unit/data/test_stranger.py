@@ -14,7 +14,8 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.stranger import StrangersRun, StrangersSplit
-from txl_dist.data.format import FORMAT_VERSION, INDEX_NAME, SplitInfo, token_dtype, write_shard
+from txl_dist.data.format import FORMAT_VERSION, INDEX_NAME, SplitInfo, token_dtype
+from txl_dist.data.prepare.shard_writer import write_shard
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.position import StreamState, continued, first_state

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, tiny_section
 from tests.helpers.naive import learned_score, naive_attention, plain_score, relative_score
-from txl_dist.model.attention import Attention, attention_biases, build_attention
+from txl_dist.model.attention import Attention
 from txl_dist.model.block import Block
 from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
-from txl_dist.model.relative_attention import distance_encoding, relative_attention
+from txl_dist.model.positions import attention_biases, build_attention, distance_encoding
+from txl_dist.model.relative_attention import Terms, relative_attention
 
 B, N, H, D = 2, 2, 3, 8
 
@@ -93,13 +94,7 @@ def test_attention_is_the_four_terms_of_the_paper(name: str) -> None:
     ]
     encoding_KD = distance_encoding(key.shape[1], width=D, clamp_len=clamp_len, like=query)
     ours = relative_attention(
-        query,
-        key,
-        value,
-        distance_KNH=torch.einsum("nhd,kd->knh", weight_NHD, encoding_KD),
-        content_bias_NH=u,
-        position_bias_NH=v,
-        visible=visible,
+        Terms(query, key, value, torch.einsum("nhd,kd->knh", weight_NHD, encoding_KD), u, v), visible=visible
     )
     assert ours.shape == query.shape
     assert (ours - naive_contexts(case, query, key, value, score_N=score_N)).abs().max() <= 1e-10
@@ -113,13 +108,7 @@ def test_learned_distances_take_the_place_of_terms_b_and_d(name: str) -> None:
     table_KNH, bias_KN, u = draw(num_keys, N, H, seed=4), draw(num_keys, N, seed=6), draw(N, H, seed=5)
     score_N = [learned_score(table_KNH[:, n].tolist(), bias_KN[:, n].tolist(), u[n].tolist()) for n in range(N)]
     ours = relative_attention(
-        query,
-        key,
-        value,
-        distance_KNH=table_KNH.flip(0),
-        content_bias_NH=u,
-        distance_bias_KN=bias_KN.flip(0),
-        visible=visible,
+        Terms(query, key, value, table_KNH.flip(0), u, distance_bias_KN=bias_KN.flip(0)), visible=visible
     )
     assert (ours - naive_contexts(case, query, key, value, score_N=score_N)).abs().max() <= 1e-10
 
@@ -130,7 +119,7 @@ def test_absolute_attention_is_a_scaled_dot_product(name: str) -> None:
     attention = build_attention(
         tiny_section(num_heads=N, head_width=H, **POSITIONS["absolute"]), biases=attention_biases(tiny_section())
     )
-    ours = attention.attend(query, key, value, distances=None, visible=visible)
+    ours = attention.attend(Terms(query, key, value), visible=visible)
     expected = naive_contexts(CASES[name], query, key, value, score_N=[plain_score] * N)
     assert (ours - expected).abs().max() <= 1e-10
 
@@ -207,15 +196,8 @@ def test_what_a_query_may_not_see_gets_no_gradient() -> None:
     key = draw(1, 5, N, H, seed=0).requires_grad_()
     value = draw(1, 5, N, H, seed=1).requires_grad_()
     visible = visibility([[EMPTY, EMPTY, 0]], [[0, 1]])
-    context = relative_attention(
-        draw(1, 2, N, H, seed=2),
-        key,
-        value,
-        distance_KNH=draw(5, N, H, seed=3),
-        content_bias_NH=draw(N, H, seed=4),
-        position_bias_NH=draw(N, H, seed=5),
-        visible=visible,
-    )
+    distance, u, v = draw(5, N, H, seed=3), draw(N, H, seed=4), draw(N, H, seed=5)
+    context = relative_attention(Terms(draw(1, 2, N, H, seed=2), key, value, distance, u, v), visible=visible)
     context[:, 0].square().sum().backward()
     for tensor in (key, value):
         assert tensor.grad is not None

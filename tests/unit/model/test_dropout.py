@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model, tiny_section
-from txl_dist.model.attention import attention_biases, build_attention
 from txl_dist.model.block import Block
 from txl_dist.model.memory import Visibility
+from txl_dist.model.positions import attention_biases, build_attention
+from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import TransformerXL
 
 OWN_RATES = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
@@ -154,16 +155,10 @@ def test_attention_drops_probabilities_and_scales_the_rest(name: str) -> None:
     value = torch.eye(num_keys)[None, :, None].expand_as(key)
     query_BTNH, encoding_KD = torch.randn(1, 30, 2, num_keys), torch.randn(num_keys, 12)
     visible = Visibility(torch.zeros(1, 30), torch.zeros(1, num_keys), None)
-    training, evaluation = (
-        attention.train(mode).attend(
-            query_BTNH,
-            key,
-            value,
-            distances=attention.distances(num_keys, encoding_KD=encoding_KD),
-            visible=visible,
-        )
-        for mode in (True, False)
-    )
+    terms = Terms(query_BTNH, key, value)
+    if (distances := attention.distances(num_keys, encoding_KD=encoding_KD)) is not None:
+        terms = Terms(*terms[:3], distances.key_KNH, attention.content_bias, attention.position_bias, distances.bias_KN)
+    training, evaluation = (attention.train(mode).attend(terms, visible=visible) for mode in (True, False))
     assert (evaluation.sum(-1) - 1).abs().max() <= 1e-5
     is_visible = visible.mask()[:, :, None].expand_as(evaluation)
     assert (training[~is_visible] == 0).all()

@@ -18,7 +18,7 @@ from tests.helpers.waits import Waits
 from txl_dist.model import fused_attention
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.memory import EMPTY, Visibility
-from txl_dist.model.relative_attention import relative_attention
+from txl_dist.model.relative_attention import Terms, relative_attention
 
 
 class Case(NamedTuple):
@@ -82,7 +82,7 @@ def results(
 ) -> dict[str, Tensor]:
     """The context and the gradient of every input, of a sum weighted at random."""
     inputs = inputs_of(case, dtype=dtype)
-    context = attend(**inputs, visible=visible_of(case), dropout=dropout)
+    context = attend(Terms(**inputs), visible=visible_of(case), dropout=dropout)
     weights = torch.randn(context.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     gradients = torch.autograd.grad(context, list(inputs.values()), weights)
     return {"context": context.detach(), **dict(zip(inputs, gradients, strict=True))}
@@ -100,7 +100,7 @@ def test_the_gradients_are_those_of_the_function(case: Case) -> None:
     inputs = inputs_of(case)
 
     def attend(*values: Tensor) -> Tensor:
-        return fused_relative_attention(**dict(zip(inputs, values, strict=True)), visible=visible_of(case))
+        return fused_relative_attention(Terms(**dict(zip(inputs, values, strict=True))), visible=visible_of(case))
 
     assert torch.autograd.gradcheck(attend, tuple(inputs.values()), fast_mode=True)
 
@@ -158,13 +158,13 @@ def test_the_tile_of_a_gpu_gives_what_the_plain_equation_gives(monkeypatch: pyte
 
 def test_inputs_without_gradient_and_evaluation_change_nothing() -> None:
     inputs, visible = inputs_of(Case()), visible_of(Case())
-    full = fused_relative_attention(**inputs, visible=visible)
+    full = fused_relative_attention(Terms(**inputs), visible=visible)
     with torch.no_grad():
-        assert torch.equal(fused_relative_attention(**inputs, visible=visible), full)
+        assert torch.equal(fused_relative_attention(Terms(**inputs), visible=visible), full)
     expected = torch.autograd.grad(full.sum(), inputs["value_BKNH"])[0]
     only = {name: value.detach() for name, value in inputs.items()}
     only["value_BKNH"].requires_grad_()
-    fused_relative_attention(**only, visible=visible).sum().backward()
+    fused_relative_attention(Terms(**only), visible=visible).sum().backward()
     assert torch.equal(only["value_BKNH"].grad, expected)
 
 
@@ -173,9 +173,9 @@ def test_evaluation_keeps_nothing_of_the_scores() -> None:
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         with torch.no_grad():
-            fused_relative_attention(**inputs, visible=visible)
+            fused_relative_attention(Terms(**inputs), visible=visible)
         assert saved == []
-        fused_relative_attention(**inputs, visible=visible)
+        fused_relative_attention(Terms(**inputs), visible=visible)
     assert saved
 
 
@@ -183,7 +183,7 @@ def test_the_future_and_other_documents_give_and_get_nothing_whatever_stands_the
     case = Case(documents=True)
     inputs, visible = inputs_of(case), visible_of(case)
     seen_BTK = visible.mask()
-    context = fused_relative_attention(**inputs, visible=visible)
+    context = fused_relative_attention(Terms(**inputs), visible=visible)
     for query in range(case.T):
         gradient = torch.autograd.grad(context[:, query].sum(), inputs["value_BKNH"], retain_graph=True)[0]
         assert torch.equal(gradient.abs().sum((2, 3)) > 0, seen_BTK[:, query])
@@ -198,7 +198,7 @@ def dropped_weights(case: Case, *, rate: float, seed: int) -> Tensor:
     inputs = inputs_of(case)
     inputs["value_BKNH"] = torch.eye(case.H, dtype=torch.float64)[None, :, None].expand(case.B, -1, case.N, -1)
     torch.manual_seed(seed)
-    return fused_relative_attention(**inputs, visible=visible_of(case), dropout=rate).detach()
+    return fused_relative_attention(Terms(**inputs), visible=visible_of(case), dropout=rate).detach()
 
 
 def test_dropout_drops_at_its_rate_and_scales_what_it_keeps() -> None:
@@ -226,7 +226,7 @@ def test_the_same_seed_drops_the_same_and_a_recomputed_pass_too() -> None:
     names = list(inputs)
 
     def attend(*values: Tensor) -> Tensor:
-        return fused_relative_attention(**dict(zip(names, values, strict=True)), visible=visible, dropout=0.5)
+        return fused_relative_attention(Terms(**dict(zip(names, values, strict=True))), visible=visible, dropout=0.5)
 
     gradients = []
     for run in (attend, lambda *values: checkpoint(attend, *values, use_reentrant=False)):
@@ -254,6 +254,6 @@ def test_few_masked_pairs_are_computed(T: int, M: int, monkeypatch: pytest.Monke
         inputs = {name: torch.empty(value.shape, requires_grad=True) for name, value in inputs_of(case).items()}
         visible = Visibility(torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, M + T, dtype=torch.int64), None)
         with FlopCounterMode(display=False) as counter:
-            fused_relative_attention(**inputs, visible=visible).sum().backward()
+            fused_relative_attention(Terms(**inputs), visible=visible).sum().backward()
     needed = 9 * 2 * B * N * H * T * (M + (T + 1) / 2)
     assert needed < counter.get_total_flops() <= 1.17 * needed

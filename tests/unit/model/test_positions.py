@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model
 from tests.helpers.naive import naive_encoding
 from txl_dist.errors import ConfigError
-from txl_dist.model.attention import LearnedDistances
-from txl_dist.model.relative_attention import distance_encoding
+from txl_dist.model.positions import LearnedDistances, distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import SCHEMES, ModelSection
 
 NUM_POSITIONS, WIDTH = 2000, 64
+
+
+def test_every_name_has_its_facts() -> None:
+    assert set(SCHEMES) == set(get_args(ModelSection.model_fields["positions"].annotation))
 
 
 def exact_encodings(num_distances: int, *, width: int) -> Tensor:

@@ -150,7 +150,8 @@ def test_what_is_nothing_known_is_said_to_be_so_and_a_missing_checkpoint_with_th
     for path, sentence in (
         (tmp_path / "missing", f"does not exist. Name a corpus, a run or a checkpoint: {tmp_path} has {golden_run}."),
         (tmp_path / "empty", "it has no index.json (a corpus), config.toml (a run), state.json (a checkpoint). "),
-        (checkpoints / "step_12", f"{checkpoints} has {checkpoints}/step_000000008, {checkpoints}/step_000000012, "),
+        (checkpoints / "step_12", f"Did you mean {checkpoints}/step_000000012?"),
+        (checkpoints / "latest", f"{checkpoints} has {checkpoints}/step_000000008, {checkpoints}/step_000000012, "),
         (checkpoints / "step_00000012", f"Did you mean {checkpoints}/step_000000012?"),
         (tmp_path / "empty" / "checkpoints" / "step_000000001", "does not exist. Name a corpus"),
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,13 +18,13 @@ from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
 from txl_dist.data.read.position import CorpusState, StreamState
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.dist import Ranks, Votes, poll
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
-from txl_dist.train.step import Decision, StepInput, Stepper, decide, poll
+from txl_dist.train.step import Decision, StepInput, Stepper, decide
 from txl_dist.train.watch.stragglers import StepClock
 
 
@@ -56,20 +55,14 @@ CASES: dict[str, tuple[Says, Says]] = {
 }
 
 
-def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, tuple[bool, bool]]]:
+def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, Votes]]:
     """Per case: the decision of this rank, and what `poll` says."""
     found = {}
     for name, says in CASES.items():
         loss, grad_norm, skip, stop, written = says[ranks.rank]
-        decision = decide(
-            torch.tensor(loss),
-            torch.tensor(grad_norm),
-            skip=skip,
-            stop=stop,
-            written=written,
-            world_size=ranks.world_size,
-        )
-        found[name] = decision, poll(stop=stop, written=written, world_size=ranks.world_size)
+        votes, world_size = Votes(stop=stop, written=written), ranks.world_size
+        decision = decide(torch.tensor(loss), torch.tensor(grad_norm), skip=skip, votes=votes, world_size=world_size)
+        found[name] = decision, poll(votes, world_size=world_size)
     return found
 
 
@@ -85,9 +78,9 @@ def test_ranks_decide_alike_and_one_of_them_is_enough_to_skip_or_to_stop(tmp_pat
     assert first.keys() == CASES.keys()
     decisions = {name: decision for name, (decision, _) in first.items()}
     for name, (decision, polled) in first.items():
-        assert (decision.stop, decision.written) == polled, name
-        assert decision.stop == (name in ("one asks to stop", "all at once")), name
-        assert decision.written == (name in ("both have written", "all at once")), name
+        assert decision.votes == polled, name
+        assert polled.stop == (name in ("one asks to stop", "all at once")), name
+        assert polled.written == (name in ("both have written", "all at once")), name
     skipped = {name for name, decision in decisions.items() if not math.isfinite(decision.grad_norm)}
     assert skipped == {
         "nan on rank 1",
@@ -112,11 +105,11 @@ class FakeEngine:
         self.losses = iter(losses)
         self.updates: list[float] = []
 
-    def micro_step(
-        self, batch: Batch, memory: Memory, *, normalizer: Tensor | float, after_forward: Callable[[], None]
-    ) -> tuple[Tensor, Memory]:
-        after_forward()
+    def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         return torch.tensor(next(self.losses)), memory._replace(hidden_LBMD=memory.hidden_LBMD + 1)
+
+    def backward(self, loss: Tensor) -> None:
+        pass
 
     def grad_norm(self) -> Tensor:
         return torch.tensor(0.25)
@@ -142,7 +135,8 @@ def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     found = []
     for step in (1, 2, 3):
         given = StepInput(batches, 16, stream)
-        after, _ = stepper(given, memories, step=step, lr=0.1, stop=False, written=False, before_update=lambda: None)
+        after, decision = stepper(given, memories, step=step, votes=Votes())
+        engine.step(lr=0.1, grad_norm=decision.grad_norm)
         is_same = all(one is other for one, other in zip(after, memories, strict=True))
         assert is_same == (step == 2), "a skipped step gives back the very memories"
         memories = after

@@ -23,7 +23,8 @@ from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME, ShardInfo, counts_name
 from txl_dist.data.prepare.workers import start_workers
 from txl_dist.data.read.corpus import Corpus, Shard, Split, open_corpus
-from txl_dist.data.storage.places import REMEDY, LocalStorage, StorageSettings, open_storage
+from txl_dist.data.storage.open import open_storage
+from txl_dist.data.storage.places import REMEDY, LocalStorage, StorageSettings
 from txl_dist.errors import DataError
 from txl_dist.files import hashed_json, parse_object
 

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.format import ShardInfo, SplitInfo, WrittenShard, write_shard
+from txl_dist.data.format import ShardInfo, SplitInfo
 from txl_dist.data.prepare.documents import TRAIN
 from txl_dist.data.prepare.duplicates import Equals, contains, count_near, find_equal
 from txl_dist.data.prepare.encoding import PartInfo, bands_of, gather, records_of
 from txl_dist.data.prepare.scratch import CORPUS
+from txl_dist.data.prepare.shard_writer import WrittenShard, write_shard
 from txl_dist.files import read_json, replace_file, sha256_of_file, typed
 
 _CELL_BITS = 20

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,9 +39,8 @@ FEWEST_RUNS = 16
 _RUN_LEN = {"byte": 24, "char": 24}
 """Tokens in a run where they are shorter than words."""
 _DEFAULT_RUN_LEN = 5
-_NUM_BINS = NUM_BANDS * NUM_ROWS
-_BASE = 0x9E3779B97F4A7C15 | 1
-_CHUNK = 1 << 16
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 1 << 15
 _SLICE = 1 << 23
 _MOST_FILES = 256
 _EMPTY = np.uint64(2**64 - 1)
@@ -63,20 +61,31 @@ def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
     """[documents, 8] one number per band, given the ids of each document; 0 for documents that are too short."""
     run_len = _RUN_LEN.get(kind, _DEFAULT_RUN_LEN)
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    smallest = np.full((len(documents), _NUM_BINS), _EMPTY)
     ids = np.concatenate([*documents, np.empty(0, np.int32)])
     owners = np.repeat(np.arange(len(documents), dtype=np.int32), lengths)
-    for begin in range(0, len(ids) - run_len + 1, _CHUNK):
-        chunk = slice(begin, begin + _CHUNK + run_len - 1)
-        _add_runs(smallest, ids[chunk], owners[chunk], run_len)
-    _fill_empty(smallest)
+    smallest = np.full((len(documents), NUM_BANDS * NUM_ROWS), _EMPTY)
     bands = np.zeros((len(documents), NUM_BANDS), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for band in range(NUM_BANDS):
-            for row in range(NUM_ROWS):
-                # The bins of a band lie far apart, so that one borrowed value seldom fills several of its rows.
-                bands[:, band] = hash64(bands[:, band] ^ smallest[:, row * NUM_BANDS + band])
-            bands[:, band] = hash64(bands[:, band] ^ np.uint64(band + 1))
+    for begin in range(0, len(ids) - run_len + 1, _CHUNK):
+        own = ids[begin : begin + _CHUNK + run_len - 1].astype(np.uint64) + np.uint64(1)
+        count = len(own) - run_len + 1
+        runs = np.zeros(count, dtype=np.uint64)  # of each run a polynomial in its ids modulo 2^64, then mixed
+        for place in reversed(range(run_len)):
+            runs *= _BASE
+            runs += own[place : place + count]
+        runs = (runs ^ (runs >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
+        runs = (runs ^ (runs >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        first, last = owners[begin : begin + count], owners[begin + run_len - 1 :][:count]
+        bins = first * smallest.shape[1] + (runs >> np.uint64(58)).astype(np.int64)
+        is_whole = first == last  # a run of one document
+        np.minimum.at(smallest.reshape(-1), bins[is_whole], runs[is_whole])
+    for column in [*range(smallest.shape[1] - 1, -1, -1)] * 2:  # an empty bin borrows from the next one, going round
+        following = smallest[:, (column + 1) % smallest.shape[1]]
+        is_filled = (smallest[:, column] == _EMPTY) & (following != _EMPTY)
+        smallest[is_filled, column] = hash64(following[is_filled])
+    for row in range(NUM_ROWS):
+        # The bins of a band lie far apart, so that one borrowed value seldom fills several of its rows.
+        bands = hash64(bands ^ smallest[:, row * NUM_BANDS : (row + 1) * NUM_BANDS])
+    bands = hash64(bands ^ np.arange(1, NUM_BANDS + 1, dtype=np.uint64))
     bands[lengths < FEWEST_RUNS + run_len - 1] = 0
     return bands
 
@@ -132,44 +141,6 @@ def contains(ordinals: UInt64s, wanted: npt.NDArray[Any]) -> npt.NDArray[np.bool
     places = np.minimum(np.searchsorted(ordinals, wanted), len(ordinals) - 1)
     found: npt.NDArray[np.bool_] = ordinals[places] == wanted
     return found
-
-
-def _add_runs(smallest: UInt64s, ids: npt.NDArray[Any], owners: npt.NDArray[np.int32], run_len: int) -> None:
-    """Put the hash of each run of ids of one document into the document's bin, where it is the smallest yet."""
-    powers, inverses = _powers()
-    with np.errstate(over="ignore"):
-        # A polynomial modulo 2^64: differences of a running sum give every run, whatever its length.
-        sums = np.zeros(len(ids) + 1, dtype=np.uint64)
-        np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * powers[: len(ids)], out=sums[1:])
-        runs = (sums[run_len:] - sums[:-run_len]) * inverses[: len(ids) - run_len + 1]
-        own = owners[: len(runs)]
-        is_whole = own == owners[run_len - 1 :]
-        runs, own = runs[is_whole], own[is_whole]
-        runs = (runs ^ (runs >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
-        runs = (runs ^ (runs >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    places = own.astype(np.int64) * _NUM_BINS + (runs >> np.uint64(58)).astype(np.int64)
-    np.minimum.at(smallest.reshape(-1), places, runs)
-
-
-@cache
-def _powers() -> tuple[UInt64s, UInt64s]:
-    """Powers of the base and of its inverse modulo 2^64."""
-    count = _CHUNK + max(_RUN_LEN.values())
-    bases = (_BASE, pow(_BASE, -1, 1 << 64))
-    with np.errstate(over="ignore"):
-        powers, inverses = (np.cumprod(np.full(count, base, np.uint64), dtype=np.uint64) for base in bases)
-    return powers, inverses
-
-
-def _fill_empty(smallest: UInt64s) -> None:
-    """An empty bin takes a hash of the next bin that is not, going round."""
-    rows = np.flatnonzero((smallest == _EMPTY).any(axis=1))
-    own = smallest[rows]
-    for column in [*range(_NUM_BINS - 1, -1, -1)] * 2:
-        following = own[:, (column + 1) % _NUM_BINS]
-        is_filled = (own[:, column] == _EMPTY) & (following != _EMPTY)
-        own[is_filled, column] = hash64(following[is_filled])
-    smallest[rows] = own
 
 
 def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) -> Iterator[npt.NDArray[Any]]:

@@ -10,9 +10,6 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import zlib
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from txl_dist.data.prepare.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
+from txl_dist.data.storage.origins import end_command, start_command
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
 from txl_dist.errors import DataError
 from txl_dist.files import open_new
@@ -164,15 +162,11 @@ class _JoinedStream(io.RawIOBase):
 
 
 class _CommandStream(io.RawIOBase):
-    """What a shell command prints. Its exit status, where bash is there that of each command of a pipeline, counts."""
+    """What a shell command prints, if it succeeds."""
 
     def __init__(self, command: str) -> None:
-        bash = shutil.which("bash")
-        words = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
         self._command = command
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._process = start_command(command, output=subprocess.PIPE)
 
     def readable(self) -> bool:
         return True
@@ -190,10 +184,8 @@ class _CommandStream(io.RawIOBase):
 
     def close(self) -> None:
         assert self._process.stdout is not None
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # the shell and what it started
+        end_command(self._process)
         self._process.stdout.close()
-        self._process.wait()
         super().close()
 
 

@@ -15,6 +15,7 @@ while it is mapped ends the process. Where the files lie is the business of stor
 from __future__ import annotations
 
 import io
+import tarfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from txl_dist.data.format import (
     FORMAT_VERSION,
     INDEX_NAME,
+    NPY_HEADER_BYTES,
     RECORD,
     TOKENIZER_NAME,
     ShardInfo,
@@ -37,12 +39,11 @@ from txl_dist.data.format import (
     counts_name,
 )
 from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.data.storage.places import REMEDY, Storage, StorageSettings, open_storage
+from txl_dist.data.storage.open import open_storage
+from txl_dist.data.storage.places import REMEDY, Storage, StorageSettings
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
-
-NPY_HEADER_LEN, TAR_BLOCK_LEN = 128, 512
 
 
 class Shard:
@@ -104,7 +105,7 @@ class Shard:
         while first and self.offsets[first - 1] + self.lengths[first - 1] * size == self.offsets[first]:
             first -= 1
         begin, end = int(self.offsets[index]), int(self.offsets[index] + self.lengths[index] * size)
-        header, key = int(self.offsets[first]) - NPY_HEADER_LEN - TAR_BLOCK_LEN, "unknown"
+        header, key = int(self.offsets[first]) - NPY_HEADER_BYTES - tarfile.BLOCKSIZE, "unknown"
         with suppress(DataError):  # the damage itself is what has to be told
             name = self._payload.read(max(header, 0), 100).tobytes()
             key = name.partition(b".npy\0")[0].decode("ascii", errors="replace") if b".npy\0" in name else key

@@ -42,7 +42,7 @@ from txl_dist.errors import ConfigError, DataError
 
 Int64s = npt.NDArray[np.int64]
 
-_SHARD_ORDER, _DOCUMENT_ORDER, _LANE_ORDER = 1, 2, 3
+SHARD_ORDER, _DOCUMENT_ORDER, _LANE_ORDER = 1, 2, 3
 _MASK = (1 << 64) - 1
 
 
@@ -196,7 +196,7 @@ class LanePlan:
 
     def locate(self, lane: int, position: int) -> Stretch:
         """The stretch of tokens that begins at this position of the lane."""
-        epoch, token, in_piece, left = (int(value) for value in self.tokens_at(lane, position))
+        epoch, token, in_piece, left = self.token_at(lane, position)
         shard, in_shard, shard_left = self._find(epoch, None, token)
         document, offset, document_left = self._find(epoch, shard, in_shard)
         return Stretch(
@@ -209,25 +209,23 @@ class LanePlan:
             shard_left=min(shard_left, left),
         )
 
-    def tokens_at(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
-        """(epoch, token in its order, tokens of the piece before it, tokens of the piece from it on) of lanes at
-        positions: integers, or arrays that broadcast. A piece is contiguous in the epoch."""
-        if isinstance(lane, int) and isinstance(position, int):
-            return (
-                self._token_in_rest(lane, position) if position < self.first_stripe_len else self._token(lane, position)
-            )
-        values = self._token_in_rest(lane, np.minimum(position, max(self.first_stripe_len - 1, 0)))
-        later = self._token(lane, np.maximum(position, self.first_stripe_len))
-        return tuple(np.where(position < self.first_stripe_len, a, b) for a, b in zip(values, later, strict=True))
+    def token_at(self, lane: int, position: int) -> tuple[int, int, int, int]:
+        """(epoch, token in its order, tokens of the piece before it, tokens of the piece from it on) of a lane at a
+        position. A piece is contiguous in the epoch."""
+        find = self.token_in_rest if position < self.first_stripe_len else self.token_behind_rest
+        epoch, token, before, left = map(int, find(lane, position))
+        return epoch, token, before, left
 
-    def _token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+    def token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        """The same in the epoch that was cut first, of integers, or of arrays that broadcast."""
         joined = lane * self.first_stripe_len + position
         piece = np.minimum(self._rest_ends.searchsorted(joined, side="right"), len(self._rest_ends) - 1)
         before = np.minimum(joined - self._rest_starts[piece], position)
         left = np.minimum(self._rest_ends[piece] - joined, self.first_stripe_len - position)
         return self.cut.epoch, self._rest_firsts[piece] + joined - self._rest_starts[piece], before, left
 
-    def _token(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+    def token_behind_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        """The same in the whole epochs behind it."""
         epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
         return self.cut.epoch + 1 + epochs, lane * self.stripe_len + in_stripe, in_stripe, self.stripe_len - in_stripe
 
@@ -252,18 +250,10 @@ class LanePlan:
         joined = merged(unread)
         return epoch, () if joined == ((0, self.num_tokens),) else joined
 
-    def shard_at(self, epoch: int, token: int) -> int:
-        """The shard that holds a token of the epoch's order."""
-        return self._find(epoch, None, token)[0]
-
     def shard_after(self, lane: int, position: int, stretch: Stretch) -> int:
         """The shard that a lane reads behind the one of the stretch at this position."""
-        epoch, token, _, _ = (int(value) for value in self.tokens_at(lane, position + stretch.shard_left))
-        return self.shard_at(epoch, token)
-
-    def order_of_shards(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """([shards] shards in the epoch's order, [shards] first token of each)."""
-        return self._order(epoch, None)
+        epoch, token, _, _ = self.token_at(lane, position + stretch.shard_left)
+        return self._find(epoch, None, token)[0]
 
     def _ranges_in_epoch(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of the epoch that a range of the joined rest stands for."""
@@ -291,7 +281,7 @@ class LanePlan:
         if known is not None and len(known[0]) == len(tokens):
             self._orders.move_to_end(key)
             return known
-        own = (_SHARD_ORDER,) if shard is None else (_DOCUMENT_ORDER, shard)
+        own = (SHARD_ORDER,) if shard is None else (_DOCUMENT_ORDER, shard)
         order = hashed_order(len(tokens), self._seed, epoch, *own)
         starts = np.cumsum(tokens[order]) - tokens[order]
         self._orders[key] = order, starts

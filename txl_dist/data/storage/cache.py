@@ -35,9 +35,8 @@ from typing import IO, NamedTuple
 from filelock import FileLock, Timeout
 
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.storage.origins import Origin
+from txl_dist.data.storage.origins import Origin, RemoteStorage
 from txl_dist.data.storage.places import MappedPayload, Payload
-from txl_dist.data.storage.ranges import RemoteStorage
 from txl_dist.data.storage.retries import DamageError, retrying
 from txl_dist.errors import UnreachableError
 from txl_dist.files import flush_folder, open_new, sha256_of_file

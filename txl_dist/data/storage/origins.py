@@ -6,16 +6,21 @@ it ends in an error if nothing moves.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
-from txl_dist.data.storage.retries import check_protocol, filesystem_of, watched
+from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.places import Storage, check_size
+from txl_dist.data.storage.retries import DamageError, check_protocol, filesystem_of, retrying, watched
 from txl_dist.errors import DataError
 
 
@@ -73,7 +78,7 @@ class UrlOrigin(Origin):
 
 
 class PipeOrigin(Origin):
-    """`pipe:COMMAND with {file}`: what a shell command writes to its standard output, if its exit status is 0."""
+    """`pipe:COMMAND with {file}`: what a shell command writes to its standard output, if it succeeds."""
 
     def __init__(self, location: str) -> None:
         """Raises DataError if the command does not say where the file's name goes."""
@@ -89,22 +94,72 @@ class PipeOrigin(Origin):
         return self.location.replace("{file}", file)
 
     def download(self, file: str, path: Path) -> None:
-        """See `Origin`. Any exit status but 0 is an error, 141 (a broken pipe) and 23 too."""
+        """See `Origin`. Any exit status but 0 is an error, as `start_command` has it."""
         command = self.location.removeprefix("pipe:").replace("{file}", shlex.quote(file))
         with path.open("wb") as output, tempfile.TemporaryFile() as complaints:
-            process = subprocess.Popen(
-                command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True
-            )
+            process = start_command(command, output=output, complaints=complaints)
             try:
                 status = watched(process.wait, progress=lambda: _size_of(path))
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # the shell and what it started
-                    process.wait()
+                end_command(process)
             complaints.seek(0)
             said = complaints.read()[-500:].decode(errors="replace").strip()
         if status != 0:
             raise OSError(f"the command ended with exit status {status}{f', saying: {said}' if said else ''}")
+
+
+class RemoteStorage(Storage):
+    """What all storages of a `Origin` share: small files, and sizes by one listing."""
+
+    def __init__(self, origin: Origin, *, retries: int) -> None:
+        self._origin = origin
+        self._retries = retries
+        self.location = origin.location
+
+    def name_of(self, file: str) -> str:
+        """See `Storage`."""
+        return self._origin.name_of(file)
+
+    def read(self, file: str, *, sha256: str = "") -> bytes:
+        """See `Storage`. Read each time: these files are small, and fewer than the shards are opened."""
+        with tempfile.TemporaryDirectory(prefix="txl-") as folder:
+            path = Path(folder) / "file"
+
+            def fetch() -> bytes:
+                self._origin.download(file, path)
+                content = path.read_bytes()
+                if sha256 and hashlib.sha256(content).hexdigest() != sha256:
+                    raise DamageError("damaged, its sha256 is not the one in the index")
+                return content
+
+            return retrying(fetch, what=self.name_of(file), retries=self._retries)
+
+    def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
+        """See `Storage`. Where there is no listing nothing is checked: the size is proven when a shard is opened."""
+        sizes = retrying(self._origin.sizes, what=self.location, retries=self._retries)
+        if sizes is None:
+            return
+        for info in infos:
+            if info.name not in sizes:
+                raise DataError(f"cannot read {self.name_of(info.name)}: it does not exist. Restore it from a copy.")
+            check_size(self.name_of(info.name), sizes[info.name], info)
+
+
+def start_command(
+    command: str, *, output: int | IO[bytes], complaints: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """A shell command at work, with its standard output there. Any exit status but 0 means that the output may be cut,
+    141 (a broken pipe) and 23 too; where bash is there, that of each command of a pipeline counts."""
+    bash = shutil.which("bash")
+    words = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True)
+
+
+def end_command(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command that still runs, the shell and what it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _size_of(path: Path) -> int:

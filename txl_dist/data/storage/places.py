@@ -1,17 +1,12 @@
-"""Where the files of a corpus lie, and how their bytes are reached: mapped, cached, or read in ranges.
+"""Where the files of a corpus lie, and how their bytes are reached: one interface, and the folder, whose shards are
+mapped into memory.
 
-    folder                 shards are mapped into memory; nothing is copied
-    URL, cache_dir set     a whole shard is downloaded once per node, proven by size and sha256, then mapped: cache.py
-    URL, no cache_dir      the bytes of one document at a time, in ranges: ranges.py
-    pipe:COMMAND {file}    as a URL with cache_dir, by a shell command; only if data.allow_protocols names pipe
-
-Readers see one interface, `Storage`; what they read is checked by `corpus.Shard`, wherever it came from.
+What readers of `Storage` read is checked by `corpus.Shard`, wherever it came from.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,32 +143,3 @@ class MappedPayload:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"cannot read {path}: {error.strerror or error}. {REMEDY}")
-
-
-def open_storage(location: str | Path, settings: StorageSettings) -> Storage:
-    """The storage of a folder or URL.
-
-    Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
-    """
-    url = str(location)
-    if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
-        return LocalStorage(Path(location))
-    # Not at the top: these build on this file.
-    from txl_dist.data.storage.cache import CachedStorage
-    from txl_dist.data.storage.origins import PipeOrigin, UrlOrigin
-    from txl_dist.data.storage.ranges import RangeStorage
-    from txl_dist.data.storage.retries import check_protocol
-
-    protocol = check_protocol(url, allow=settings.allow_protocols)
-    if protocol == "file":
-        return LocalStorage(Path(url.removeprefix("file://")))
-    if protocol == "pipe" and not settings.cache_dir:
-        raise DataError(f"{url}: a command gives whole files only. Set data.cache_dir, where shards are kept.")
-    if not settings.cache_dir:
-        return RangeStorage(UrlOrigin(url, allow=settings.allow_protocols), retries=settings.retries)
-    return CachedStorage(
-        PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=settings.allow_protocols),
-        folder=Path(settings.cache_dir).expanduser(),
-        max_bytes=int(settings.cache_gib * 2**30),
-        retries=settings.retries,
-    )

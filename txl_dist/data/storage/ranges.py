@@ -7,63 +7,23 @@ folder (cache.py) is the answer to that.
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.storage.origins import Origin, UrlOrigin
-from txl_dist.data.storage.places import Payload, Storage, check_size
+from txl_dist.data.storage.origins import RemoteStorage, UrlOrigin
+from txl_dist.data.storage.places import Payload
 from txl_dist.data.storage.retries import DamageError, retrying
 from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20
 """Documents that are kept. Below what the lanes of a rank are reading, each segment would cost a read of its whole
 document."""
-
-
-class RemoteStorage(Storage):
-    """What all storages of a `Origin` share: small files, and sizes by one listing."""
-
-    def __init__(self, origin: Origin, *, retries: int) -> None:
-        self._origin = origin
-        self._retries = retries
-        self.location = origin.location
-
-    def name_of(self, file: str) -> str:
-        """See `Storage`."""
-        return self._origin.name_of(file)
-
-    def read(self, file: str, *, sha256: str = "") -> bytes:
-        """See `Storage`. Read each time: these files are small, and fewer than the shards are opened."""
-        with tempfile.TemporaryDirectory(prefix="txl-") as folder:
-            path = Path(folder) / "file"
-
-            def fetch() -> bytes:
-                self._origin.download(file, path)
-                content = path.read_bytes()
-                if sha256 and hashlib.sha256(content).hexdigest() != sha256:
-                    raise DamageError("damaged, its sha256 is not the one in the index")
-                return content
-
-            return retrying(fetch, what=self.name_of(file), retries=self._retries)
-
-    def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """See `Storage`. Where there is no listing nothing is checked: the size is proven when a shard is opened."""
-        sizes = retrying(self._origin.sizes, what=self.location, retries=self._retries)
-        if sizes is None:
-            return
-        for info in infos:
-            if info.name not in sizes:
-                raise DataError(f"cannot read {self.name_of(info.name)}: it does not exist. Restore it from a copy.")
-            check_size(self.name_of(info.name), sizes[info.name], info)
 
 
 class RangeStorage(RemoteStorage):

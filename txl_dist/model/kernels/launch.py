@@ -16,7 +16,9 @@ import functools
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.memory import Visibility
+from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
@@ -88,8 +91,8 @@ def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
         return f"it runs on a CUDA device and the model is on {query_BTNH.device}"
     if not _has_triton():
         return "triton is not installed"
-    if not _has_compiler():
-        return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
+    if lacking := lacks_compiler():
+        return lacking
     if torch.cuda.get_device_capability(query_BTNH.device) < (8, 0):
         return f"{torch.cuda.get_device_name(query_BTNH.device)} is older than Ampere (compute capability 8.0)"
     return mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
@@ -101,28 +104,21 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _has_compiler() -> bool:
-    """Triton compiles what starts a kernel when the first one runs."""
-    return any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name)
+def lacks_compiler() -> str:
+    """What is missing to compile what starts a kernel, as Triton does when the first one runs; empty if nothing."""
+    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+        return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python.h, the headers of Python, to compile, and it is missing"
+    return ""
 
 
-def triton_relative_attention(
-    query_BTNH: Tensor,
-    key_BKNH: Tensor,
-    value_BKNH: Tensor,
-    *,
-    distance_KNH: Tensor,
-    content_bias_NH: Tensor,
-    position_bias_NH: Tensor,
-    distance_bias_KN: None = None,
-    visible: Visibility,
-    dropout: float = 0.0,
-) -> Tensor:
+def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
     """Attend, like `relative_attention`. `obstacle` says whether it can. Returns context_BTNH."""
-    head_width = query_BTNH.shape[-1]
-    inputs = [query_BTNH, key_BKNH, value_BKNH, distance_KNH, content_bias_NH, position_bias_NH]
+    query_BTNH, head_width = terms.query_BTNH, terms.query_BTNH.shape[-1]
+    inputs: tuple[Any, ...] = terms[:6]  # which are all there, where there is no obstacle
     if padding := -head_width % HEAD_WIDTH_MULTIPLE:
-        inputs = [F.pad(x, (0, padding)) for x in inputs]
+        inputs = tuple(F.pad(x, (0, padding)) for x in inputs)
     seed = torch.randint(2**63 - 1, (1,), device=query_BTNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         *inputs,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from txl_dist.ops.doctor.machine import Facts
+from txl_dist.ops.doctor.machine import Device, Facts
 
 Verdict = Literal["ok", "warning", "problem"]
 
@@ -27,6 +27,14 @@ class Finding(NamedTuple):
     """A sentence; empty where nothing is to be done."""
 
 
+def first_of(name: str, found: str, *rules: tuple[bool, Verdict, str]) -> Finding:
+    """With verdict and remedy of the first rule whose condition holds; ok if none does."""
+    for holds, verdict, remedy in rules:
+        if holds:
+            return Finding(name, verdict, found, remedy)
+    return Finding(name, "ok", found)
+
+
 def judge(facts: Facts, *, is_several: bool = False, has_met: bool = False) -> list[Finding]:
     """All checks of one machine, each with a finding at least.
 
@@ -34,50 +42,45 @@ def judge(facts: Facts, *, is_several: bool = False, has_met: bool = False) -> l
     """
     findings = [finding for check in CHECKS for finding in check(facts)]
     local_name_hurts = is_several and not has_met
-    return [*findings, *_host_name(facts, hurts=local_name_hurts), *_interfaces(facts, is_several=is_several)]
+    return [*findings, _host_name(facts, hurts=local_name_hurts), *_interfaces(facts, is_several=is_several)]
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
     listed = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    if facts.unmet:
-        remedy = (
-            'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
-        )
-        yield Finding("versions", "problem", f"unmet: {'; '.join(facts.unmet)}", remedy)
-    else:
-        yield Finding("versions", "ok", f"Python {facts.python}, {listed}; all requirements are met")
+    met = f"Python {facts.python}, {listed}; all requirements are met"
+    found = f"unmet: {'; '.join(facts.unmet)}" if facts.unmet else met
+    remedy = (
+        'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
+    )
+    yield first_of("versions", found, (bool(facts.unmet), "problem", remedy))
     if facts.environment.get("TRITON_INTERPRET") == "1":
-        yield Finding(
-            "TRITON_INTERPRET",
-            "problem" if facts.devices else "warning",
-            "kernels run in Triton's interpreter, thousands of times slower; with triton 3.6 and numpy 2.4 it fails",
-            "Unset TRITON_INTERPRET, which is for tests.",
-        )
+        found = "kernels run in Triton's interpreter, thousands of times slower; with triton 3.6 and numpy 2.4 it fails"
+        remedy = "Unset TRITON_INTERPRET, which is for tests."
+        yield Finding("TRITON_INTERPRET", "problem" if facts.devices else "warning", found, remedy)
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:
     if not facts.devices:
         yield _no_devices(facts)
     for index, device in enumerate(facts.devices):
-        name, major = f"GPU {index}", device.capability[0]
-        text = f"{device.name}, {device.memory_gib:.0f} GiB, capability {major}.{device.capability[1]}"
-        if not device.has_code:
-            remedy = "Install a build of torch for this GPU (https://pytorch.org lists them)."
-            yield Finding(name, "problem", f"{text}: this torch has no code for it", remedy)
-        elif device.ecc_errors.isdigit() and int(device.ecc_errors) > 0:
-            remedy = "Take the GPU out of service, or reset it; then watch nvidia-smi -q -d ECC."
-            yield Finding(name, "problem", f"{text}: {device.ecc_errors} uncorrected memory errors", remedy)
-        elif device.free_gib < 0.9 * device.memory_gib:
-            remedy = "nvidia-smi lists the processes; end the one that does not belong here."
-            yield Finding(name, "warning", f"{text}: only {device.free_gib:.1f} GiB of it are free", remedy)
-        elif major < 8:
-            remedy = "Use --engine.precision fp16 or fp32."
-            yield Finding(name, "warning", f"{text}: bf16 is emulated", remedy)
-        elif not device.peak_tflops:
-            remedy = "Set metrics.peak_tflops from the datasheet to have MFU reported."
-            yield Finding(name, "warning", f"{text}: its peak is not known", remedy)
-        else:
-            yield Finding(name, "ok", f"{text}, peak {device.peak_tflops:g} TFLOP/s in bf16")
+        yield _device(f"GPU {index}", device)
+
+
+def _device(name: str, device: Device) -> Finding:
+    major = device.capability[0]
+    text = f"{device.name}, {device.memory_gib:.0f} GiB, capability {major}.{device.capability[1]}"
+    if not device.has_code:
+        remedy = "Install a build of torch for this GPU (https://pytorch.org lists them)."
+        return Finding(name, "problem", f"{text}: this torch has no code for it", remedy)
+    if device.free_gib < 0.9 * device.memory_gib:
+        remedy = "nvidia-smi lists the processes; end the one that does not belong here."
+        return Finding(name, "warning", f"{text}: only {device.free_gib:.1f} GiB of it are free", remedy)
+    if major < 8:
+        return Finding(name, "warning", f"{text}: bf16 is emulated", "Use --engine.precision fp16 or fp32.")
+    if not device.peak_tflops:
+        remedy = "Set metrics.peak_tflops from the datasheet to have MFU reported."
+        return Finding(name, "warning", f"{text}: its peak is not known", remedy)
+    return Finding(name, "ok", f"{text}, peak {device.peak_tflops:g} TFLOP/s in bf16")
 
 
 def _no_devices(facts: Facts) -> Finding:
@@ -98,33 +101,31 @@ def _no_devices(facts: Facts) -> Finding:
 def _backends(facts: Facts) -> Iterator[Finding]:
     missing = [name for name in ("gloo", *(["nccl"] if facts.devices else [])) if name not in facts.backends]
     listed = ", ".join(f"{name} {version}".removesuffix(" yes") for name, version in facts.backends.items())
-    if missing:
-        remedy = "Install an official build of torch for Linux, which has both."
-        yield Finding("backends", "problem", f"torch lacks {' and '.join(missing)}", remedy)
-    else:
-        yield Finding("backends", "ok", listed)
+    found = f"torch lacks {' and '.join(missing)}" if missing else listed
+    remedy = "Install an official build of torch for Linux, which has both."
+    yield first_of("backends", found, (bool(missing), "problem", remedy))
 
 
 def _processors(facts: Facts) -> Iterator[Finding]:
+    ranks, threads = facts.num_local_ranks, facts.environment.get("OMP_NUM_THREADS", "")
     cores = min(facts.num_cores, facts.cgroup_cores or facts.num_cores)
     limit = f", of which the control group allows {facts.cgroup_cores:g}" if facts.cgroup_cores else ""
-    found = f"{facts.num_cores} cores{limit} for {facts.num_local_ranks} ranks"
-    threads = facts.environment.get("OMP_NUM_THREADS", "")
-    if cores < facts.num_local_ranks:
-        yield Finding("processors", "warning", found, "Give the job a core per rank at least, or start fewer ranks.")
-    elif facts.cgroup_cores and facts.cgroup_cores < facts.num_cores and not threads:
-        threads_per_rank = max(1, int(cores / facts.num_local_ranks))
-        remedy = f"Set --engine.num_threads {threads_per_rank}: by itself a rank counts cores, not what it may use."
-        yield Finding("processors", "warning", found, remedy)
-    else:
-        yield Finding("processors", "ok", found)
+    yield first_of(
+        "processors",
+        f"{facts.num_cores} cores{limit} for {ranks} ranks",
+        (cores < ranks, "warning", "Give the job a core per rank at least, or start fewer ranks."),
+        (
+            cores < facts.num_cores and not threads,
+            "warning",
+            f"Set --engine.num_threads {max(1, int(cores / ranks))}: by itself a rank counts cores, not what it may "
+            "use.",
+        ),
+    )
     if threads and not (threads.isdigit() and int(threads) > 0):
         yield Finding("OMP_NUM_THREADS", "problem", f"is {threads!r}", "Set it to a number of 1 or more, or unset it.")
-    elif threads and int(threads) * facts.num_local_ranks > facts.num_cores:
-        found = f"{threads} threads for each of {facts.num_local_ranks} ranks on {facts.num_cores} cores"
-        remedy = (
-            f"Set it to {max(1, facts.num_cores // facts.num_local_ranks)}: threads that wait for a core slow all down."
-        )
+    elif threads and int(threads) * ranks > facts.num_cores:
+        found = f"{threads} threads for each of {ranks} ranks on {facts.num_cores} cores"
+        remedy = f"Set it to {max(1, facts.num_cores // ranks)}: threads that wait for a core slow all down."
         yield Finding("OMP_NUM_THREADS", "warning", found, remedy)
     elif threads:
         yield Finding("OMP_NUM_THREADS", "ok", f"{threads}; it wins over engine.num_threads=0")
@@ -132,70 +133,41 @@ def _processors(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     limit = f"; the control group allows {facts.cgroup_memory_gib:.1f}" if facts.cgroup_memory_gib else ""
-    found = f"{facts.available_gib:.1f} of {facts.memory_gib:.1f} GiB available{limit}"
     usable = min(facts.available_gib, facts.cgroup_memory_gib or facts.available_gib)
-    if usable < 1.5 * facts.num_local_ranks:
-        remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
-        yield Finding("memory", "problem", found, remedy)
-    else:
-        yield Finding("memory", "ok", found)
-    if facts.swap_used_gib > 1:
-        remedy = "Find what fills the memory: a rank that is swapped out holds up all others."
-        yield Finding("swap", "warning", f"{facts.swap_used_gib:.1f} GiB are in use", remedy)
-    else:
-        yield Finding("swap", "ok", f"{facts.swap_used_gib:.1f} GiB in use")
-    kernel = f"overcommit {facts.overcommit}, transparent huge pages {facts.huge_pages or 'not known'}"
-    if facts.overcommit == 2:
-        remedy = "Set vm.overcommit_memory to 0: libraries reserve far more address space than they use."
-        yield Finding("kernel", "warning", kernel, remedy)
-    else:
-        yield Finding("kernel", "ok", kernel)
-
-
-def _shared_memory(facts: Facts) -> Iterator[Finding]:
+    remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
+    found = f"{facts.available_gib:.1f} of {facts.memory_gib:.1f} GiB available{limit}"
+    yield first_of("memory", found, (usable < 1.5 * facts.num_local_ranks, "problem", remedy))
     room = f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free"
-    found = f"{room}, {facts.shm_leftovers} files of torch, nccl or Python"
-    if len(facts.devices) > 1 and facts.shm_free_gib < 1:
-        remedy = "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there."
-        yield Finding("/dev/shm", "problem", found, remedy)
-    elif facts.shm_gib and facts.shm_free_gib < facts.shm_gib / 2:
-        remedy = "Remove files of dead processes: they hold memory until the next boot."
-        yield Finding("/dev/shm", "warning", found, remedy)
-    else:
-        yield Finding("/dev/shm", "ok", found)
+    yield first_of(
+        "/dev/shm",
+        f"{room}, {facts.shm_leftovers} files of torch, nccl or Python",
+        (
+            len(facts.devices) > 1 and facts.shm_free_gib < 1,
+            "problem",
+            "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there.",
+        ),
+        (
+            facts.shm_free_gib < facts.shm_gib / 2,
+            "warning",
+            "Remove files of dead processes: they hold memory until the next boot.",
+        ),
+    )
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
     files, locked, processes = (facts.limits[name] for name in ("nofile", "memlock", "nproc"))
-    listed = ", ".join(f"{name} {'unlimited' if value < 0 else value}" for name, value in facts.limits.items())
-    if 0 <= files < 256:
-        yield Finding("limits", "problem", listed, "Run ulimit -n 65536: each lane may hold a shard open.")
-    elif 0 <= files < 4096:
-        yield Finding("limits", "warning", listed, "Run ulimit -n 65536, for runs of many lanes and shards.")
-    elif 0 <= processes < 1024:
-        yield Finding("limits", "warning", listed, "Run ulimit -u unlimited: threads count as processes.")
-    elif facts.has_infiniband and locked >= 0:
-        remedy = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
-        yield Finding("limits", "problem", listed, remedy)
-    else:
-        yield Finding("limits", "ok", listed)
-
-
-def _clock(facts: Facts) -> Iterator[Finding]:
-    if facts.is_clock_synchronised is False:
-        remedy = "Start chrony or systemd-timesyncd; logs of several nodes, and https and S3, rely on it."
-        yield Finding("clock", "warning", "the kernel says that it is not synchronised", remedy)
-    else:
-        state = "is synchronised" if facts.is_clock_synchronised else "cannot be asked here"
-        yield Finding("clock", "ok", state)
-
-
-def _text(facts: Facts) -> Iterator[Finding]:
-    if facts.encoding.lower().replace("-", "") != "utf8":
-        remedy = "Set LANG=C.UTF-8 or PYTHONUTF8=1: names and texts that are not ASCII fail otherwise."
-        yield Finding("locale", "warning", f"text is {facts.encoding}", remedy)
-    else:
-        yield Finding("locale", "ok", facts.encoding)
+    yield first_of(
+        "limits",
+        ", ".join(f"{name} {'unlimited' if value < 0 else value}" for name, value in facts.limits.items()),
+        (0 <= files < 256, "problem", "Run ulimit -n 65536: each lane may hold a shard open."),
+        (0 <= files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
+        (0 <= processes < 1024, "warning", "Run ulimit -u unlimited: threads count as processes."),
+        (
+            facts.has_infiniband and locked >= 0,
+            "problem",
+            "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers.",
+        ),
+    )
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
@@ -204,47 +176,48 @@ def _disk(facts: Facts) -> Iterator[Finding]:
     if disk.error:
         yield Finding("disk", "problem", f"{where}: {disk.error}", "Mend its permissions or choose another --run-dir.")
         return
-    inodes = "" if disk.free_inodes < 0 else f", {disk.free_inodes:,} inodes"
-    free = f"{where}: {disk.free_gib:.1f} GiB{inodes} free"
-    if disk.free_gib < 1 or 0 <= disk.free_inodes < 1000:
-        yield Finding("disk space", "problem", free, "Free some: a save that finds no room is lost.")
-    elif disk.free_gib < 20:
-        remedy = "See that checkpoint.keep_last + 1 checkpoints fit (txl train CONFIG --dry-run estimates their size)."
-        yield Finding("disk space", "warning", free, remedy)
-    else:
-        yield Finding("disk space", "ok", free)
-    speed = f"write {disk.write_mib_s:.0f} MiB/s, read {disk.read_mib_s:.0f} MiB/s, force 4 KiB {disk.force_ms:.1f} ms"
-    if disk.write_mib_s < 50 or disk.force_ms > 100:
-        remedy = "Keep checkpoint.asynchronous on and checkpoint.every_steps high, or put the run on a faster disk."
-        yield Finding("disk speed", "warning", speed, remedy)
-    else:
-        yield Finding("disk speed", "ok", speed)
+    fit = "See that checkpoint.keep_last + 1 checkpoints fit (txl train CONFIG --dry-run estimates their size)."
+    yield first_of(
+        "disk space",
+        f"{where}: {disk.free_gib:.1f} GiB free",
+        (disk.free_gib < 1, "problem", "Free some: a save that finds no room is lost."),
+        (disk.free_gib < 20, "warning", fit),
+    )
+    yield first_of(
+        "disk speed",
+        f"write {disk.write_mib_s:.0f} MiB/s, read {disk.read_mib_s:.0f} MiB/s, force 4 KiB {disk.force_ms:.1f} ms",
+        (
+            disk.write_mib_s < 50 or disk.force_ms > 100,
+            "warning",
+            "Keep checkpoint.asynchronous on and checkpoint.every_steps high, or put the run on a faster disk.",
+        ),
+    )
+    name = "disk promises"
     if not disk.renames:
         remedy = "Put the run on another file system: a checkpoint is committed by a rename."
-        yield Finding("disk promises", "problem", "a rename over another file does not replace it", remedy)
+        yield Finding(name, "problem", "a rename over another file does not replace it", remedy)
     elif disk.kind in ("tmpfs", "ramfs"):
         remedy = "Put the run on a disk: what is here is gone after a reboot, and takes memory."
-        yield Finding("disk promises", "warning", f"{disk.kind} is memory", remedy)
+        yield Finding(name, "warning", f"{disk.kind} is memory", remedy)
     elif not disk.locks:
         remedy = "Put data.cache_dir on a local disk: ranks of a node share its downloads by locks."
-        yield Finding("disk promises", "warning", "rename works, file locks do not", remedy)
+        yield Finding(name, "warning", "rename works, file locks do not", remedy)
     else:
-        yield Finding("disk promises", "ok", "rename, force and file locks work")
+        yield Finding(name, "ok", "rename, force and file locks work")
 
 
 def _corpus(facts: Facts) -> Iterator[Finding]:
     corpus = facts.corpus
     if corpus is None:
         return
-    if corpus.error:
-        yield Finding("corpus", "problem", corpus.error, "Name what txl prepare wrote, as this machine sees it.")
-        return
     speed = f", read {corpus.read_mib_s:.0f} MiB/s" if corpus.read_mib_s else ""
-    found = f"{corpus.location}: {corpus.tokens:,} tokens{speed}"
-    if 0 < corpus.read_mib_s < 20:
-        yield Finding("corpus", "warning", found, "Copy it to a local disk, or raise data.prefetch_depth.")
-    else:
-        yield Finding("corpus", "ok", found)
+    slow = 0 < corpus.read_mib_s < 20
+    yield first_of(
+        "corpus",
+        corpus.error or f"{corpus.location}: {corpus.tokens:,} tokens{speed}",
+        (bool(corpus.error), "problem", "Name what txl prepare wrote, as this machine sees it."),
+        (slow, "warning", "Copy it to a local disk, or raise data.prefetch_depth."),
+    )
 
 
 SLOW = {
@@ -258,23 +231,23 @@ SLOW = {
 
 
 def _environment(facts: Facts) -> Iterator[Finding]:
-    environment, is_clean = facts.environment, True
+    environment, found = facts.environment, []
     for name, (harmless, effect) in SLOW.items():
         if environment.get(name, harmless) != harmless:
-            is_clean = False
-            yield Finding(name, "warning", f"is {environment[name]}: {effect}", f"Unset {name} if that is not meant.")
+            remedy = f"Unset {name} if that is not meant."
+            found.append(Finding(name, "warning", f"is {environment[name]}: {effect}", remedy))
     for name, loud in (("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), ("NCCL_DEBUG", "TRACE")):
         if environment.get(name, "").upper() == loud:
-            is_clean = False
-            yield Finding(name, "warning", f"is {loud}: every collective is checked or logged", f"Unset {name}.")
-    if environment.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") not in ("", "0"):
-        is_clean, name = False, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-        yield Finding(name, "problem", "torch.load runs code that files hold", f"Unset {name}.")
+            found.append(
+                Finding(name, "warning", f"is {loud}: every collective is checked or logged", f"Unset {name}.")
+            )
+    if environment.get(name := "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") not in ("", "0"):
+        found.append(Finding(name, "problem", "torch.load runs code that files hold", f"Unset {name}."))
     if environment.get("TXL_FAULT"):
-        is_clean = False
-        yield Finding("TXL_FAULT", "problem", "faults are made to happen on purpose", "Unset it; it is for tests.")
-    if is_clean:
-        yield Finding("environment", "ok", "no variable that slows a run down or endangers it")
+        found.append(
+            Finding("TXL_FAULT", "problem", "faults are made to happen on purpose", "Unset it; it is for tests.")
+        )
+    yield from found or [Finding("environment", "ok", "no variable that slows a run down or endangers it")]
 
 
 def _programs(facts: Facts) -> Iterator[Finding]:
@@ -285,7 +258,12 @@ def _programs(facts: Facts) -> Iterator[Finding]:
     else:
         remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
         yield Finding("launcher", "warning", "there is no program deepspeed on PATH", remedy)
-    yield _compiler(facts)
+    if facts.devices:
+        remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
+        found = facts.lacks_compiler or "Triton finds what it needs, and DeepSpeed needs none"
+        yield first_of("compiler", found, (bool(facts.lacks_compiler), "problem", remedy))
+    else:
+        yield Finding("compiler", "ok", "none is needed on a CPU: no operator of DeepSpeed is compiled")
     if facts.hostfile:
         remedy = "Remove it, or give --hostfile (or --num_gpus for this machine only)."
         found = f"{facts.hostfile} exists: the deepspeed launcher takes its nodes without being asked"
@@ -300,37 +278,20 @@ def _programs(facts: Facts) -> Iterator[Finding]:
     if facts.busy_port:
         remedy = "Give --master_port to deepspeed, or use txl launch, which finds a free one."
         yield Finding("port", "warning", f"something listens at {facts.busy_port}, where ranks would meet", remedy)
-    if facts.orphans:
-        remedy = "See what they are (ps -fp PID); a rank that hangs holds its GPU and its run directory."
-        pids = ", ".join(map(str, facts.orphans[:10]))
-        yield Finding("processes", "warning", f"txl_dist runs without a parent: pid {pids}", remedy)
-    else:
-        yield Finding("processes", "ok", "none of ours is left behind")
+    pids = ", ".join(map(str, facts.orphans[:10]))
+    found = f"txl_dist runs without a parent: pid {pids}" if pids else "none of ours is left behind"
+    remedy = "See what they are (ps -fp PID); a rank that hangs holds its GPU and its run directory."
+    yield first_of("processes", found, (bool(pids), "warning", remedy))
 
 
-def _compiler(facts: Facts) -> Finding:
-    compiler = facts.programs.get("cc", "")
-    if not facts.devices:
-        return Finding("compiler", "ok", "none is needed on a CPU: no operator of DeepSpeed is compiled")
-    if compiler and facts.has_python_header:
-        return Finding("compiler", "ok", f"{compiler}: Triton needs it, DeepSpeed does not")
-    missing = "Python.h" if compiler else "a C compiler"
-    remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
-    return Finding(
-        "compiler", "problem", f"{missing} is missing, with which Triton compiles the starter of kernels", remedy
-    )
-
-
-def _host_name(facts: Facts, *, hurts: bool) -> Iterator[Finding]:
+def _host_name(facts: Facts, *, hurts: bool) -> Finding:
     """gloo listens at the address that the host name has, unless it is told an interface."""
     found = f"{facts.host} resolves to {facts.host_address or 'nothing'}"
     is_local = not facts.host_address or facts.host_address.startswith("127.")
     if is_local and hurts and "GLOO_SOCKET_IFNAME" not in facts.environment:
         remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
-        yield Finding("host name", "problem", found, remedy)
-    else:
-        note = "; several nodes may need GLOO_SOCKET_IFNAME then" if is_local else ""
-        yield Finding("host name", "ok", found + note)
+        return Finding("host name", "problem", found, remedy)
+    return Finding("host name", "ok", found + ("; several nodes may need GLOO_SOCKET_IFNAME then" if is_local else ""))
 
 
 def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
@@ -339,13 +300,17 @@ def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
         f"{one.name} {' '.join(one.addresses)}" + (f" {one.speed_mbit / 1000:g} Gbit/s" if one.speed_mbit > 0 else "")
         for one in real
     )
-    if not real and is_several:
-        yield Finding("interfaces", "problem", "none is up with an IPv4 address", "Bring up the network between nodes.")
-    elif is_several and max((one.speed_mbit for one in real), default=0) in range(1, 10000):
-        remedy = "Use a faster network, or fewer, larger steps: gradients go over it at every step."
-        yield Finding("interfaces", "warning", listed, remedy)
-    else:
-        yield Finding("interfaces", "ok", listed or "none but lo")
+    fastest = max((one.speed_mbit for one in real), default=0)
+    yield first_of(
+        "interfaces",
+        listed or "none but lo is up with an IPv4 address",
+        (is_several and not real, "problem", "Bring up the network between nodes."),
+        (
+            is_several and 0 < fastest < 10_000,
+            "warning",
+            "Use a faster network, or fewer, larger steps: gradients go over it at every step.",
+        ),
+    )
     up = {interface.name for interface in facts.interfaces}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = facts.environment.get(variable, "")
@@ -354,25 +319,12 @@ def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
             continue
         is_prefix = variable.startswith("NCCL") and not value.startswith("=")
         unknown = [name for name in names if not any(one.startswith(name) if is_prefix else one == name for one in up)]
-        if unknown:
-            remedy = f"Set {variable} to one of {', '.join(sorted(up))}; names may differ between nodes."
-            yield Finding(variable, "problem", f"names {', '.join(unknown)}, which is not up here", remedy)
-        else:
-            yield Finding(variable, "ok", value)
+        found = f"names {', '.join(unknown)}, which is not up here" if unknown else value
+        remedy = f"Set {variable} to one of {', '.join(sorted(up))}; names may differ between nodes."
+        yield first_of(variable, found, (bool(unknown), "problem", remedy))
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    _versions,
-    _devices,
-    _backends,
-    _processors,
-    _memory,
-    _shared_memory,
-    _limits,
-    _clock,
-    _text,
-    _disk,
-    _corpus,
-    _environment,
-    _programs,
+    *(_versions, _devices, _backends, _processors, _memory, _limits),
+    *(_disk, _corpus, _environment, _programs),
 )

@@ -35,8 +35,6 @@ class Disk:
     kind: str
     """ext4, nfs4, tmpfs ...; empty if not known."""
     free_gib: float = 0.0
-    free_inodes: int = -1
-    """-1 where the file system does not count them."""
     write_mib_s: float = 0.0
     read_mib_s: float = 0.0
     force_ms: float = 0.0
@@ -64,7 +62,6 @@ def measure_disk(folder: Path) -> Disk:
     kind = _kind(folder)
     try:
         usage = os.statvfs(folder)
-        free_inodes = usage.f_favail if usage.f_files else -1
         with tempfile.TemporaryDirectory(dir=folder, prefix=".txl-doctor-") as scratch:
             path = Path(scratch) / "speed"
             write_mib_s = _write(path)
@@ -72,7 +69,6 @@ def measure_disk(folder: Path) -> Disk:
                 folder=str(folder),
                 kind=kind,
                 free_gib=usage.f_bavail * usage.f_frsize / 2**30,
-                free_inodes=free_inodes,
                 write_mib_s=write_mib_s,
                 read_mib_s=read_speed(path),
                 force_ms=_force_ms(Path(scratch)),

@@ -1,7 +1,7 @@
 """`txl doctor`: looks at this machine, or under a launcher at every node and between them, and says what to mend.
 
     alone               facts of this machine (`machine`) -> verdicts (`checks`)
-    under a launcher    ranks meet (`fabric`), each node is looked at once, differences and links are judged (`nodes`)
+    under a launcher    ranks meet, each node is looked at once, differences and links (`fabric`) are judged (`nodes`)
 
 On a terminal the findings are a table; anywhere else a line each, beginning with the verdict:
 
@@ -22,15 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from txl_dist.console import escaped, say
-from txl_dist.dist import Ranks, gather_objects
+from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.ops.doctor import fabric
 from txl_dist.ops.doctor.checks import Finding, judge
 from txl_dist.ops.doctor.machine import Facts, gather
-from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce, judge_speed
+from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce
 from txl_dist.train.watch.run_lock import prove_shared
 
 MAX_PEERS = 256
@@ -82,14 +80,13 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
 
     `timeout_s`: longest wait for other ranks, at each step.
     """
-    if not fabric.is_job():
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         facts = gather(run_dir=run_dir, data=data)
         return Report({facts.host: facts}, [(facts.host, finding) for finding in judge(facts)], {})
     is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-    _limit_threads()
     met = False
     try:
-        with fabric.meeting(timeout_s=timeout_s) as ranks:
+        with joined_ranks(timeout_s=timeout_s) as ranks:
             met = True
             return _examine_job(ranks, run_dir=run_dir, data=data)
     except (TxlError, RuntimeError) as error:  # torch's errors of communication are RuntimeErrors
@@ -114,7 +111,6 @@ def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
     leaders = [rank for rank, one in enumerate(facts) if one is not None and rank]
     others = leaders or list(range(1, ranks.world_size))
     peers = fabric.measure_peers(ranks, others[:MAX_PEERS])
-    tflops = fabric.measure_speed(ranks)
     if not ranks.is_first:
         return None
     is_several = len(nodes) > 1
@@ -125,14 +121,12 @@ def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
         Finding("meeting", "ok", f"{ranks.world_size} ranks on {_nodes(len(nodes))}"),
         *(differences(nodes) if is_several else ()),
         *shared,
-        *judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"),
-        *judge_peers(peers, node_of=node_of),
-        *judge_speed(tflops, node_of=node_of),
+        judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"),
+        *([judge_peers(peers, node_of=node_of)] if peers else []),
     ]
     figures = {
         "all_reduce": [one._asdict() for one in reduces],
         "peers": [one._asdict() for one in peers],
-        "tflops_per_rank": tflops,
     }
     return Report(nodes, [*findings, *(("all", finding) for finding in between)], figures)
 
@@ -160,13 +154,6 @@ def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
 
 def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
-
-
-def _limit_threads() -> None:
-    """As a run does, so that ranks do not take each other's cores in the measurement of speed."""
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])))
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, num_local)))
 
 
 def show(report: Report) -> None:

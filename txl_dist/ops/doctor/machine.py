@@ -9,9 +9,7 @@ for the disk.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
-import locale
 import os
 import platform
 import resource
@@ -19,7 +17,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +29,7 @@ from packaging.requirements import Requirement
 from txl_dist import __version__
 from txl_dist.dist import uses_gpu
 from txl_dist.model.flops import peak_tflops
+from txl_dist.model.kernels.launch import lacks_compiler
 from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
 
 GIB = 2**30
@@ -68,8 +66,6 @@ class Device(NamedTuple):
     """This build of torch has code for it."""
     peak_tflops: float
     """In bf16; 0 where it is not known."""
-    ecc_errors: str
-    """Uncorrected since the last reset, as nvidia-smi says it."""
 
 
 class Interface(NamedTuple):
@@ -110,9 +106,6 @@ class Facts:
     available_gib: float
     cgroup_memory_gib: float
     """Limit of its control group; 0 means none."""
-    swap_used_gib: float
-    huge_pages: str
-    overcommit: int
     shm_gib: float
     shm_free_gib: float
     shm_leftovers: int
@@ -124,15 +117,12 @@ class Facts:
     """What the host name resolves to; empty if it does not."""
     environment: dict[str, str]
     """Of `TRAPS`, where set."""
-    encoding: str
-    is_clock_synchronised: bool | None
-    """None where it cannot be asked."""
     orphans: tuple[int, ...]
     """Processes of this project whose parent is gone."""
     programs: dict[str, str]
-    """deepspeed, pdsh, ssh, cc (a C compiler): where they are, if they are."""
-    has_python_header: bool
-    """Python.h, which what Triton compiles includes."""
+    """deepspeed, pdsh, ssh: where they are, if they are."""
+    lacks_compiler: str
+    """What Triton misses to compile; empty for nothing."""
     busy_port: int
     """Where ranks would meet by default, if something listens there; 0 if nothing does, or ranks have met."""
     hostfile: str
@@ -147,16 +137,16 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
     """Look around. `run_dir` need not exist: its nearest parent that does is measured. `data`: a corpus, if given."""
     memory = psutil.virtual_memory()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    driver, ecc_errors = _nvidia_smi()
+    drivers = _drivers()
     return Facts(
         host=socket.gethostname(),
         python=platform.python_version(),
         versions={name: version for name in WATCHED if (version := _version(name))} | {"txl_dist": __version__},
         unmet=tuple(_unmet()),
         torch_cuda=torch.version.cuda or "",
-        driver=driver,
-        num_driver_gpus=len(ecc_errors),
-        devices=tuple(_devices(ecc_errors)) if uses_gpu() else (),
+        driver=drivers[0] if drivers else "",
+        num_driver_gpus=len(drivers),
+        devices=tuple(map(_device, range(torch.cuda.device_count()))) if uses_gpu() else (),
         backends=_backends(),
         num_cores=len(os.sched_getaffinity(0)),
         cgroup_cores=_cgroup_cores(),
@@ -164,9 +154,6 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         memory_gib=memory.total / GIB,
         available_gib=memory.available / GIB,
         cgroup_memory_gib=_cgroup_memory_gib(memory.total),
-        swap_used_gib=psutil.swap_memory().used / GIB,
-        huge_pages=_text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0],
-        overcommit=int(_text("/proc/sys/vm/overcommit_memory") or "0"),
         shm_gib=shm.total / GIB if shm else 0.0,
         shm_free_gib=shm.free / GIB if shm else 0.0,
         shm_leftovers=sum(
@@ -179,11 +166,9 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         interfaces=tuple(_interfaces()),
         host_address=_host_address(),
         environment={name: os.environ[name] for name in TRAPS if name in os.environ},
-        encoding=locale.getpreferredencoding(False),
-        is_clock_synchronised=_is_clock_synchronised(),
         orphans=tuple(_orphans()),
         programs=_programs(),
-        has_python_header=Path(sysconfig.get_path("include"), "Python.h").is_file(),
+        lacks_compiler=lacks_compiler(),
         busy_port=_busy_port(),
         hostfile="/job/hostfile" if os.path.isfile("/job/hostfile") else "",
         deepspeed_env=_deepspeed_env(),
@@ -215,30 +200,28 @@ def _unmet() -> list[str]:
     return found
 
 
-def _nvidia_smi() -> tuple[str, list[str]]:
-    """(version of the driver, uncorrected errors per GPU); nothing where there is no driver."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
+def _drivers() -> list[str]:
+    """The driver's version, once per GPU that it sees."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        return "", []
-    rows = [line.split(", ") for line in answer.splitlines() if line.count(", ") == 1]
-    return (rows[0][0] if rows else ""), [row[1] for row in rows]
+        return []
 
 
-def _devices(ecc_errors: list[str]) -> list[Device]:
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        free, total = torch.cuda.mem_get_info(index)
-        # Code for 8.0 runs on 8.6 too; ptx of an older architecture is compiled when it is first used.
-        compiled = [name.partition("_")[2].rstrip("af") for name in torch.cuda.get_arch_list()]
-        has_code = any(code[:-1] == str(properties.major) and int(code[-1]) <= properties.minor for code in compiled)
-        ecc = ecc_errors[index] if torch.cuda.device_count() == len(ecc_errors) else ""
-        peak = peak_tflops(properties.name, precision="bf16")
-        found.append(Device(properties.name, total / GIB, free / GIB, capability, has_code, peak, ecc))
-    return found
+def _device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    # Code for 8.0 runs on 8.6 too; ptx of an older architecture is compiled when it is first used.
+    compiled = [name.partition("_")[2].rstrip("af") for name in torch.cuda.get_arch_list()]
+    return Device(
+        name=properties.name,
+        memory_gib=total / GIB,
+        free_gib=free / GIB,
+        capability=(properties.major, properties.minor),
+        has_code=any(one[:-1] == str(properties.major) and int(one[-1]) <= properties.minor for one in compiled),
+        peak_tflops=peak_tflops(properties.name, precision="bf16"),
+    )
 
 
 def _backends() -> dict[str, str]:
@@ -297,20 +280,10 @@ def _host_address() -> str:
         return ""
 
 
-def _is_clock_synchronised() -> bool | None:
-    """What the kernel knows of an NTP client."""
-    try:
-        state: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # all zero: only asks
-    except (OSError, AttributeError):
-        return None
-    return None if state < 0 else state != 5  # TIME_ERROR
-
-
 def _programs() -> dict[str, str]:
     names = {name: shutil.which(name) for name in ("deepspeed", "pdsh", "ssh")}
     if "RANK" in os.environ:  # a launcher did without our PATH
         names["deepspeed"] = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
-    names["cc"] = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     return {name: path for name, path in names.items() if path}
 
 

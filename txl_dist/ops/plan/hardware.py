@@ -1,6 +1,6 @@
 """What `txl plan` knows of GPUs and of the machines that they usually stand in.
 
-Memory, bandwidth and power are from datasheets and from what `nvidia-smi` shows; peaks are in `model.flops`. The rest
+Memory and bandwidth are from datasheets and from what `nvidia-smi` shows; peaks are in `model.flops`. The rest
 says how much of that a trainer gets, and is measured on none of ours: `docs/planning.md` has the source of each column
 and says which figures are guesses. Units are in the names: GiB are 2**30 bytes, GB are 1e9.
 """
@@ -35,8 +35,6 @@ class Gpu:
     """Of the peak, that the matrix products of these models reach besides reading and writing their operands."""
     host_ms: float
     """Time in which the machine's CPU issues the forward pass of one layer of NVIDIA's program."""
-    tdp_w: float
-    """Most power that the board takes."""
     has_bf16: bool = True
     """From Ampere on; so have our Triton kernels."""
     clock: float = 1.0
@@ -55,23 +53,23 @@ class Gpu:
 _FAST_HOST_MS, _SLOW_HOST_MS = 15.38 / 16, 21.36 / 16
 
 GPUS: dict[str, Gpu] = {
-    "b200": Gpu("B200", 178.0, 7700, 700, 0.55, _FAST_HOST_MS, 1000),
-    "h200": Gpu("H200", 140.4, 4800, 360, 0.55, _FAST_HOST_MS, 700),
-    "gh200": Gpu("GH200", 95.6, 4000, 360, 0.55, _FAST_HOST_MS, 700),
-    "h100": Gpu("H100", 79.6, 3350, 360, 0.55, _FAST_HOST_MS, 700),
-    "h100-pcie": Gpu("H100 PCIe", 79.6, 2000, 40, 0.55, _FAST_HOST_MS, 350),
-    "a100": Gpu("A100", 80.0, 2039, 235, 0.55, _FAST_HOST_MS, 400),
-    "a100-40gb": Gpu("A100", 39.6, 1555, 235, 0.55, _FAST_HOST_MS, 400),
-    "a40": Gpu("A40", 45.0, 696, 20, 0.55, _FAST_HOST_MS, 300),
-    "rtx-a6000": Gpu("RTX A6000", 47.5, 768, 20, 0.55, _FAST_HOST_MS, 300),
-    "l40s": Gpu("L40S", 45.0, 864, 20, 0.55, _FAST_HOST_MS, 350),
-    "l4": Gpu("L4", 22.5, 300, 12, 0.55, _FAST_HOST_MS, 72),
-    "v100-16gb": Gpu("V100", 15.8, 900, 75, 0.72, _SLOW_HOST_MS, 300, has_bf16=False),
-    "v100-32gb": Gpu("V100", 31.7, 900, 75, 0.72, _SLOW_HOST_MS, 300, has_bf16=False),
-    "v100-32gb-450w": Gpu("V100", 31.7, 981, 120, 0.94, _FAST_HOST_MS, 450, has_bf16=False, clock=131 / 125),
-    "t4": Gpu("T4", 14.6, 320, 10, 0.55, _SLOW_HOST_MS, 70, has_bf16=False),
-    "rtx-4090": Gpu("RTX 4090", 24.0, 1008, 12, 0.55, _FAST_HOST_MS, 450),
-    "rtx-3090": Gpu("RTX 3090", 24.0, 936, 12, 0.55, _FAST_HOST_MS, 350),
+    "b200": Gpu("B200", 178.0, 7700, 700, 0.55, _FAST_HOST_MS),
+    "h200": Gpu("H200", 140.4, 4800, 360, 0.55, _FAST_HOST_MS),
+    "gh200": Gpu("GH200", 95.6, 4000, 360, 0.55, _FAST_HOST_MS),
+    "h100": Gpu("H100", 79.6, 3350, 360, 0.55, _FAST_HOST_MS),
+    "h100-pcie": Gpu("H100 PCIe", 79.6, 2000, 40, 0.55, _FAST_HOST_MS),
+    "a100": Gpu("A100", 80.0, 2039, 235, 0.55, _FAST_HOST_MS),
+    "a100-40gb": Gpu("A100", 39.6, 1555, 235, 0.55, _FAST_HOST_MS),
+    "a40": Gpu("A40", 45.0, 696, 20, 0.55, _FAST_HOST_MS),
+    "rtx-a6000": Gpu("RTX A6000", 47.5, 768, 20, 0.55, _FAST_HOST_MS),
+    "l40s": Gpu("L40S", 45.0, 864, 20, 0.55, _FAST_HOST_MS),
+    "l4": Gpu("L4", 22.5, 300, 12, 0.55, _FAST_HOST_MS),
+    "v100-16gb": Gpu("V100", 15.8, 900, 75, 0.72, _SLOW_HOST_MS, has_bf16=False),
+    "v100-32gb": Gpu("V100", 31.7, 900, 75, 0.72, _SLOW_HOST_MS, has_bf16=False),
+    "v100-32gb-450w": Gpu("V100", 31.7, 981, 120, 0.94, _FAST_HOST_MS, has_bf16=False, clock=131 / 125),
+    "t4": Gpu("T4", 14.6, 320, 10, 0.55, _SLOW_HOST_MS, has_bf16=False),
+    "rtx-4090": Gpu("RTX 4090", 24.0, 1008, 12, 0.55, _FAST_HOST_MS),
+    "rtx-3090": Gpu("RTX 3090", 24.0, 936, 12, 0.55, _FAST_HOST_MS),
 }
 """By the name that `--gpu` takes. v100-16gb and v100-32gb stand in a DGX-1, v100-32gb-450w in a DGX-2H."""
 

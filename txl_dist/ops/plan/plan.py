@@ -21,7 +21,7 @@ from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.ops.plan import scaling
 from txl_dist.ops.plan.hardware import CONTEXT_GIB, FRAGMENTED_SHARE, Cluster, Gpu
-from txl_dist.ops.plan.timing import OURS, AttentionKind, StepTime, Work, step_time
+from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.text.clusters import cluster_edges
 from txl_dist.train.footprint.rank import bytes_per_rank
 
@@ -53,8 +53,6 @@ class Question:
     """Of an epoch; 0 if not known."""
     budget_tokens: int = 0
     """To train on in all; 0 means what train.max_steps makes."""
-    price_usd: float = 0.0
-    """Per GPU and hour; 0 if not known."""
 
 
 class Option(NamedTuple):
@@ -114,7 +112,6 @@ def _check_question(question: Question) -> None:
         ("--interconnect", cluster.network_gb_s, 1e-3, 10**6),
         ("--intra-node", cluster.gpu.bus_gb_s, 1e-3, 10**6),
         ("--tokens", question.budget_tokens, 0, 10**18),
-        ("--price", question.price_usd, 0, 10**6),
         ("--vocab-size", question.vocab_size, 2, 10**9),
     ):
         if not least <= value <= most:  # which NaN is not
@@ -137,8 +134,8 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     """How attention will be computed on such a GPU, by engine.attention."""
-    is_relative = config.model.positions == "relative"
-    unfit = mismatch(DTYPES[config.engine.precision], head_width=config.model.head_width, has_position_bias=is_relative)
+    model, dtype = config.model, DTYPES[config.engine.precision]
+    unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
     if config.engine.attention == "plain":
         return "plain"
     has_kernels = config.engine.attention in ("auto", "triton") and unfit is None and gpu.has_bf16
@@ -192,7 +189,7 @@ class _Planner:
             attention=attention_kind(config, gpu=self.gpu),
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
             graphed=engine.cuda_graph,
-            is_lamb=config.optim.name == "lamb",
+            needs_whole_tensors=config.optim.kind.needs_whole_tensors,
         )
 
     def options(self) -> Iterator[Option]:
@@ -214,7 +211,7 @@ class _Planner:
 
     def _option(self, config: Config, needed_bytes: float = math.nan) -> Option:
         work = self.work(config)
-        step = step_time(work, self.question.cluster, OURS)
+        step = step_time(work, self.question.cluster)
         return Option(config, needed_bytes, step, work.tokens_per_step / step.total_s)
 
     def needed(self, config: Config) -> dict[str, float]:
@@ -276,7 +273,6 @@ class _Planner:
         """The row with what is behind it, and what comes of it."""
         rate, config = option.tokens_per_s, option.config
         tokens = self.question.budget_tokens or self.given.train.max_steps * self.work(config).tokens_per_step
-        gpu_hours = tokens / rate / 3600 * self.gpus
         peak = self.gpu.flops(config.engine.precision) * self.gpus
         step, attention = option.step._asdict(), attention_kind(config, gpu=self.gpu)
         return self.row(option) | {
@@ -288,9 +284,7 @@ class _Planner:
             "budget_tokens": tokens,
             "epochs": tokens / self.question.corpus_tokens if self.question.corpus_tokens else None,
             "days": tokens / rate / 86_400,
-            "gpu_hours": gpu_hours,
-            "cost_usd": gpu_hours * self.question.price_usd or None,
-            "energy_kwh_at_most": gpu_hours * self.gpu.tdp_w / 1e3,
+            "gpu_hours": tokens / rate / 3600 * self.gpus,
             "flags": list(_flags(self.given, config)),
         }
 
@@ -335,8 +329,8 @@ class _Planner:
         fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
         largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))
         curves = {
-            "strong": scaling.strong(largest, cluster, OURS, num_lanes=self.given.train.num_lanes),
-            "weak": scaling.weak(work, cluster, OURS),
+            "strong": scaling.strong(largest, cluster, num_lanes=self.given.train.num_lanes),
+            "weak": scaling.weak(work, cluster),
         }
         return {
             name: {

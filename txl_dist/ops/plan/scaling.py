@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from txl_dist.ops.plan.hardware import Cluster
-from txl_dist.ops.plan.timing import Program, StepTime, Work, step_time
+from txl_dist.ops.plan.timing import StepTime, Work, step_time
 
 MOST_GPUS = 4096
 BROKEN = 0.5
@@ -40,28 +40,28 @@ class Point(NamedTuple):
     """Key of `REASONS`; empty at the first point."""
 
 
-def strong(work: Work, cluster: Cluster, program: Program, *, num_lanes: int) -> list[Point]:
+def strong(work: Work, cluster: Cluster, *, num_lanes: int) -> list[Point]:
     """On every number of GPUs that divides the lanes of the global batch; micro-batches no larger than `work`'s."""
     works = []
     for gpus in (count for count in range(1, min(num_lanes, MOST_GPUS) + 1) if num_lanes % count == 0):
         lanes = num_lanes // gpus
         microbatch = largest_divisor(lanes, at_most=work.microbatch_lanes)
         works.append(replace(work, world_size=gpus, microbatch_lanes=microbatch, num_microbatches=lanes // microbatch))
-    return curve(works, cluster, program)
+    return curve(works, cluster)
 
 
-def weak(work: Work, cluster: Cluster, program: Program) -> list[Point]:
+def weak(work: Work, cluster: Cluster) -> list[Point]:
     """With the lanes of `work` on every GPU; the global batch grows with their number."""
     counts = [2**power for power in range(MOST_GPUS.bit_length())]
-    return curve([replace(work, world_size=gpus) for gpus in counts], cluster, program)
+    return curve([replace(work, world_size=gpus) for gpus in counts], cluster)
 
 
-def curve(works: Iterable[Work], cluster: Cluster, program: Program) -> list[Point]:
+def curve(works: Iterable[Work], cluster: Cluster) -> list[Point]:
     """A point for each, beside the first."""
     points: list[Point] = []
     first: StepTime | None = None
     for work in works:
-        step = step_time(work, cluster, program)
+        step = step_time(work, cluster)
         per_token = StepTime(*(part * work.world_size / work.tokens_per_step for part in step))
         first = first or per_token
         growth = {name: now - then for name, now, then in zip(StepTime._fields, per_token, first, strict=True)}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point
+from txl_dist.tables import duration
 
 Facts = dict[str, Any]
 SMALL_SHARE = 0.05
@@ -57,7 +58,7 @@ def _host_share(chosen: Facts) -> float:
 
 
 def _is_short(facts: Facts) -> bool:
-    """Whether the run is over before failures, saving or money matter."""
+    """Whether the run is over before failures, or saving matter."""
     return bool(86_400 * facts["chosen"]["days"] < SHORT_S)
 
 
@@ -68,8 +69,8 @@ def _left_out(facts: Facts) -> Iterator[str]:
         yield f"left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU ({share})"
     if _is_short(facts):
         yield (
-            "left out: GPU-hours, cost, energy, failures and how often to save, as the run takes "
-            f"{_duration(86_400 * chosen['days'])} only"
+            "left out: GPU-hours, failures and how often to save, as the run takes "
+            f"{duration(86_400 * chosen['days'])} only"
         )
 
 
@@ -176,25 +177,18 @@ def _time(facts: Facts) -> Iterator[str]:
     yield f"step: {step:.1f} ms, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
     yield f"  ms: {parts}"
     epochs = "" if chosen["epochs"] is None else f" ({chosen['epochs']:.1f} epochs)"
-    cost = "" if chosen["cost_usd"] is None else f", {chosen['cost_usd']:,.0f} USD"
-    run = f"run: {chosen['budget_tokens']:,} tokens{epochs} in {_duration(86_400 * chosen['days'])}"
-    if _is_short(facts):
-        yield run
-        return
-    yield (
-        f"{run}, {chosen['gpu_hours']:,.0f} GPU-hours{cost}, "
-        f"at most {chosen['energy_kwh_at_most']:,.0f} kWh in the GPUs"
-    )
+    hours = "" if _is_short(facts) else f", {chosen['gpu_hours']:,.0f} GPU-hours"
+    yield f"run: {chosen['budget_tokens']:,} tokens{epochs} in {duration(86_400 * chosen['days'])}{hours}"
 
 
 def _checkpoint(facts: Facts) -> Iterator[str]:
     saved = facts["checkpoint"]
     yield (
         f"checkpoint: {saved['size_gib']:.1f} GiB; save every {saved['every_steps']:,} steps "
-        f"({_duration(saved['interval_s'])}), a step waiting about {saved['wait_s']:.0f} s"
+        f"({duration(saved['interval_s'])}), a step waiting about {saved['wait_s']:.0f} s"
     )
     yield (
-        f"  with a failure every {_duration(3600 * saved['mean_hours_between_failures'])} "
+        f"  with a failure every {duration(3600 * saved['mean_hours_between_failures'])} "
         f"({saved['failures_expected']:.2f} expected) saving and repeating take {saved['lost_pct']:.2f}% of the time"
     )
 
@@ -212,13 +206,6 @@ def _scaling(facts: Facts) -> Iterator[str]:
             why = REASONS.get(last["limited_by"], "nothing")
             end = f"still {100 * last['efficiency']:.0f}% at {last['gpus']:,} GPUs{most}; what takes most there: {why}"
         yield f"{name} scaling ({what}): {end}"
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def curves_of(facts: Facts) -> dict[str, list[Point]]:

@@ -9,7 +9,7 @@
     exchange     gradients and weights among the ranks, less what hides behind the backward pass
 
 A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
-is one, with published speeds that hold the model to account (`tools/check_plan.py`); ours is the other. Where the
+is one, in `tools/check_plan.py`, with published speeds that hold the model to account; ours is the other. Where the
 constants come from is in docs/planning.md. The model gives up: kernels' own shapes and tails, imbalance among ranks,
 the reading of data, the other tenants of a network.
 """
@@ -76,22 +76,6 @@ class Program:
     """Of the host, after the one wait for the gradients' norm."""
 
 
-NVIDIA = Program(
-    name="NVIDIA's Transformer-XL (PyTorch)",
-    memory_products=(3, 3),
-    skips_masked=False,
-    score_passes={"plain": 21},
-    dropout_passes=5,
-    width_passes=52,
-    ff_passes=13,
-    inner_passes=41,
-    logit_passes=20,
-    table_passes=4.25,
-    cuts_tables=True,
-    state_bytes=(60, 72),
-    host_factor=2.0,
-    waits=True,
-)
 OURS = Program(
     name="txl_dist",
     memory_products=(2, 2),
@@ -111,7 +95,7 @@ OURS = Program(
 )
 HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
 """Host time by ZeRO stage: what docs/benchmarks.md measured, beside stage 0."""
-LAMB_EXTRA_BYTES = 20.0
+NORMS_EXTRA_BYTES = 20.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +119,7 @@ class Work:
     """Share of the blocks whose forward pass is made twice."""
     graphed: bool = False
     """Forward and backward are one launch."""
-    is_lamb: bool = False
+    needs_whole_tensors: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -186,7 +170,7 @@ class Product(NamedTuple):
         return self.times * (operations / rate + numbers * work.num_bytes / _bandwidth(gpu))
 
 
-def step_time(work: Work, cluster: Cluster, program: Program) -> StepTime:
+def step_time(work: Work, cluster: Cluster, program: Program = OURS) -> StepTime:
     """Of one step of one rank, all being alike."""
     gpu, model, times = cluster.gpu, work.model, work.num_microbatches
     again = 1 + work.recomputed / 3
@@ -208,11 +192,6 @@ def step_time(work: Work, cluster: Cluster, program: Program) -> StepTime:
         host=times * host + program.update_host_s,
         exchange=exchange_s(work, cluster, backward_s=backward_s),
     )
-
-
-def tokens_per_s(work: Work, cluster: Cluster, program: Program) -> float:
-    """Of all ranks together."""
-    return work.tokens_per_step / step_time(work, cluster, program).total_s
 
 
 def exchange_bytes(work: Work) -> float:
@@ -259,7 +238,7 @@ def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     yield Product(memory_rows, width, num_projections * inner, num_passes * layers)
     yield Product(rows, inner, width, 3 * layers)
     yield Product(rows, width, model.ff_width, 6 * layers)
-    if model.positions == "relative":
+    if model.scheme.sinusoids == "distances":
         yield Product(work.segment_len + work.memory_len, width, inner, 2 * layers)
 
 
@@ -270,7 +249,7 @@ def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
     seen = work.memory_len + (queries + 1) / 2 if program.skips_masked else float(keys)
     if model.same_length != "off" and program.skips_masked:
         seen = min(seen, work.memory_len + 1.0)
-    num_scores = 2 if model.positions == "absolute" else 3  # products: keys, distances, values
+    num_scores = 3 if model.scheme.has_distance_terms else 2  # products: keys, distances, values
     if work.attention == "kernels":
         operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen
         return operations * KERNEL_WORK / (KERNEL_SHARE * gpu.flops(work.precision))
@@ -299,8 +278,8 @@ def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
 def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
     own = work.parameters / (work.world_size if work.zero_stage else 1)
     moved = program.state_bytes[work.num_bytes == 2]
-    if work.is_lamb and program is OURS:
-        moved += LAMB_EXTRA_BYTES
+    if work.needs_whole_tensors and program is OURS:
+        moved += NORMS_EXTRA_BYTES
     return own * moved / _bandwidth(gpu)
 
 

@@ -247,7 +247,7 @@ def _subject(run: Run) -> list[Fact]:
         Fact(
             "Model",
             f"{compact(run.parameters)} parameters" if run.parameters else "",
-            "; ".join(filter(None, (exact, notes))),
+            "; ".join(filter(None, notes)),
         ),
         Fact(
             "Memory",

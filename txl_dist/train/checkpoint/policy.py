@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from txl_dist.config import Config
-from txl_dist.dist import Ranks, gather_objects, on_first
+from txl_dist.dist import Ranks, Votes, gather_objects, on_first, poll
 from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
@@ -27,7 +27,6 @@ from txl_dist.train.engine.zero import Engine
 from txl_dist.train.report.metrics import check_finite
 from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
-from txl_dist.train.step import poll
 from txl_dist.train.watch.stopping import StopRequests
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
@@ -177,11 +176,8 @@ class Saving:
         while not is_over and not is_asked:
             self._beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
-            is_asked, is_over = poll(
-                stop=self._is_asked_to_leave(),
-                written=time.monotonic() >= end_s,
-                world_size=self._ranks.world_size,
-            )
+            own = Votes(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
+            is_asked, is_over = poll(own, world_size=self._ranks.world_size)
         return is_asked
 
     def newest_is(self, folder: Path) -> None:

@@ -13,7 +13,8 @@ own, NVIDIA's share it with keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,26 +37,30 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
     groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
     # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
     # 0; at a rate of 0 that decays nothing.
-    optimizer = _optimizer_over(groups, optim, lr=0.0)
+    optimizer = BUILDERS[optim.name](groups, lr=0.0)
     apply_settings(optimizer.param_groups, optim)
     return optimizer
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
     """Put the settings into parameter groups."""
-    moments = {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas, "eps": optim.eps}
+    settings = {name: getattr(optim, name) for name in optim.kind.settings}
     for group in groups:
-        group |= moments | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}
+        group |= settings | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}
 
 
-def _optimizer_over(groups: list[dict[str, Any]], optim: OptimSection, *, lr: float) -> torch.optim.Optimizer:
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=optim.momentum, fused=True)
-    if optim.name == "lamb":
-        # It brings a hundred optimizers and takes half a second to import: only who asks for it waits.
-        from pytorch_optimizer import Lamb
+def _lamb(groups: list[dict[str, Any]], *, lr: float) -> torch.optim.Optimizer:
+    # It brings a hundred optimizers and takes half a second to import: only who asks for it waits.
+    from pytorch_optimizer import Lamb
 
-        # adam_debias is the library's name for a step that is not divided by 1 - b1^t.
-        return Lamb(groups, lr=lr, weight_decouple=False, grad_averaging=True, pre_norm=False, adam_debias=True)
-    kind = torch.optim.Adam if optim.name == "adam" else torch.optim.AdamW
-    return kind(groups, lr=lr, fused=True)
+    # adam_debias is the library's name for a step that is not divided by 1 - b1^t.
+    return Lamb(groups, lr=lr, weight_decouple=False, grad_averaging=True, pre_norm=False, adam_debias=True)
+
+
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, fused=True),
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "lamb": _lamb,
+    "sgd": partial(torch.optim.SGD, fused=True),
+}
+"""By `optim.name`; each takes groups and a learning rate. What else it must know stands in `sections.OPTIMIZERS`."""

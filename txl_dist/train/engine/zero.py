@@ -51,16 +51,11 @@ class Engine(Protocol):
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
         """(name, values) of each parameter, as views of what this rank computes with; empty ones at stage 3."""
 
-    def micro_step(
-        self,
-        batch: Batch,
-        memory: Memory,
-        *,
-        normalizer: Tensor | float,
-        after_forward: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, Memory]:
-        """Forward and backward of one micro-batch, with a call between them. Returns (its loss, detached; the memory
-        after it)."""
+    def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
+        """Of one micro-batch. Returns (its loss, for `backward`; the memory after it)."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Of the micro-batch that gave this loss, before the next one: adds to the gradients."""
 
     def grad_norm(self) -> Tensor:
         """Global norm of the accumulated gradients before clipping, on the device and the same on every rank; not
@@ -115,8 +110,8 @@ class ZeroEngine:
         self._shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         module: nn.Module = SegmentLoss(model).to(ranks.device)
-        # At stage 3 views would keep gathered layers alive; lamb takes the norms of whole matrices.
-        if config.engine.zero_stage == 3 or config.optim.name == "lamb":
+        # At stage 3 views would keep gathered layers alive.
+        if config.engine.zero_stage == 3 or config.optim.kind.needs_whole_tensors:
             self.stored = stored_whole(module, prefix=_PREFIX)
         else:
             module = FlatModule(module, prefix=_PREFIX)
@@ -173,22 +168,17 @@ class ZeroEngine:
         """See `Engine`."""
         return named_values(self.stored)
 
-    def micro_step(
-        self,
-        batch: Batch,
-        memory: Memory,
-        *,
-        normalizer: Tensor | float,
-        after_forward: Callable[[], None] = lambda: None,
-    ) -> tuple[Tensor, Memory]:
+    def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
         """See `Engine`."""
         with saves_no_weights() if self._stage == 3 else nullcontext():
             loss, memory = self._engine(batch, memory, normalizer)
-        after_forward()
+        return loss, memory
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine`."""
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
-        return loss.detach(), memory
 
     def grad_norm(self) -> Tensor:
         """See `Engine`."""

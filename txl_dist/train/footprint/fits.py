@@ -125,7 +125,7 @@ def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: boo
     inner, rows = model.num_heads * model.head_width, lanes * keys
     memories = 3 * model.num_layers * train.memory_len * model.width * plan.lanes_per_rank
     per_layer = rows * (24 * model.width + 10 * inner + 5 * model.ff_width) + keys * 6 * inner
-    num_kept = 7 if config.engine.attention == "plain" or model.positions == "absolute" else 3
+    num_kept = 7 if config.engine.attention == "plain" or not model.scheme.has_distance_terms else 3
     scores = num_kept * lanes * model.num_heads * train.segment_len * keys
     logits = 4 * max(2**22, 64 * (vocab_size + 16 * 8)) + 16 * lanes * train.segment_len * model.width
     values = memories + 2 * (model.num_layers * (per_layer + scores) + logits)

@@ -42,7 +42,7 @@ def bytes_per_rank(
     parameters, own = sum(lengths), sum(lengths) / (world if stage >= 1 else 1)
     has_masters = stage >= 1 or engine.precision != "fp32"
     lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
-    state = own * (_moments(config) + (4 if has_masters else 0))
+    state = own * (config.optim.kind.state_bytes(config.optim) + (4 if has_masters else 0))
     # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
     bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
     held = {
@@ -108,18 +108,12 @@ def _micro_step_peak(
             dtype=DTYPES[engine.precision],
             attention=engine.attention,
             recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
-            is_flat=stage < 3 and config.optim.name != "lamb",
+            is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
             exchange=exchange,
             num_owners=plan.world_size if stage == 2 else 1,
             on_gpu=on_gpu,
         )
     )
-
-
-def _moments(config: Config) -> int:
-    """Bytes per parameter."""
-    optim = config.optim
-    return 8 if optim.name != "sgd" else 4 if optim.momentum else 0
 
 
 def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.model.memory import empty_memory
+from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.text.clusters import ClusterRows
@@ -115,8 +116,8 @@ def micro_step_peak(step: MicroStep) -> Peak:
 @lru_cache(maxsize=16)
 def follow(step: MicroStep) -> Trace:
     """Run a step whose gradients are dropped when they are complete."""
-    is_relative = step.model.positions == "relative"
-    unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=is_relative)
+    has_position_bias = step.model.scheme.has_position_bias
+    unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
     with _without_storage(step.model), _made_in(step.dtype):
         model = TransformerXL(
@@ -285,9 +286,9 @@ def _gathered_bytes(model: TransformerXL) -> float:
 @contextmanager
 def _without_storage(model: ModelSection) -> Iterator[None]:
     """Meta tensors, or fake ones, which take four times as long, where torch chooses the function by the device: its
-    own attention, which absolute positions call, would keep the scores of meta tensors."""
-    is_absolute = model.positions == "absolute"
-    with FakeTensorMode() if is_absolute else nullcontext(), torch.device("cpu" if is_absolute else "meta"):
+    own attention would keep the scores of meta tensors."""
+    calls_torch = not model.scheme.has_distance_terms
+    with FakeTensorMode() if calls_torch else nullcontext(), torch.device("cpu" if calls_torch else "meta"):
         yield
 
 
@@ -306,9 +307,9 @@ class _KernelLike(torch.autograd.Function):
     """Keeps what the Triton kernels keep for the backward pass."""
 
     @staticmethod
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, distances: Any, visible: Any) -> Tensor:
-        """Called as `RelativeAttention.attend`."""
-        context: Tensor = _KernelLike.apply(query, key, value, distances.key_KNH)  # type: ignore[no-untyped-call]
+    def attend(terms: Terms, *, visible: Any) -> Tensor:
+        """Called as `Attention.attend`."""
+        context: Tensor = _KernelLike.apply(*terms[:4])  # type: ignore[no-untyped-call]
         return context
 
     @staticmethod

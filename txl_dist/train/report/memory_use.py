@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.dist import Ranks, all_reduce_sum
 from txl_dist.model.attention import Attention
-from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.model.memory import EMPTY, Memory, Visibility
+from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.zero import Engine
@@ -130,11 +130,11 @@ class _AttentionWatch:
                 del layer.attend
 
     def _watched(self, index: int, attend: Callable[..., Tensor], scored_BT: Tensor) -> Callable[..., Tensor]:
-        def watched(query_BTNH: Tensor, key_BKNH: Tensor, value_BKNH: Tensor, **others: Any) -> Tensor:
-            is_memory = torch.zeros_like(value_BKNH)
-            is_memory[:, : key_BKNH.shape[1] - query_BTNH.shape[1]] = 1.0
-            share_BT = attend(query_BTNH, key_BKNH, is_memory, **others).double().mean((2, 3))
+        def watched(terms: Terms, *, visible: Visibility) -> Tensor:
+            is_memory = torch.zeros_like(terms.value_BKNH)
+            is_memory[:, : visible.memory_len] = 1.0
+            share_BT = attend(terms._replace(value_BKNH=is_memory), visible=visible).double().mean((2, 3))
             self._shares[index] = self._shares.get(index, 0.0) + (share_BT * scored_BT).sum()
-            return attend(query_BTNH, key_BKNH, value_BKNH, **others)
+            return attend(terms, visible=visible)
 
         return watched

@@ -24,7 +24,7 @@ from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.log import warn_for_all
-from txl_dist.model.flops import flops_per_token, peak_tflops
+from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.train.engine.zero import Engine
 from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.watch.stragglers import NUM_REPORTS, slowest, straggler
@@ -109,14 +109,14 @@ class MfuMeter:
         precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
-        flops = flops_per_token(
+        flops = flops_by_part(
             config.model,
             vocab_size=vocab_size,
             segment_len=train.segment_len,
             memory_len=train.memory_len,
             microbatch_lanes=plan.microbatch_lanes,
         )
-        self._pct_per_speed = 100 * flops / (plan.world_size * peak * 1e12) if peak else 0.0
+        self._pct_per_speed = 100 * sum(flops.values()) / (plan.world_size * peak * 1e12) if peak else 0.0
 
     def __call__(self, tokens_per_s: float) -> dict[str, float]:
         """mfu_pct at a speed of all ranks together; nothing where the peak of the device is not known."""

@@ -4,10 +4,11 @@ Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.pt.trace.json.gz`, a torch prof
 Perfetto, or TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`, which looks for that ending):
 operations on host and device, their shapes, the memory allocated, and a range around each part of a step:
 
-    data                   waiting for the reader thread
-    forward and backward   one micro-batch; collectives that overlap with it are in it
-    exchange               the norm of the gradients, which needs those of all ranks
-    update                 the optimizer and what gathers the weights
+    data        waiting for the reader thread
+    forward     of one micro-batch
+    backward    of one micro-batch; collectives that overlap with it are in it
+    exchange    the norm of the gradients, which needs those of all ranks
+    update      the optimizer and what gathers the weights
 
 The ranges are `record_function`s of the loop and of the step, which cost microseconds where nothing is traced.
 

@@ -34,7 +34,7 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, config: Config, *, device:
 
 def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: torch.device, seed: int) -> list[int]:
     """Always as many tokens as are asked for, so that all ranks make the same number of passes."""
-    train, remembers = config.train, config.model.positions != "absolute"
+    train, remembers = config.train, config.model.scheme.uses_memory
     # No less context than a segment gives in training; where the memory's length is the window, no more.
     longest = train.memory_len if config.model.same_length != "off" else max(train.memory_len, train.segment_len - 1)
     memory = engine.empty_memory(num_lanes=1, memory_len=longest if remembers else 0)

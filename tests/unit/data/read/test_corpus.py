@@ -16,9 +16,10 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.format import RECORD, SplitInfo, token_dtype, write_shard
+from txl_dist.data.format import RECORD, SplitInfo, token_dtype
 from txl_dist.data.prepare.documents import Reading, content_digest, split_of
 from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.prepare.shard_writer import write_shard
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.lanes import hash64
 from txl_dist.data.read.units import text_units

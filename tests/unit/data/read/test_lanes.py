@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tools.simulate_lanes import tokens_at
 from txl_dist.data.read.lanes import (
     Cut,
     LanePlan,
@@ -221,9 +222,9 @@ def test_many_lanes_and_positions_at_once_are_found_as_one_by_one(
     plan = LanePlan([40, 26], Cut(num_lanes, 2, rest), seed=0, document_tokens=lambda shard: np.ones(40, np.int64))
     lanes = np.array(data.draw(st.lists(st.integers(0, num_lanes - 1), min_size=1, max_size=9)))
     positions = np.array(data.draw(st.lists(st.integers(0, 300), min_size=len(lanes), max_size=len(lanes))))
-    together = np.array(plan.tokens_at(lanes, positions)).T.tolist()
-    one_by_one = [[int(v) for v in plan.tokens_at(int(lane), int(p))] for lane, p in zip(lanes, positions, strict=True)]
-    assert together == one_by_one
+    together = np.array(tokens_at(plan, lanes, positions)).T.tolist()
+    one_by_one = [plan.token_at(int(lane), int(p)) for lane, p in zip(lanes, positions, strict=True)]
+    assert together == [[epoch, token, left] for epoch, token, _, left in one_by_one]
 
 
 def test_lanes_are_allotted_by_weight_and_every_weight_gets_its_share() -> None:

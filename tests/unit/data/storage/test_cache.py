@@ -21,8 +21,9 @@ from tests.helpers.launch import wait_for
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import retries as remote
 from txl_dist.data.storage.cache import CachedStorage
+from txl_dist.data.storage.open import open_storage
 from txl_dist.data.storage.origins import UrlOrigin
-from txl_dist.data.storage.places import StorageSettings, open_storage
+from txl_dist.data.storage.places import StorageSettings
 from txl_dist.errors import DataError
 
 SIZE = 100_000

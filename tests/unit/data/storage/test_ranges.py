@@ -15,7 +15,8 @@ from tests.helpers.http import FileServer, serve
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import ranges
 from txl_dist.data.storage import retries as remote
-from txl_dist.data.storage.places import Storage, StorageSettings, open_storage
+from txl_dist.data.storage.open import open_storage
+from txl_dist.data.storage.places import Storage, StorageSettings
 from txl_dist.errors import DataError
 
 CONTENT = random.Random(0).randbytes(20_000)

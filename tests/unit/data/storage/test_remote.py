@@ -211,6 +211,13 @@ def test_any_exit_status_of_a_pipe_is_an_error(tmp_path: Path, status: int) -> N
         origin.download("a", tmp_path / "copy")
 
 
+def test_a_pipe_whose_first_command_fails_is_an_error_although_the_last_one_succeeds(tmp_path: Path) -> None:
+    origin = PipeOrigin(f"pipe:(cat {tmp_path}/{{file}}; exit 7) | cat")
+    (tmp_path / "x.tar").write_bytes(b"whole")
+    with pytest.raises(OSError, match="exit status 7"):
+        origin.download("x.tar", tmp_path / "copy")
+
+
 def test_a_pipe_that_stands_still_is_killed_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

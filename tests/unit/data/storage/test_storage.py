@@ -19,9 +19,10 @@ from txl_dist.data.read.position import first_state
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.data.storage import retries as remote
 from txl_dist.data.storage.cache import CachedStorage
-from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings, open_storage
+from txl_dist.data.storage.open import open_storage
+from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings
 from txl_dist.data.storage.ranges import RangeStorage
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, UnreachableError
 
 CONTENT = bytes(range(256)) * 20
 INFO = ShardInfo("a.tar", len(CONTENT), 1, 1, sha256=hashlib.sha256(CONTENT).hexdigest(), idx_sha256="")
@@ -97,6 +98,16 @@ def test_a_store_that_may_be_read_but_not_listed_is_not_refused(
 def test_what_may_run_programs_is_refused_unless_named(url: str) -> None:
     with pytest.raises(DataError, match=r"data\.allow_protocols"):
         open_storage(url, StorageSettings())
+
+
+def test_in_the_cache_too_a_first_command_that_fails_is_an_error_although_all_bytes_came(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(CONTENT)
+    settings = StorageSettings(cache_dir=str(tmp_path / "cache"), retries=0, allow_protocols=("pipe",))
+    storage = open_storage(f"pipe:(cat {tmp_path}/{{file}}; exit 7) | cat", settings)
+    with pytest.raises(UnreachableError, match="exit status 7"):
+        storage.open_payload(INFO)
+    with pytest.raises(UnreachableError, match="exit status 7"):
+        storage.read("a.tar")
 
 
 def test_a_command_needs_a_cache() -> None:

@@ -26,6 +26,7 @@ from txl_dist.model import relative_attention as twin
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.relative_attention import kept
 from txl_dist.model.memory import EMPTY, Visibility
+from txl_dist.model.relative_attention import Terms
 
 OUTPUTS = ("context", "query", "key_value", "distance", "content_bias", "position_bias")
 SMALL_BUFFER = 12_000
@@ -108,12 +109,7 @@ def outcome(attend: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> li
     query, key_value, distance, content_bias, position_bias = leaves
     key, value = key_value.unbind(2)
     context = attend(
-        query,
-        key,
-        value,
-        distance_KNH=distance,
-        content_bias_NH=content_bias,
-        position_bias_NH=position_bias,
+        Terms(query, key, value, distance, content_bias, position_bias),
         visible=visible,
         dropout=case.dropout,
     )

@@ -16,6 +16,7 @@ import torch
 
 from txl_dist.model.kernels.launch import triton_relative_attention
 from txl_dist.model.memory import Visibility
+from txl_dist.model.relative_attention import Terms
 
 TRITON = importlib.util.find_spec("triton")
 CUOBJDUMP = Path(TRITON.origin).parent / "backends/nvidia/bin/cuobjdump" if TRITON and TRITON.origin else None
@@ -117,12 +118,7 @@ def launch_all(problem: Problem) -> None:
     documents = torch.zeros(B, M + T, dtype=torch.int64)
     key, value = key_value.unbind(2)
     context = triton_relative_attention(
-        query,
-        key,
-        value,
-        distance_KNH=distance,
-        content_bias_NH=bias,
-        position_bias_NH=bias,
+        Terms(query, key, value, distance, bias, bias),
         visible=Visibility(documents[:, M:], documents, oldest),
         dropout=dropout,
     )

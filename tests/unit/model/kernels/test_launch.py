@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -61,21 +62,30 @@ def test_a_model_on_a_gpu_is_told_what_stands_in_the_way(
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "_has_triton", lambda: True)
-    monkeypatch.setattr(launch, "_has_compiler", lambda: True)
+    monkeypatch.setattr(launch, "lacks_compiler", lambda: "")
     found = obstacle(query, has_position_bias=has_position_bias)
     assert found is None if reason is None else found is not None and reason in found
 
 
-def test_without_a_compiler_the_kernels_could_not_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_has_triton", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    launch._has_compiler.cache_clear()
-    reason = obstacle(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16), has_position_bias=True)
-    launch._has_compiler.cache_clear()
-    assert reason is not None
-    assert "needs a C compiler" in reason
+    queries = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
+    launch.lacks_compiler.cache_clear()
+    assert "needs a C compiler" in (obstacle(queries, has_position_bias=True) or "")
+    compiler = tmp_path / "gcc"
+    compiler.touch(mode=0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    launch.lacks_compiler.cache_clear()
+    assert "needs Python.h" in (obstacle(queries, has_position_bias=True) or "")
+    (tmp_path / "Python.h").touch()
+    launch.lacks_compiler.cache_clear()
+    assert launch.lacks_compiler() == ""
+    launch.lacks_compiler.cache_clear()
 
 
 def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,16 +19,15 @@ from txl_dist.ops.doctor import machine
 from txl_dist.ops.doctor.checks import Finding, judge
 from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
 from txl_dist.ops.doctor.doctor import Report
-from txl_dist.ops.doctor.fabric import Peer, Reduce, _answer
+from txl_dist.ops.doctor.fabric import Peer, Reduce
 from txl_dist.ops.doctor.machine import Device, Facts, Interface, gather
-from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce, judge_speed
+from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce
 
-H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4, "0")
+H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4)
 DISK = Disk(
     folder="/runs",
     kind="ext4",
     free_gib=900.0,
-    free_inodes=10**7,
     write_mib_s=900.0,
     read_mib_s=2000.0,
     force_ms=1.0,
@@ -51,9 +50,6 @@ HEALTHY = Facts(
     memory_gib=256.0,
     available_gib=250.0,
     cgroup_memory_gib=0.0,
-    swap_used_gib=0.0,
-    huge_pages="madvise",
-    overcommit=0,
     shm_gib=128.0,
     shm_free_gib=128.0,
     shm_leftovers=0,
@@ -62,11 +58,9 @@ HEALTHY = Facts(
     interfaces=(Interface("lo", 0, ("127.0.0.1",)), Interface("eth0", 100000, ("10.0.0.1",))),
     host_address="10.0.0.1",
     environment={},
-    encoding="UTF-8",
-    is_clock_synchronised=True,
     orphans=(),
-    programs={"deepspeed": "/bin/deepspeed", "pdsh": "/bin/pdsh", "ssh": "/bin/ssh", "cc": "/bin/gcc"},
-    has_python_header=True,
+    programs={"deepspeed": "/bin/deepspeed", "pdsh": "/bin/pdsh", "ssh": "/bin/ssh"},
+    lacks_compiler="",
     busy_port=0,
     hostfile="",
     deepspeed_env={},
@@ -99,7 +93,7 @@ def variable(name: str, value: str) -> Facts:
 def test_a_healthy_machine_has_no_complaint(is_several: bool) -> None:
     findings = judge(HEALTHY, is_several=is_several)
     assert [finding for finding in findings if finding.verdict != "ok"] == []
-    assert len(findings) > 20
+    assert len(findings) > 16
     assert all(finding.found for finding in findings)
 
 
@@ -114,7 +108,6 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (changed(unmet=("torch>=2.10 (is 2.9.1)",)), "versions", "problem", "torch>=2.10 (is 2.9.1)"),
         (variable("TRITON_INTERPRET", "1"), "TRITON_INTERPRET", "problem", "interpreter"),
         (gpu(has_code=False), "GPU 1", "problem", "no code for it"),
-        (gpu(ecc_errors="3"), "GPU 1", "problem", "3 uncorrected"),
         (gpu(free_gib=20.0), "GPU 1", "warning", "only 20.0 GiB"),
         (gpu(capability=(7, 0)), "GPU 1", "warning", "bf16 is emulated"),
         (gpu(peak_tflops=0.0), "GPU 1", "warning", "peak is not known"),
@@ -130,19 +123,14 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (variable("OMP_NUM_THREADS", "many"), "OMP_NUM_THREADS", "problem", "'many'"),
         (changed(available_gib=2.0), "memory", "problem", "2.0 of 256.0"),
         (changed(cgroup_memory_gib=1.0), "memory", "problem", "control group allows 1.0"),
-        (changed(swap_used_gib=5.0), "swap", "warning", "5.0 GiB"),
-        (changed(overcommit=2), "kernel", "warning", "overcommit 2"),
         (changed(shm_gib=0.06, shm_free_gib=0.06), "/dev/shm", "problem", "0.06 of 0.06"),
         (changed(shm_free_gib=10.0, shm_leftovers=7), "/dev/shm", "warning", "7 files"),
         (changed(limits=HEALTHY.limits | {"nofile": 100}), "limits", "problem", "nofile 100"),
         (changed(limits=HEALTHY.limits | {"nofile": 1024}), "limits", "warning", "nofile 1024"),
         (changed(limits=HEALTHY.limits | {"nproc": 100}), "limits", "warning", "nproc 100"),
         (changed(limits=HEALTHY.limits | {"memlock": 65536}), "limits", "problem", "memlock 65536"),
-        (changed(is_clock_synchronised=False), "clock", "warning", "not synchronised"),
-        (changed(encoding="ANSI_X3.4-1968"), "locale", "warning", "ANSI_X3.4-1968"),
         (on_disk(error="Permission denied"), "disk", "problem", "Permission denied"),
         (on_disk(free_gib=0.5), "disk space", "problem", "0.5 GiB"),
-        (on_disk(free_inodes=3), "disk space", "problem", "3 inodes"),
         (on_disk(free_gib=10.0), "disk space", "warning", "10.0 GiB"),
         (on_disk(write_mib_s=20.0), "disk speed", "warning", "write 20 MiB/s"),
         (on_disk(force_ms=500.0), "disk speed", "warning", "500.0 ms"),
@@ -157,9 +145,8 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (variable("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), "TORCH_DISTRIBUTED_DEBUG", "warning", "DETAIL"),
         (variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "problem", "code"),
         (variable("TXL_FAULT", "kill:0:3"), "TXL_FAULT", "problem", "on purpose"),
-        (changed(programs={"deepspeed": "/bin/deepspeed"}), "compiler", "problem", "a C compiler is missing"),
-        (changed(has_python_header=False), "compiler", "problem", "Python.h is missing"),
-        (changed(programs={"cc": "/bin/gcc"}), "launcher", "warning", "no program deepspeed"),
+        (changed(lacks_compiler="Triton needs Python.h"), "compiler", "problem", "Triton needs Python.h"),
+        (changed(programs={}), "launcher", "warning", "no program deepspeed"),
         (changed(hostfile="/job/hostfile"), "hostfile", "warning", "without being asked"),
         (changed(deepspeed_env={"/root/.deepspeed_env": ("A=", "# B")}), ".deepspeed_env", "problem", "equals sign"),
         (changed(busy_port=29500), "port", "warning", "29500"),
@@ -226,20 +213,17 @@ NODE_OF = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
 @pytest.mark.parametrize(
-    ("peers", "links", "clocks"),
+    ("peers", "verdict"),
     [
-        ([Peer(1, 0.1, 1000, 0.0), Peer(2, 0.1, 900, 0.01)], "ok", "ok"),
-        ([Peer(1, 0.1, 1000, 0.0), Peer(2, 0.1, 1000, 0.0), Peer(3, 9.0, 50, 0.0)], "warning", "ok"),
-        ([Peer(2, 0.1, 900, -2.0)], "ok", "warning"),
-        ([Peer(2, 0.1, 900, 300.0)], "ok", "problem"),
-        ([Peer(2, 0.1, 900, -40.0)], "ok", "problem"),
+        ([Peer(1, 0.1, 1000), Peer(2, 0.1, 900)], "ok"),
+        ([Peer(1, 0.1, 1000), Peer(2, 0.1, 1000), Peer(3, 9.0, 50)], "warning"),
+        ([Peer(2, 0.1, 900)], "ok"),
     ],
 )
-def test_a_slow_link_and_a_clock_that_is_off_are_named(peers: list[Peer], links: str, clocks: str) -> None:
-    found = {one.name: one for one in judge_peers(peers, node_of=NODE_OF)}
-    assert (found["links"].verdict, found["clocks"].verdict) == (links, clocks)
-    assert links == "ok" or "rank 3 on b" in found["links"].found
-    assert clocks == "ok" or "b is" in found["clocks"].found
+def test_a_slow_link_is_named(peers: list[Peer], verdict: str) -> None:
+    found = judge_peers(peers, node_of=NODE_OF)
+    assert found.verdict == verdict
+    assert verdict == "ok" or "rank 3 on b" in found.found
 
 
 @pytest.mark.parametrize(
@@ -254,21 +238,7 @@ def test_a_slow_link_and_a_clock_that_is_off_are_named(peers: list[Peer], links:
 )
 def test_slow_all_reduces_are_seen(best: float, num_nodes: int, on_gpu: bool, verdict: str) -> None:
     figures = [Reduce(4096, 0.1, best / 9), Reduce(2**20, 0.2, best)]
-    assert [one.verdict for one in judge_reduce(figures, num_nodes=num_nodes, on_gpu=on_gpu)] == [verdict]
-
-
-def test_the_rank_that_computes_slower_is_named() -> None:
-    assert [one.verdict for one in judge_speed([1.0, 0.9, 0.8, 1.0], node_of=NODE_OF)] == ["ok"]
-    (found,) = judge_speed([1.0, 1.0, 0.5, 1.0], node_of=NODE_OF)
-    assert found.verdict == "warning"
-    assert "rank 2 on b" in found.found
-
-
-def test_who_did_not_come_is_named_in_ranges() -> None:
-    answer = _answer({0: ["a", ""], 1: ["a", ""], 5: ["c", ""]}, [2, 3, 4, 7], timeout_s=9)
-    assert answer.startswith("rank 2-4, 7 of 7 did not come in 9 s; here are a (rank 0-1), c (rank 5). ")
-    assert _answer({0: ["a", ""], 1: ["b", ""]}, [], timeout_s=9) == ""
-    assert _answer({0: ["a", ""], 1: ["b", "no GPU"]}, [], timeout_s=9).startswith("b, rank 1: no GPU.")
+    assert judge_reduce(figures, num_nodes=num_nodes, on_gpu=on_gpu).verdict == verdict
 
 
 def test_the_disk_test_leaves_nothing_behind(tmp_path: Path) -> None:

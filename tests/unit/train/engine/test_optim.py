@@ -3,17 +3,15 @@
 Each optimizer is held to its equations, written as a loop over tensors.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
-from txl_dist.sections import ModelSection, OptimSection
-from txl_dist.train.engine.optim import apply_settings, build_optimizer
-
-OPTIMIZERS = ["adam", "adamw", "lamb", "sgd"]
+from txl_dist.sections import OPTIMIZERS, ModelSection, OptimSection
+from txl_dist.train.engine.optim import BUILDERS, apply_settings, build_optimizer
 
 
 def optimizer_of(optim: OptimSection) -> tuple[SegmentLoss, torch.optim.Optimizer]:
@@ -21,6 +19,10 @@ def optimizer_of(optim: OptimSection) -> tuple[SegmentLoss, torch.optim.Optimize
         TransformerXL(ModelSection(num_layers=1, cutoffs=(5,), final_norm=True, pre_norm=True), vocab_size=9)
     )
     return module, build_optimizer(module.named_parameters(), optim)
+
+
+def test_every_name_has_its_facts_and_can_be_built() -> None:
+    assert set(OPTIMIZERS) == set(BUILDERS) == set(get_args(OptimSection.model_fields["name"].annotation))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -21,7 +21,7 @@ from tests.helpers.tiny import tiny_config
 from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
-from txl_dist.model.flops import flops_per_token
+from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
 from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s
 from txl_dist.train.report.sinks import JsonLines, Reporter, format_record
@@ -159,7 +159,7 @@ def meter(peak_tflops: float, *, ranks: int = 1) -> MfuMeter:
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
     model, lengths = tiny_config().model, {"segment_len": 8, "memory_len": 12, "microbatch_lanes": 2}
-    flops = flops_per_token(model, vocab_size=300, **lengths)
+    flops = sum(flops_by_part(model, vocab_size=300, **lengths).values())
     speed = 0.25 * 2e12 / flops  # a quarter of two devices of 1 TFLOP/s
     assert meter(1.0, ranks=2)(speed)["mfu_pct"] == pytest.approx(25.0)
     assert meter(4.0)(speed)["mfu_pct"] == pytest.approx(12.5)

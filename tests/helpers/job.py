@@ -1,32 +1,26 @@
 """Ranks that start in a second, and a supervisor that behaves as DeepSpeed's `launch.py` does.
 
-    this process --> rank server (everything imported, one thread, no process group) --fork--> rank 0, rank 1 ...
-
-Importing torch and DeepSpeed takes each rank seconds; the server (the standard library's forkserver) does it once. A
-forked rank runs the same command line as one that the `deepspeed` launcher starts, in the environment that the launcher
-would give it; a test holds the two to the same losses, bit for bit.
+A rank is forked by the server of `tests.helpers.forked`. It runs the same command line as one that the `deepspeed`
+launcher starts, in the environment that the launcher would give it; a test holds the two to the same losses, bit for
+bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
-from unittest import mock
 
-REPOSITORY = Path(__file__).parents[2]
-WARM = "tests.chaos.warm"
-SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)}
+from tests.helpers import forked
+from tests.helpers.forked import free_port
+
 GRACE_S = 1.0
 """From the first rank that fails to SIGTERM for the others: `launch.py` looks every second."""
 KILL_S = 5.0
@@ -48,9 +42,8 @@ class Struck(NamedTuple):
 class Job:
     """One start of a run: its ranks, their exits, and their common log. Leaving the context kills what still lives."""
 
-    def __init__(self, *words: str, log: Path, ranks: int = 2, fault: str = "") -> None:
+    def __init__(self, *words: str, log: Path, ranks: int = 2, fault: str = "", cwd: Path | None = None) -> None:
         """Start `txl words` on so many ranks; `log` is appended to."""
-        start_server()
         self.log, self.started_s = log, time.time()
         log.touch()
         self._log_start = self._scanned = log.stat().st_size
@@ -60,21 +53,10 @@ class Job:
         """Per rank that has ended: (exit code, negative for a signal; seconds since the epoch)."""
         self._failed_s = self._termed_s = 0.0
         self._port, self.leaked_bytes = str(free_port()), 0
-        context = multiprocessing.get_context("forkserver")
         self._processes = []
         for rank in range(ranks):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": ranks,
-                "LOCAL_SIZE": ranks,
-                "MASTER_PORT": self._port,
-            }
-            environment = {name: str(value) for name, value in place.items()}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "TXL_FAULT": fault}
-            process = context.Process(target=_rank, args=(words, environment, str(log)))
-            process.start()
-            self._processes.append(process)
+            variables = forked.environment(**forked.place(rank, ranks, self._port), TXL_FAULT=fault)
+            self._processes.append(forked.start(forked.run_txl, *words, variables=variables, cwd=cwd, out=log))
 
     def __enter__(self) -> Job:
         return self
@@ -159,32 +141,3 @@ class Job:
         if self._termed_s and now_s > self._termed_s + KILL_S:
             self.signal(signal.SIGKILL)
         return len(self.exits) < len(self._processes)
-
-
-def start_server() -> None:
-    """Start the rank server, unless it runs; it ends with this process."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([WARM])
-    with mock.patch.dict(os.environ, SERVER_ENVIRONMENT):
-        forkserver.ensure_running()
-
-
-def _rank(words: tuple[str, ...], environment: dict[str, str], log: str) -> None:
-    """The life of a rank, in the forked process: as `python -m txl_dist words` under the launcher."""
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    assert WARM in sys.modules, f"the rank server could not import {WARM}"
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
-    os.environ.update(environment)
-    sys.argv = ["txl", *words]
-    from txl_dist.cli import run
-
-    run()
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,0 +1,100 @@
+"""Processes that start at once: forked by a server that has imported torch, DeepSpeed and the whole of training once.
+
+    this process --> server (everything imported, one thread, no process group) --fork--> rank 0, rank 1, `txl evaluate`
+
+Importing costs a fresh process four seconds. A forked one runs the same code in the environment that a launcher would
+give it; tests/chaos holds its runs to those of the real launcher, bit for bit. The server is the standard library's
+forkserver; a process of pytest has one, which ends with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+REPOSITORY = Path(__file__).parents[2]
+WARM = "tests.helpers.warm"
+OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    "PYTHONPATH": str(REPOSITORY),
+}
+"""Of every process that a test starts."""
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """That of this process, without the job that it may be part of; with `variables`."""
+    own = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+    return own | ENVIRONMENT | {name: str(value) for name, value in variables.items()}
+
+
+def place(rank: int, world_size: int, port: int | str) -> dict[str, object]:
+    """The variables by which a launcher on this machine tells a rank who it is."""
+    who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
+    return who | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(
+    function: Callable[..., object],
+    *arguments: Any,
+    variables: Mapping[str, str],
+    cwd: Path | None = None,
+    out: Path | None = None,
+    err: Path | None = None,
+) -> ForkServerProcess:
+    """Call `function` in a process with this environment and no other; `out` and `err` are appended to."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([WARM])
+    with mock.patch.dict(os.environ, environment(), clear=True):
+        forkserver.ensure_running()
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_enter, args=(function, arguments, dict(variables), cwd or Path.cwd(), out, err or out)
+    )
+    process.start()
+    return process
+
+
+def run_txl(*words: str) -> None:
+    """A function to start: `python -m txl_dist words`."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
+    sys.argv = ["txl", *words]
+    from txl_dist.cli import run
+
+    run()
+
+
+def _enter(
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+    variables: dict[str, str],
+    cwd: Path,
+    out: Path | None,
+    err: Path | None,
+) -> None:
+    assert WARM in sys.modules, f"the server could not import {WARM}"
+    os.chdir(cwd)
+    for descriptor, path in ((1, out), (2, err)):
+        if path is not None:
+            file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+            os.dup2(file, descriptor)
+            os.close(file)
+    os.environ.clear()
+    os.environ.update(variables)
+    function(*arguments)

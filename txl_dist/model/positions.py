@@ -1,0 +1,101 @@
+"""The ways to know positions, which `model.positions` names: encodings, learned tables, and the layer that uses them.
+
+    relative           sinusoids of the distance, projected by W_R, biases u and v (the paper)
+    learned_relative   a learned vector and number per distance, bias u (Shaw; labml)
+    absolute           sinusoids of the position, added to the embedding (Vaswani; vanilla)
+
+What the rest of the program must know of each is a row of `sections.SCHEMES`. Parameters stand in the module whose
+`forward` uses them, because ZeRO-3 gathers them there.
+
+Shapes: K keys, P rows of a table, D model width, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.model.attention import Attention, Distances
+from txl_dist.model.relative_attention import at_least_fp32
+from txl_dist.sections import AttentionKernel, ModelSection
+
+
+def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
+    """R_KD: sinusoids of the distances K-1 ... 0, [sin | cos] as in the original code.
+
+    Built in at least fp32 and cast last: in bf16 the positions themselves would collapse (1,024 into 513 values).
+    `clamp_len` > 0 makes all larger distances share one encoding.
+    """
+    dtype = at_least_fp32(like.dtype)
+    distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
+    if clamp_len > 0:
+        distance_K = distance_K.clamp(max=clamp_len)
+    # In this order, as the peers have it: in fp32 the angle of a distance of thousands depends on the rounding.
+    frequency_F = 1 / 10000 ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
+    angle_KF = distance_K[:, None] * frequency_F[None, :]
+    return torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)[:, :width].to(like.dtype)
+
+
+class SinusoidalDistances(nn.Linear):
+    """W_R: the sinusoids of the distances as a layer sees them."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__(model.width, model.num_heads * model.head_width, bias=False)
+        self.head_width = model.head_width
+
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:  # type: ignore[override]
+        """Of the distances K-1 ... 0, whose sinusoids are given; called as `LearnedDistances` is."""
+        assert encoding_KD is not None
+        assert encoding_KD.shape[0] == num_distances
+        return Distances(super().forward(encoding_KD).unflatten(-1, (-1, self.head_width)), None)
+
+
+class LearnedDistances(nn.Module):
+    """A table with a row per distance, shortest first; larger distances share the last row that may be read."""
+
+    def __init__(self, model: ModelSection) -> None:
+        super().__init__()
+        self.num_rows = min(model.num_distances, model.clamp_len + 1) if model.clamp_len else model.num_distances
+        self.weight = nn.Parameter(torch.empty(model.num_distances, model.num_heads, model.head_width))
+        self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
+
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:
+        """The rows of the distances K-1 ... 0; sinusoids are not used."""
+        return Distances(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
+
+    def _rows(self, table: Tensor, num_distances: int) -> Tensor:
+        known = min(num_distances, self.num_rows)
+        rows = table[:known].flip(0)
+        # Not by index: the gradient of repeated rows would be a scatter, whose order of sums is not fixed on a GPU.
+        far = rows[:1].expand(num_distances - known, *rows.shape[1:])
+        return torch.cat([far, rows])
+
+
+class AttentionBiases(NamedTuple):
+    """The biases that layers may share: u (content), and v (position) where the distances are sinusoids."""
+
+    content_NH: nn.Parameter
+    position_NH: nn.Parameter
+
+
+def attention_biases(model: ModelSection) -> AttentionBiases:
+    """Not yet initialised."""
+    shape = (model.num_heads, model.head_width)
+    return AttentionBiases(nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape)))
+
+
+def build_attention(model: ModelSection, *, biases: AttentionBiases, kernel: AttentionKernel = "auto") -> Attention:
+    """The attention layer that `model.positions` names; `kernel` computes relative ones."""
+    content, position = biases
+    match model.positions:
+        case "relative":
+            distance = SinusoidalDistances(model)
+            return Attention(
+                model, distance=distance, content_bias_NH=content, position_bias_NH=position, kernel=kernel
+            )
+        case "learned_relative":
+            return Attention(model, distance=LearnedDistances(model), content_bias_NH=content, kernel=kernel)
+        case "absolute":
+            return Attention(model)
