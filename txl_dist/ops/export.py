@@ -75,16 +75,16 @@ def read_trained(run: Path) -> Trained:
 
 
 def _read_checkpoint(folder: Path) -> Trained:
-    state, config = read_state(folder), load_config(folder / "config.toml")
+    saved, config = read_state(folder), load_config(folder / "config.toml")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     return Trained(
         folder=folder,
         config=config,
         tokenizer=tokenizer,
         weights=consolidated_weights(folder),
-        step=state["step"],
+        step=saved.step,
         probe=read_probe(folder, vocab_size=tokenizer.vocab_size),
-        begins_documents=scores_first_tokens(config, state),
+        begins_documents=scores_first_tokens(config, saved),
     )
 
 

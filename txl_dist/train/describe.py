@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
-from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState
-from txl_dist.dist import uses_gpu
+from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
 from txl_dist.model.kernels.launch import obstacle
@@ -20,16 +19,16 @@ from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.preflight import (
     check_job,
-    first_stream,
     remarks,
     remarks_on_evaluation,
     remarks_on_repetition,
-    train_splits,
 )
+from txl_dist.train.state import Job
 
 
-def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
+def describe_batch(job: Job) -> Iterator[str]:
     """Lines for the log at the start of a run."""
+    config, plan, vocab_size = job.config, job.plan, job.vocab_size
     train, engine = config.train, config.engine
     yield (
         f"batch: {train.num_lanes} lanes x {train.segment_len} tokens = {plan.tokens_per_step:,} tokens per step; "
@@ -57,14 +56,15 @@ def _attention(config: Config) -> str:
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
 
 
-def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamState, step: int = 0) -> Iterator[str]:
-    """A line per corpus: its lanes, and how often the run will have read it when it goes on at this step."""
-    end = stream.advanced((config.train.max_steps - step) * config.train.segment_len)
-    for split, one in zip(splits, end.corpora, strict=True):
+def describe_data(job: Job, stream: StreamState, *, step: int = 0) -> Iterator[str]:
+    """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
+    train = job.config.train
+    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    for split, one in zip(job.splits, end.corpora, strict=True):
         read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         yield (
             f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
-            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {config.train.max_steps:,}"
+            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {train.max_steps:,}"
         )
 
 
@@ -97,14 +97,13 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: b
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
-    plan, corpora = check_job(config, device=device, world_size=world_size)
-    corpus = corpora[0]
+    job = check_job(config, ranks=Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads()))
     if config.run.init:
-        initial_weights(config, corpus)
+        initial_weights(config, job.corpora[0])
     yield config_to_toml(config)
-    yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
-    yield from describe_data(config, splits=train_splits(config, corpora), stream=first_stream(config, corpora))
-    yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size, on_gpu=device.type == "cuda")
-    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpora)
-    warnings += remarks_on_repetition(config, train_splits(config, corpora), first_stream(config, corpora))
+    yield from describe_batch(job)
+    yield from describe_data(job, job.stream)
+    yield from describe_cost(config, plan=job.plan, vocab_size=job.vocab_size, on_gpu=device.type == "cuda")
+    warnings = remarks(config, plan=job.plan) + remarks_on_evaluation(config, job.corpora)
+    warnings += remarks_on_repetition(config, job.splits, job.stream)
     yield from (f"warning: {sentence}" for sentence in warnings)

@@ -11,30 +11,32 @@ from txl_dist.data.read.corpus import Corpus, Split, open_corpus
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState, first_state
 from txl_dist.data.storage.places import StorageSettings
+from txl_dist.dist import Ranks
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.rng import derive_seed
 from txl_dist.train.report.sinks import check_sinks
+from txl_dist.train.state import Job
 
 MANY_EPOCHS = 100
 LARGE_SHARE = 0.1
 """Of a corpus, in one step."""
 
 
-def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, tuple[Corpus, ...]]:
-    """Check settings against each other, the hardware, the ranks and the corpora. Raises TxlError.
-
-    Returns the batch arithmetic and the corpora, that of data.path first.
-    """
+def check_job(config: Config, *, ranks: Ranks) -> Job:
+    """The job that these ranks are to do. Raises TxlError where its settings, the hardware, the number of ranks and the
+    corpora do not go together."""
     check_config(config)
-    check_hardware(config, device=device)
+    check_hardware(config, device=ranks.device)
     check_sinks(config)
-    plan = plan_batch(config.train, world_size=world_size)
+    plan = plan_batch(config.train, world_size=ranks.world_size)
     corpora = open_corpora(config)
     check_vocabulary(config.model, vocab_size=corpora[0].vocab_size)
-    for split, state in zip(train_splits(config, corpora), first_stream(config, corpora).corpora, strict=True):
+    splits = train_splits(config, corpora)
+    stream = first_stream(config, splits)
+    for split, state in zip(splits, stream.corpora, strict=True):
         needed = state.num_lanes * (config.train.segment_len + 1)
         if split.tokens < needed:
             raise ConfigError(
@@ -44,13 +46,14 @@ def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple
             )
     if config.metrics.sample_every_steps:
         _check_prompt(config.metrics.sample_prompt, corpora[0])
-    for split in eval_splits(config, corpora):
+    held_out = eval_splits(config, corpora)
+    for split in held_out:
         if split.tokens < 2:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
-    return plan, corpora
+    return Job(config, plan, ranks, corpora, splits, held_out, stream)
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
@@ -66,7 +69,7 @@ def _check_prompt(prompt: str, corpus: Corpus) -> None:
 def open_corpora(config: Config) -> tuple[Corpus, ...]:
     """Every corpus of the run, that of data.path first. Raises DataError, or ConfigError if they do not go together."""
     settings = storage_settings(config)
-    corpora = tuple(open_corpus(path, settings) for path in (config.data.path, *config.data.more_paths))
+    corpora = tuple(open_corpus(path, settings) for path in config.data.paths)
     for corpus in corpora[1:]:
         if corpus.tokenizer_sha256 != corpora[0].tokenizer_sha256:
             raise ConfigError(
@@ -120,10 +123,10 @@ def remarks_on_evaluation(config: Config, corpora: Sequence[Corpus]) -> list[str
     ]
 
 
-def first_stream(config: Config, corpora: Sequence[Corpus]) -> StreamState:
+def first_stream(config: Config, splits: Sequence[Split]) -> StreamState:
     """Where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
     return first_state(
-        train_splits(config, corpora),
+        splits,
         weights=config.data.weights,
         num_lanes=config.train.num_lanes,
         seed=derive_seed(config.run.seed, "documents"),

@@ -60,7 +60,7 @@ class Run:
         (self.folder / "config.toml").write_text(config_to_toml(config))
         corpora = open_corpora(config)
         splits = train_splits(config, corpora)
-        wanted = first_stream(config, corpora)
+        wanted = first_stream(config, splits)
         state = continued(self.state, wanted, splits) if self.state else wanted
         lanes = range(config.train.num_lanes)
         stream = iter(LaneStream(splits, state, segment_len=config.train.segment_len, lanes=lanes))

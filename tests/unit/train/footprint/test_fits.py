@@ -161,7 +161,7 @@ def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_st
 
     def remarks(**changes: int) -> list[str]:
         config = tiny_config(train=train | changes)
-        return remarks_on_repetition(config, (split,), first_stream(config, (corpus,)))
+        return remarks_on_repetition(config, (split,), first_stream(config, (split,)))
 
     assert remarks() == []
     assert remarks(max_steps=1900) == []
