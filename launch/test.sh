@@ -11,8 +11,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_environment "[dev]"
-# Several processes run side by side in the tests: one thread each is fastest and the same everywhere.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Once, and not in each of some hundred processes.
 "$VENV/bin/python" -m compileall -q txl_dist tests tools
 

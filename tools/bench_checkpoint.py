@@ -90,7 +90,7 @@ class Bench:
         self.maker = batch_maker(self.engine.model, mask_documents=False)
         self.clock = StepClock(ranks.device, sees_forward=True)
         self.stepper = Stepper(self.engine, self.job, self.clock)
-        stream = self.job.stream
+        stream = self.job.corpora.begin
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
         self.state = TrainState(0, 0, Health(), stream, (empty,) * self.job.plan.num_microbatches)
         self.inputs = read_inputs(self.job, stream, maker=self.maker, damage=DamagePolicy())

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.position import StreamState
 from txl_dist.dist import Ranks
 from txl_dist.text.tokenizer import Tokenizer
 from txl_dist.text.training import train_tokenizer
@@ -18,8 +17,8 @@ TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
 def job_of(config: Config, ranks: Ranks, *, tokenizer: Tokenizer = TOKENIZER) -> Job:
     """The job of these settings; its corpora have a tokenizer and no text."""
     corpus: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
-    plan = plan_batch(config.train, world_size=ranks.world_size)
-    return Job(config, plan, ranks, (corpus,), (), (), StreamState(seed=1, corpora=()))
+    corpora: Any = SimpleNamespace(first=corpus)
+    return Job(config, plan_batch(config.train, world_size=ranks.world_size), ranks, corpora)
 
 
 def in_folder(config: Config, folder: object) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.config import Config, check_config, config_from_dict
+from txl_dist.config import Config, changed, check_config, config_from_dict
 from txl_dist.data.check.baselines import order0_and_bigram
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.evaluation import EvalStream
@@ -25,13 +25,12 @@ from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.ops.evaluation_settings import Overrides
-from txl_dist.ops.export import Trained, network_in_fp32, read_trained
+from txl_dist.ops.export import read_trained
 from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import ModelSection
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.read import require_corpus
-from txl_dist.train.preflight import storage_settings
 from txl_dist.train.report.evaluate import evaluate
 
 Result = dict[str, Any]
@@ -55,7 +54,7 @@ def evaluate_trained(
     configs = [_with_overrides(config, overrides, memory_len=one, target=target) for one in overrides.memory_len]
     config = configs[0]
     model = _as_evaluated(model, config.model, where=where)
-    corpus = open_corpus(config.data.path, storage_settings(config))
+    corpus = open_corpus(config.data.path, config.data)
     if corpus.tokenizer_sha256 != tokenizer_fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
@@ -150,14 +149,14 @@ def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str,
         _warn_of_first_tokens(bundle, config)
         return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}{_origin(bundle.source)}"
     trained = read_trained(target)
-    model, config = network_in_fp32(trained), trained.config
-    _warn_of_first_tokens(trained, config)
+    bundle, config = trained.package.open(where=str(trained.folder)), trained.config
+    _warn_of_first_tokens(bundle, config)
     path = str(data) or require_corpus(trained.folder, config)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    return model, trained.tokenizer.fingerprint, config, str(trained.folder)
+    config = changed(config, {"data.path": path})
+    return bundle.model, bundle.tokenizer.fingerprint, config, str(trained.folder)
 
 
-def _warn_of_first_tokens(model: Bundle | Trained, config: Config) -> None:
+def _warn_of_first_tokens(model: Bundle, config: Config) -> None:
     if config.data.document_border == "mask" and not model.begins_documents:
         warn_for_all(
             "this model was trained by an older program, which scored no first token of a document: here they are "

@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from txl_dist.config import load_config
+from txl_dist.data.read.corpora import open_corpora
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState
@@ -25,7 +26,6 @@ from txl_dist.tables import aligned
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
-from txl_dist.train.preflight import first_stream, open_corpora, train_splits
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {
@@ -50,9 +50,8 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     config = load_config((behind[0] if behind else run_dir) / "config.toml")
     if checkpoints:
         config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
-    corpora = open_corpora(config)
-    splits = train_splits(config, corpora)
-    state, start = first_stream(config, splits), 0
+    corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+    splits, state, start = corpora.train, corpora.begin, 0
     if before:
         last = read_state(before[-1])
         state, start = continued_stream(last, state, splits)[0], last.step
@@ -184,8 +183,8 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     with suppress(TxlError, OSError):
         config = with_corpora_found(load_config(folder / "config.toml"), folder)
         if all(Path(path).is_dir() for path in config.data.paths):
-            splits = train_splits(config, open_corpora(config))
-            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}
+            corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in corpora.train}
     found = []
     for one in stream.corpora:
         num_tokens = tokens.get((one.fingerprint, one.split))

@@ -100,7 +100,7 @@ def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: Dam
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
     segments = LaneStream(
-        job.splits,
+        job.corpora.train,
         stream,
         segment_len=config.train.segment_len,
         lanes=job.lanes,

@@ -88,7 +88,7 @@ class Guard:
         self._reporter.write("event", {"event": "replicas_agree", "step": step, "seconds": seconds})
 
     def _blame(self, before: TrainState, reason: str, *, is_mine: bool) -> str:
-        parts = gather_objects((is_mine, documents_at(self._job.splits, before.stream, self._job.lanes[:4])))
+        parts = gather_objects((is_mine, documents_at(self._job.corpora.train, before.stream, self._job.lanes[:4])))
         guilty = [rank for rank, (is_guilty, _) in enumerate(parts) if is_guilty]
         shown = [parts[rank][1] for rank in guilty[:2]] or [lines for _, lines in parts[:2]]
         documents = "; ".join(line for lines in shown for line in lines)

@@ -229,11 +229,9 @@ class Run:
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
-        job = self.job
+        job, corpora, most = self.job, self.job.corpora, self.job.config.eval.max_tokens
         facts = together(
-            lambda: text_facts(
-                job.splits, job.held_out, mask_documents=job.masks_documents, max_tokens=job.config.eval.max_tokens
-            )
+            lambda: text_facts(corpora.train, corpora.eval, mask_documents=job.masks_documents, max_tokens=most)
         )
         for kind, problem in facts["no_bits"].items():
             logger.info("%s: no bits per byte, as %s", kind, problem)

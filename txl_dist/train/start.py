@@ -106,10 +106,10 @@ def _train(
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
     start = on_first(lambda: _check_run(job, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
-    for corpus in job.corpora:
+    for corpus in job.corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
     begins_with = config.run.init and checkpoint is None
-    weights = together(lambda: initial_weights(config, job.corpora[0])) if begins_with else None
+    weights = together(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
     on_first(lambda: _open_run(job, start))
     watchdog.write_stacks_to(run_dir / "stacks")
     for line in (*describe_batch(job), *describe_data(job, start.stream, step=start.step)):
@@ -127,26 +127,26 @@ def _train(
 def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> Start:
     """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
     config, warnings = job.config, []
-    for split in (*job.splits, *job.held_out):
+    for split in (*job.corpora.train, *job.corpora.eval):
         try:
             split.check_files()
         except UnreachableError:
             raise
         except DataError as error:
-            if split not in job.splits or config.data.on_damage == "fail":
+            if split not in job.corpora.train or config.data.on_damage == "fail":
                 raise
             warnings.append(str(error))
-    tokenizer_json, stream, saved, step = job.tokenizer.to_json(), job.stream, None, 0
+    tokenizer_json, stream, saved, step = job.tokenizer.to_json(), job.corpora.begin, None, 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
-    warnings += remarks_on_cache(config, job.splits, lanes_per_rank=job.plan.lanes_per_rank)
-    warnings += remarks_on_evaluation(config, job.corpora)
+    warnings += remarks_on_cache(config, job.corpora.train, lanes_per_rank=job.plan.lanes_per_rank)
+    warnings += remarks_on_evaluation(config, job.corpora.first)
     if checkpoint is not None:
         saved = read_state(checkpoint)
         step = saved.step
         warnings += check_checkpoint(saved, job)
-        stream, remarks_on_lanes = continued_stream(saved, stream, job.splits)
+        stream, remarks_on_lanes = continued_stream(saved, stream, job.corpora.train)
         warnings += remarks_on_lanes
-    warnings += remarks_on_repetition(config, job.splits, stream, step=step)
+    warnings += remarks_on_repetition(config, job.corpora.train, stream, step=step)
     warnings += remarks(config, plan=job.plan)
     return Start(saved, stream, tokenizer_json, evaluated_losses(job.run_dir, up_to=step), warnings)
 

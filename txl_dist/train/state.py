@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpus import Corpus, Split
+from txl_dist.data.read.corpora import Corpora
 from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.position import StreamState
 from txl_dist.dist import Ranks
@@ -26,14 +26,8 @@ class Job:
     config: Config
     plan: BatchPlan
     ranks: Ranks
-    corpora: tuple[Corpus, ...]
-    """That of data.path first."""
-    splits: tuple[Split, ...]
-    """What is trained on: one of each corpus."""
-    held_out: tuple[Split, ...]
-    """What is evaluated: that of the first corpus, and of each further one that has it; or nothing."""
-    stream: StreamState
-    """Where the lanes of a new run begin."""
+    corpora: Corpora
+    """With what is trained on, what is evaluated, and where the lanes of a new run begin."""
 
     @property
     def run_dir(self) -> Path:
@@ -53,12 +47,12 @@ class Job:
     @property
     def vocab_size(self) -> int:
         """Of all corpora."""
-        return self.corpora[0].vocab_size
+        return self.corpora.first.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Of all corpora. Raises DataError if it cannot be read."""
-        return self.corpora[0].tokenizer
+        return self.corpora.first.tokenizer
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def inspect(question: Annotated[Question, tyro.conf.arg(name="")]) -> None:
 
 def _answer(question: Question) -> Answer:
     from txl_dist.data.read.corpus import open_corpus
-    from txl_dist.data.storage.places import StorageSettings
+    from txl_dist.sections import DataSection
 
     if question.document >= 0 and not question.shard:
         raise ConfigError(f"--document {question.document} is one of a shard. Name the shard with `--shard`.")
@@ -85,7 +85,8 @@ def _answer(question: Question) -> Answer:
     kind = require(question.path, Kind.CORPUS, Kind.RUN, Kind.CHECKPOINT)
     if kind is not Kind.CORPUS:
         return _run_or_checkpoint(question, Path(question.path), kind)
-    corpus = open_corpus(question.path, StorageSettings(question.cache_dir, allow_protocols=question.allow_protocols))
+    settings = DataSection(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols)
+    corpus = open_corpus(question.path, settings)
     if question.lane >= 0:
         return _lane_of_corpus(question, corpus)
     return _shard(question, corpus) if question.shard else _corpus(question, corpus)

@@ -106,10 +106,10 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
-    from txl_dist.train.preflight import open_corpora, train_splits
+    from txl_dist.data.read.corpora import open_corpora
 
     try:
-        corpora = open_corpora(config)
+        corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     except TxlError as error:
         raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
-    return corpora[0].vocab_size, sum(split.tokens for split in train_splits(config, corpora))
+    return corpora.first.vocab_size, sum(split.tokens for split in corpora.train)

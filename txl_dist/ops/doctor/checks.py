@@ -132,11 +132,9 @@ def _processors(facts: Facts) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    limit = f"; the control group allows {facts.cgroup_memory_gib:.1f}" if facts.cgroup_memory_gib else ""
-    usable = min(facts.available_gib, facts.cgroup_memory_gib or facts.available_gib)
     remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
-    found = f"{facts.available_gib:.1f} of {facts.memory_gib:.1f} GiB available{limit}"
-    yield first_of("memory", found, (usable < 1.5 * facts.num_local_ranks, "problem", remedy))
+    found = f"{facts.room_gib:.1f} GiB are left to processes, of a memory of {facts.memory_gib:.1f}"
+    yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
     room = f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free"
     yield first_of(
         "/dev/shm",

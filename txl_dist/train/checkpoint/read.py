@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl_dist.config import Config, load_config
+from txl_dist.config import Config, changed, load_config
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.position import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
@@ -285,7 +285,7 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
         other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one
         for one, other in zip(given, known, strict=True)
     )
-    return config.model_copy(update={"data": config.data.model_copy(update={"path": path, "more_paths": tuple(more)})})
+    return changed(config, {"data.path": path, "data.more_paths": tuple(more)})
 
 
 def require_corpus(checkpoint: Path, config: Config) -> str:

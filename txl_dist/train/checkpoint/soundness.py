@@ -24,7 +24,7 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
-from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, step_of
+from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, list_checkpoints, step_of
 from txl_dist.train.checkpoint.tensor_files import open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.health import Health
@@ -138,6 +138,17 @@ def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> l
         return []
     except CheckpointError as error:
         return [str(error)]
+
+
+def run_problems(run_dir: Path) -> Iterator[str]:
+    """The same of every checkpoint of a run, each with its folder in front; that there is none is a problem too."""
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        yield f"{run_dir} is a run without checkpoints"
+    for checkpoint in checkpoints:
+        problems = checkpoint_problems(checkpoint)
+        if checkpoint.is_dir():  # a run may remove it meanwhile
+            yield from (f"{checkpoint}: {problem}" for problem in problems)
 
 
 def _contradictions(saved: SavedState) -> Iterator[str]:

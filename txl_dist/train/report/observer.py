@@ -41,7 +41,7 @@ class Observer:
         """`evaluated` are the losses on the first held-out split so far, by step, and gets what is evaluated.
         `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
         self._job, self._engine, self._maker, self._reporter = job, engine, maker, reporter
-        self._config, self._ranks, self._splits = job.config, job.ranks, job.held_out
+        self._config, self._ranks, self._splits = job.config, job.ranks, job.corpora.eval
         self._evaluated, self._before_segment = evaluated, before_segment
 
     def should_evaluate(self, step: int) -> bool:

@@ -22,6 +22,7 @@ from txl_dist.ops.doctor.doctor import Report
 from txl_dist.ops.doctor.fabric import Peer, Reduce
 from txl_dist.ops.doctor.machine import Device, Facts, Interface, gather
 from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce
+from txl_dist.train.footprint import room
 
 H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4)
 DISK = Disk(
@@ -48,8 +49,7 @@ HEALTHY = Facts(
     cgroup_cores=0.0,
     num_local_ranks=2,
     memory_gib=256.0,
-    available_gib=250.0,
-    cgroup_memory_gib=0.0,
+    room_gib=250.0,
     shm_gib=128.0,
     shm_free_gib=128.0,
     shm_leftovers=0,
@@ -121,8 +121,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (changed(cgroup_cores=4.0), "processors", "warning", "control group allows 4"),
         (variable("OMP_NUM_THREADS", "64"), "OMP_NUM_THREADS", "warning", "64 threads for each of 2"),
         (variable("OMP_NUM_THREADS", "many"), "OMP_NUM_THREADS", "problem", "'many'"),
-        (changed(available_gib=2.0), "memory", "problem", "2.0 of 256.0"),
-        (changed(cgroup_memory_gib=1.0), "memory", "problem", "control group allows 1.0"),
+        (changed(room_gib=2.0), "memory", "problem", "2.0 GiB are left to processes"),
         (changed(shm_gib=0.06, shm_free_gib=0.06), "/dev/shm", "problem", "0.06 of 0.06"),
         (changed(shm_free_gib=10.0, shm_leftovers=7), "/dev/shm", "warning", "7 files"),
         (changed(limits=HEALTHY.limits | {"nofile": 100}), "limits", "problem", "nofile 100"),
@@ -270,16 +269,19 @@ def test_a_corpus_is_opened_and_read(tmp_path: Path) -> None:
 
 def test_the_tightest_control_group_counts_in_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
-        "/proc/self/cgroup": "3:cpu:/\n2:memory:/job\n0::/a/b",
-        "/sys/fs/cgroup/a/cpu.max": "150000 100000",
-        "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
-        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000",
-        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(3 * 2**30),
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "of_process": "3:cpu:/\n0::/a/b",
+        "a/cpu.max": "150000 100000",
+        "a/b/cpu.max": "max 100000",
+        "cpu/cpu.cfs_quota_us": "200000",
     }
-    monkeypatch.setattr(machine, "_text", lambda path: files.get(str(path), ""))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(room, "GROUPS", tmp_path)
+    monkeypatch.setattr(room, "OF_PROCESS", tmp_path / "of_process")
     assert machine._cgroup_cores() == 1.5
-    assert machine._cgroup_memory_gib(16 * 2**30) == 3.0
+    (tmp_path / "a" / "cpu.max").unlink()
+    assert machine._cgroup_cores() == 2.0
 
 
 def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

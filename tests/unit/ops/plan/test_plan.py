@@ -152,7 +152,7 @@ def test_between_counted_micro_batches_memory_is_never_too_little(facts: dict[st
         if row["zero_stage"] == 1:
             one = changed(config, train={"microbatch_lanes": row["microbatch_lanes"]})
             batch = plan_batch(one.train, world_size=4)
-            counted = bytes_per_rank(one, plan=batch, vocab_size=VOCAB_SIZE, cluster_shares=(1.0,), on_gpu=True)
+            counted = bytes_per_rank(one, plan=batch, vocab_size=VOCAB_SIZE, on_gpu=True)
             assert row["needed_gib"] * 2**30 >= sum(counted.values()) * (1 - 1e-9)
 
 

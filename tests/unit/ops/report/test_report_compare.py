@@ -60,7 +60,7 @@ def test_only_settings_that_differ_are_shown_the_runs_folder_aside(runs: list[Pa
     write_comparison(runs, out=tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     rows = re.findall(
-        r'<th scope="row">([a-z_]+\.[a-z_]+)</th><td class="long">(.*?)</td><td class="long">(.*?)</td>', html
+        r'<th scope="row">([a-z_]+\.[a-z_]+)</th><td class="\w+">(.*?)</td><td class="\w+">(.*?)</td>', html
     )
     assert rows == [("optim.lr", "0.002", "0.004")]
     assert html.count("<svg") == 7
