@@ -31,7 +31,7 @@ from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.tables import aligned
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint.places import require_corpus
+from txl_dist.train.checkpoint.read import require_corpus
 from txl_dist.train.report.evaluate import evaluate
 
 Result = dict[str, Any]

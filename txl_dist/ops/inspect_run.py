@@ -28,11 +28,9 @@ from txl_dist.run_files import Kind, list_checkpoints, step_of
 from txl_dist.sections import DataSection, RunSection, TrainSection
 from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
-from txl_dist.train.checkpoint.places import with_corpora_found
-from txl_dist.train.checkpoint.read import continued_stream
+from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
-from txl_dist.train.health import Health
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {
@@ -118,11 +116,11 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     splits, state, start = corpora.train, corpora.begin, 0
     if before:
-        state, _ = continued_stream(before[-1], state, splits)
-        start = read_state(before[-1])["step"]
+        last = read_state(before[-1])
+        state, start = continued_stream(last, state, splits)[0], last.step
     segment_len = config.train.segment_len
     if behind:
-        saved = StreamState.from_dict(read_state(behind[0])["stream"])
+        saved = read_state(behind[0]).stream
         state = state.skipping(saved, saved)  # the run may have come back to `before` and left out what went wrong
         reached = state.advanced((step_of(behind[0]) - start) * segment_len)
         if [(one.cut(), one.position) for one in reached.corpora] != [
@@ -161,7 +159,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     keys = ("tokens_seen", "world_size", "zero_stage", "precision")
     facts |= dict.fromkeys(keys) | {"bytes": _bytes_of(folder)}
     try:
-        state = read_state(folder)
+        state = read_state(folder).values
     except CheckpointError as error:
         return facts | {"problems": facts["problems"] or [str(error)]}
     return facts | {key: state.get(key) for key in keys}
@@ -202,7 +200,7 @@ def _or_dash(value: Any) -> str:
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds, and what is wrong with it by its manifest. Raises CheckpointError without state.json."""
-    state, problems = read_state(folder), checkpoint_problems(folder)
+    saved, problems = read_state(folder), checkpoint_problems(folder)
     kinds: list[str] = []
     lanes: list[dict[str, Any]] = []
     try:
@@ -210,8 +208,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
     except CheckpointError as error:
         problems.append(str(error))
-    stream = StreamState.from_dict(state["stream"])
-    health = Health.from_dict(state["health"])
+    state, health = saved.values, saved.health
     own = ("format_version", "code_version", "step", "tokens_seen", "world_size", "zero_stage", "precision")
     return {
         "checkpoint": str(folder),
@@ -220,7 +217,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         **{key: state[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
         "kinds": kinds,
         "lanes": lanes,
-        "stream": _stream_facts(folder, stream),
+        "stream": _stream_facts(folder, saved.stream),
         "health": {
             "skipped_steps": health.skipped_steps,
             "num_spikes": health.num_spikes,
@@ -248,7 +245,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
         config = with_corpora_found(load_config(folder / "config.toml"), folder)
-        if all(Path(path).is_dir() for path in (config.data.path, *config.data.more_paths)):
+        if all(Path(path).is_dir() for path in config.data.paths):
             corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
             tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in corpora.train}
     found = []
