@@ -38,7 +38,6 @@ from txl_dist.data.format import (
 )
 from txl_dist.data.prepare.assembly import (
     DROPPED,
-    Duplicated,
     ShardTask,
     find_duplicates,
     hash_of_plan,
@@ -54,7 +53,7 @@ from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, m
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import count_left_out, identities, is_repeatable
 from txl_dist.data.prepare.tokenizing import (
-    Job,
+    Preparation,
     check_in_the_way,
     check_learning,
     choose_held_out,
@@ -101,7 +100,10 @@ class PrepareSummary:
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += [*self._table(), *(f"  {remark}" for remark in self.remarks)]
-        lines += self._losses()
+        splits = [*map(corpus.split, corpus.split_names)]
+        shares = {split.name: split.num_unknown / split.tokens for split in splits}
+        lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
+        lines += [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
         if self.parts_kept:
@@ -109,13 +111,6 @@ class PrepareSummary:
                 f"  kept from an interrupted preparation: {self.parts_kept:,} parts, {self.shards_kept:,} shards"
             )
         return lines
-
-    def _losses(self) -> list[str]:
-        """What the tokenizer does not know, and what it loses, by split."""
-        splits = [*map(self.corpus.split, self.corpus.split_names)]
-        shares = {split.name: split.num_unknown / split.tokens for split in splits}
-        lines = [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
-        return lines + [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = [
@@ -148,7 +143,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     left_out = 0 if is_named else count_left_out(given)
     stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
-        job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
+        job = Preparation(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
         choose_held_out(job, streams)
         check_in_the_way(job, target)
         tokenizer = make_tokenizer(job)
@@ -167,7 +162,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     )
 
 
-def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
+def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
     """All parts; those that are there already are kept."""
     settings, so_far = job.settings, identities(job.files)
     encoding = Encoding(
@@ -205,13 +200,11 @@ def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> 
     return parts
 
 
-def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
+def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
     """Write the corpus into its folder in the scratch folder, the index last."""
     settings, scratch, folder = job.settings, job.scratch, job.scratch / CORPUS
     dtype = token_dtype(tokenizer.vocab_size)
-    duplicated = Duplicated({}, np.empty(0, np.uint64))
-    if settings.duplicates != "ignore":
-        duplicated = find_duplicates(scratch, parts, drop=settings.duplicates == "drop")
+    duplicated = find_duplicates(scratch, parts, policy=settings.duplicates)
     write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
     plan = hash_of_plan(parts, duplicated.dropped, shard_len=settings.shard_len)
     planned = {
@@ -257,7 +250,7 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
 
 
 def _write_shards(
-    job: Job, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
+    job: Preparation, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
 ) -> None:
     """Write what is not written yet, and fill in what the index says of the shards."""
     tasks = [task for _, own in planned.values() for task in own]
