@@ -35,7 +35,7 @@ from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.position import first_state
 from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import corpus_facts, load_checkpoint, problems_together
@@ -44,7 +44,7 @@ from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
 from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
-from txl_dist.train.step import Stepper, read_inputs
+from txl_dist.train.step import Stepper
 from txl_dist.train.watch.stopping import StopRequests
 from txl_dist.train.watch.stragglers import StepClock
 

@@ -49,14 +49,17 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def compact(value: float) -> str:
-    """Few digits, with k, M, G, T for thousands: 131,072,000 is 131M, 0.00025 is 0.00025. Not finite: `-`."""
+def compact(value: float, *, digits: int = 3) -> str:
+    """So many digits, with k, M, G, T for thousands: 131,072,000 is 131M, 0.00025 is 0.00025. Not finite: `-`.
+
+    Below 10,000 it is one digit more.
+    """
     if not math.isfinite(value):
         return "-"
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= factor:
-            return f"{value / (1e3 if letter == 'k' else factor):.3g}{letter}"
-    return f"{value:.4g}"
+            return f"{value / (1e3 if letter == 'k' else factor):.{digits}g}{letter}"
+    return f"{value:.{digits + 1}g}"
 
 
 def printable(text: str, *, keep: str = "") -> str:

@@ -22,8 +22,10 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.ops.export import export_bundle
+from txl_dist.run_files import retained
 from txl_dist.text.training import train_tokenizer
 from txl_dist.train.batch import batch_maker
+from txl_dist.train.checkpoint.policy import prune_checkpoints
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import (
     CorpusFacts,
@@ -33,9 +35,7 @@ from txl_dist.train.checkpoint.read import (
     load_checkpoint,
     load_memory,
     newest_checkpoint,
-    prune_checkpoints,
     resized,
-    retained,
 )
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles

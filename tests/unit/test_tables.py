@@ -50,6 +50,10 @@ def test_large_numbers_are_short_and_none_is_not_finite() -> None:
     assert [compact(value) for value in values] == ["131M", "0.00025", "12.3k", "9999", "-2G", "-"]
 
 
+def test_ticks_that_lie_close_together_are_told_apart() -> None:
+    assert [compact(value, digits=6) for value in (4.5725, 122_500)] == ["4.5725", "122.5k"]
+
+
 def test_what_steers_a_terminal_is_replaced_but_for_what_is_to_stay() -> None:
     assert printable("a\x1b[2J\nb") == "a\ufffd[2J\ufffdb"
     assert printable("a\x1b\nb", keep="\n") == "a\ufffd\nb"

@@ -29,25 +29,25 @@ from txl_dist.faults import fault_point
 from txl_dist.files import replace_file
 from txl_dist.log import logger, warn_for_all
 from txl_dist.run_files import list_checkpoints, step_of
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import StepInput, batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe
 from txl_dist.train.checkpoint.read import CorpusFacts, load_checkpoint, problems_together
 from txl_dist.train.checkpoint.write import Saver
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard, stream_of
 from txl_dist.train.health import Health, after_rewind
-from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s, start_facts
+from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s, start_facts
 from txl_dist.train.report.observer import Observer, StopAskedError, labelled
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.report.sinks import Record, Reporter
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.state import TrainState
-from txl_dist.train.step import StepInput, Stepper, read_inputs
+from txl_dist.train.step import Stepper
 from txl_dist.train.watch.run_lock import RunLock
 from txl_dist.train.watch.stopping import StopRequests
-from txl_dist.train.watch.stragglers import StepClock
+from txl_dist.train.watch.stragglers import StepClock, StragglerWatch
 from txl_dist.train.watch.watchdog import Watchdog
 
 _PATIENCE_S = {"stopped": 15.0, "done": 900.0}

@@ -8,7 +8,7 @@ is not finite is skipped by all: weights, moments and memories stay as they were
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,28 +16,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpus import Split
-from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.data.read.position import StreamState
-from txl_dist.data.read.stream import LaneStream
 from txl_dist.dist import Ranks, Votes, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
-from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
-from txl_dist.train.batch import BatchMaker, pinned, to_device
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.batch import StepInput, to_device
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.watch.stragglers import StepClock
-
-
-class StepInput(NamedTuple):
-    """What the reader thread prepares for one step of this rank."""
-
-    batches: list[Batch]
-    num_scored: int
-    """Targets of this rank that count."""
-    stream: StreamState
-    """Where the stream stands once this step is trained on."""
 
 
 class Decision(NamedTuple):
@@ -50,36 +35,6 @@ class Decision(NamedTuple):
     votes: Votes
     own_loss: float
     """Mean over the tokens of this rank, the one field that is not the same on all."""
-
-
-def read_inputs(
-    splits: Sequence[Split],
-    stream: StreamState,
-    *,
-    config: Config,
-    plan: BatchPlan,
-    lanes: range,
-    maker: BatchMaker,
-    damage: DamagePolicy,
-    device: torch.device,
-) -> Iterator[StepInput]:
-    """The steps behind a position. Runs in the reader thread."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
-    segments = LaneStream(
-        splits,
-        stream,
-        segment_len=config.train.segment_len,
-        lanes=lanes,
-        damage=damage,
-        mark_documents=maker.mask_documents,
-        # Those that wait, the one that is trained on and the one that is being filled.
-        num_buffers=config.data.prefetch_depth + 2,
-    )
-    for segment, state in segments:
-        batches = maker.microbatches(segment, lanes=plan.microbatch_lanes)
-        num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
-        yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 
 
 class Stepper:

@@ -21,10 +21,10 @@ from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, Votes, poll
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import StepInput, batch_maker
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
-from txl_dist.train.step import Decision, StepInput, Stepper, decide
+from txl_dist.train.step import Decision, Stepper, decide
 from txl_dist.train.watch.stragglers import StepClock
 
 

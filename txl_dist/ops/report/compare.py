@@ -19,12 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from txl_dist.errors import ConfigError
-from txl_dist.ops.report.figures import COLOURS, Chart, Line
-from txl_dist.ops.report.pictures import Picture, picture, shortened, time_axis
+from txl_dist.ops.report.figures import COLOURS, Chart, Line, Scale
+from txl_dist.ops.report.pictures import Axis, Picture, axis_label, picture, places, shortened
 from txl_dist.ops.report.records import Table, is_number
 from txl_dist.ops.report.report import check_writable, cut, render, write_page
 from txl_dist.ops.report.summary import Run, best, defaults, read_run, recent
 from txl_dist.tables import aligned, compact, duration, printable
+from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
 
@@ -60,7 +61,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
             title=f"{len(runs)} runs compared",
             unit=unit,
             ranking=ranking(runs, names, unit),
-            groups=[*([("Loss", _losses(runs, names, unit))] if unit.column else []), ("Speed", _speeds(runs, names))],
+            groups=_pictures(runs, names, unit),
             figure_rows=list(zip(*rows, strict=True)),
             setting_rows=setting_rows(runs, names),
             without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
@@ -220,54 +221,52 @@ def setting_rows(runs: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
     return rows
 
 
-def _losses(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[Picture]:
-    return [
-        _loss(runs, names, unit, kind=kind, title=title, by=by)
-        for kind, title in (("train", "Training loss"), ("eval", "Held-out loss"))
-        for by in ("tokens", "hours")
+def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
+    losses = [
+        _picture(runs, names, f"{title} loss against {word}", unit.column, f"loss, {unit.label}", kind, by, "log")
+        for kind, title in (("train", "Training"), ("eval", "Held-out"))
+        for by, word in _AXES.items()
+        if unit.column
     ]
+    speeds = [
+        _picture(runs, names, one.curve.title, one.name, one.curve.axis, "train", "step", one.curve.scale)
+        for one in METRICS
+        if one.curve and one.curve.compared
+    ]
+    return ({"Loss": losses} if losses else {}) | {"Speed": speeds}
 
 
-def _loss(runs: Sequence[Run], names: Sequence[str], unit: Unit, *, kind: str, title: str, by: str) -> Picture:
+_AXES: dict[Axis, str] = {"tokens": "tokens", "hours": "time"}
+
+
+def _picture(
+    runs: Sequence[Run],
+    names: Sequence[str],
+    title: str,
+    column: str,
+    unit: str,
+    kind: str,
+    by: Axis,
+    scale: Scale,
+) -> Picture:
+    """A line per run that has the column."""
     lines, absent = [], []
-    scale, time_label = time_axis(max(run.history.hours for run in runs))
-    for number, (run, name, label) in enumerate(zip(runs, names, _labels(names), strict=True)):
-        table = run.history.train if kind == "train" else run.history.evals.get(kind)
-        if table is None or not table.has(unit.column) or (by == "hours" and not run.history.hours):
+    hours = max(run.history.hours for run in runs)
+    labels = [shortened(name) for name in names]
+    if len(set(labels)) < len(labels):
+        labels = [f"{number}: {label}" for number, label in enumerate(labels, 1)]
+    for number, (run, name, label) in enumerate(zip(runs, names, labels, strict=True)):
+        table = run.history.train if kind == "train" else _held_out(run)
+        x = places(run, table, by=by, hours=hours)
+        if not np.isfinite(x + table[column]).any():
             absent.append(name)
-            continue
-        x = table["hours"] * scale if by == "hours" else run.tokens_at(table["step"])
-        style = "line" if kind == "train" else "dots"
-        lines.append(Line(label, x, table[unit.column], COLOURS[number % len(COLOURS)], style))
-    axis = time_label if by == "hours" else "tokens seen"
-    title = f"{title} against {axis.split()[0]}"
+        lines.append(
+            Line(label, x, table[column], COLOURS[number % len(COLOURS)], "line" if kind == "train" else "dots")
+        )
+    notes = ["Logarithmic scale."] * (scale == "log") + [f"Not on record for {', '.join(absent)}."] * bool(absent)
     return picture(
         title,
-        Chart(f"{kind}-{by}", lines, axis, f"loss, {unit.label}", log_y=True),
-        caption="Logarithmic scale." + (f" Not on record for {', '.join(absent)}." if absent else ""),
+        Chart(f"{kind}-{column}-{by}", lines, axis_label(by, hours=hours), unit, scale),
+        caption=" ".join(notes),
         missing=f"{title}: nothing is on record.",
-    )
-
-
-def _speeds(runs: Sequence[Run], names: Sequence[str]) -> list[Picture]:
-    def over_steps(column: str, title: str, unit: str) -> Picture:
-        lines = [
-            Line(label, run.history.train["step"], run.history.train[column], COLOURS[number % len(COLOURS)])
-            for number, (run, label) in enumerate(zip(runs, _labels(names), strict=True))
-        ]
-        chart = Chart(column, lines, "step", unit, from_zero=True)
-        return picture(title, chart, caption="", missing=f"{title}: nothing is on record.")
-
-    return [
-        over_steps("tokens_per_s", "Throughput", "tokens/s, all ranks"),
-        over_steps("mfu_pct", "Model FLOPs utilisation", "MFU, %"),
-        over_steps("peak_gib", "Peak memory", "GiB, fullest rank"),
-    ]
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """For legends: short, and still different."""
-    labels = [shortened(name) for name in names]
-    return (
-        labels if len(set(labels)) == len(labels) else [f"{number}: {label}" for number, label in enumerate(labels, 1)]
     )

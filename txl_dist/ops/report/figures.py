@@ -8,12 +8,11 @@ that stands out from white and from black. The same numbers give the same bytes.
 
 from __future__ import annotations
 
-import colorsys
 import io
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,9 @@ from txl_dist.ops.report.records import FloatArray
 from txl_dist.tables import compact
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
+SPECTRUM = ("#578cdb", "#2998c2", "#22a099", "#22a047", "#50a022", "#8f8d1e", "#b98727", "#d87646", "#db5757")
+"""For lines that have an order, such as layers: from blue by green to red."""
 NUM_BINS = 250
-_LIGHTEST = 0.28
 _STEPS = (1, 2, 2.5, 5, 10)
 _INK, _GRID = "#010101", "#020202"
 _SIZE_INCHES = (4.7, 2.9)
@@ -50,6 +50,9 @@ _SETTINGS: Any = {
     "legend.fontsize": 8.0,
     "lines.linewidth": 1.4,
 }
+
+
+Scale = Literal["fitting", "from zero", "log"]
 
 
 class Line(NamedTuple):
@@ -80,9 +83,8 @@ class Chart(NamedTuple):
     x_label: str
     y_label: str
     """With its unit."""
-    log_y: bool = False
-    from_zero: bool = False
-    """Begin the vertical axis at 0."""
+    scale: Scale = "fitting"
+    """Of the vertical axis."""
     rows: Sequence[str] = ()
     """Names for the places 0, 1, 2 ... of the vertical axis, in place of numbers."""
 
@@ -115,30 +117,6 @@ def thinned(x: FloatArray, y: FloatArray, *, num_bins: int = NUM_BINS) -> Thinne
         np.minimum.reduceat(y, first),
         np.maximum.reduceat(y, first),
     )
-
-
-def layer_colours(num: int) -> list[str]:
-    """From blue by green to red: for lines that have an order, such as layers."""
-    if num <= 1:
-        return [COLOURS[0]] * num
-    return [_shade(0.6 * (1 - index / (num - 1))) for index in range(num)]
-
-
-def _shade(hue: float) -> str:
-    """As light as a colour of this hue may be to stand out from white."""
-    for lightness in np.arange(0.6, 0.2, -0.02):
-        parts = colorsys.hls_to_rgb(hue, float(lightness), 0.65)
-        shade = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
-        if luminance(shade) <= _LIGHTEST:
-            break
-    return shade
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance, from 0 for black to 1 for white (WCAG 2); two differ in contrast by (a + .05) / (b + .05)."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
@@ -182,7 +160,7 @@ def _set_axes(axes: Any, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     def plain(value: float, _: int) -> str:
-        return compact(value)
+        return compact(value, digits=6)  # of ticks that lie close together, too
 
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
@@ -194,7 +172,7 @@ def _set_axes(axes: Any, chart: Chart) -> None:
         axes.set_ylim(len(chart.rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
         return
-    if chart.log_y and low > 0:
+    if chart.scale == "log" and low > 0:
         axes.set_yscale("log")
         subs = (
             (1.0,)
@@ -208,7 +186,7 @@ def _set_axes(axes: Any, chart: Chart) -> None:
         axes.minorticks_off()
     else:
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-        if chart.from_zero:
+        if chart.scale == "from zero":
             axes.set_ylim(0, 1.08 * high if high > 0 else 1)
     axes.yaxis.set_major_formatter(FuncFormatter(plain))
 

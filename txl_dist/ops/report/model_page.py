@@ -7,14 +7,13 @@ It is written beside the folder, never into it, where a file that the manifest d
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.files import parse_object, parse_toml, read_bytes
+from txl_dist.files import parse_object, read_bytes
 from txl_dist.ops.report.report import check_writable, render, setting_rows, write_page, write_report
-from txl_dist.ops.report.summary import Fact
+from txl_dist.ops.report.summary import Fact, read_settings
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.tables import aligned, compact, printable
 
@@ -61,15 +60,7 @@ def _of_bundle(folder: Path) -> tuple[list[Fact], dict[str, Any]]:
 
 def _of_checkpoint(folder: Path) -> tuple[list[Fact], dict[str, Any]]:
     state = parse_object(read_bytes(folder / "state.json"))
-    sections: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        sections = parse_toml(read_bytes(folder / "config.toml"))
-    settings = {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
+    settings, _ = read_settings(folder)
     lengths = {name: settings.get(f"train.{name}") for name in ("segment_len", "memory_len")}
     parameters = sum(math.prod(shape) for shape in state["parameters"].values())
     facts = [

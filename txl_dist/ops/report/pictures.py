@@ -1,22 +1,31 @@
-"""The pictures of a run's report: which numbers, against what, in which unit, and a sentence where there are none."""
+"""The pictures of a run's report: which numbers, against what, in which unit, and a sentence where there are none.
+
+Most are a row of `_ROWS`. Numbers of the training over its steps stand in the table of metrics; losses, and what the
+memory does, here. What is no curve of a column has a function of its own.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
-from txl_dist.ops.report.figures import COLOURS, Chart, Line, Mark, draw, layer_colours
-from txl_dist.ops.report.records import Event, FloatArray, History, is_number
+from txl_dist.ops.report.figures import COLOURS, SPECTRUM, Chart, Line, Mark, Scale, draw
+from txl_dist.ops.report.records import Event, FloatArray, History, Scores, Table, is_number
 from txl_dist.ops.report.summary import Run, corpus_name
 from txl_dist.tables import compact
+from txl_dist.train.report.metric_table import METRICS
 
 _BORDERS = {"start": "resumed", "rewound": "rewound"}
 _TRIANGLES = {"skipped": "skipped steps", "spike": "spikes", "straggler": "stragglers", "save_failed": "failed saves"}
-_MAX_LABEL = 22
+_MAX_LABEL, _MAX_LEGEND = 22, 9
+_NUM_BINS = 8
+"""Of positions in the segment: enough tokens in each to see more than chance."""
+
+Axis = Literal["step", "tokens", "hours"]
 
 
 class Picture(NamedTuple):
@@ -28,41 +37,102 @@ class Picture(NamedTuple):
     caption: str
 
 
-class Group(NamedTuple):
-    """Pictures under one heading."""
+class Row(NamedTuple):
+    """A picture of a column of the records, or of several."""
 
+    group: str
     title: str
-    pictures: list[Picture]
+    column: str
+    """With `each`, the beginning of COLUMN0, COLUMN1 ..., which are a line each."""
+    axis: str
+    """What the column is, with its unit."""
+    of: Literal["training", "all", "held-out", "look"] = "training"
+    by: Axis = "step"
+    scale: Scale = "from zero"
+    each: str = ""
+    caption: str = ""
+    missing: str = ""
+    """Why a run may not have it."""
 
 
-def pictures_of(run: Run) -> list[Group]:
-    """All pictures of a report."""
+_LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
+_MISSING = {"mfu_pct": "it needs the peak of the device, metrics.peak_tflops"}
+_ROWS = (
+    Row(_LOSS, "Loss against tokens", "loss", _NATS, "all", "tokens", "log"),
+    Row(_LOSS, "Loss against time", "loss", _NATS, "all", "hours", "log"),
+    Row(_LOSS, "Bits per byte", "bits_per_byte", "bits per byte of text", "all", "tokens", "log",
+        caption="The loss per byte of text, which does not depend on the tokenizer."),
+    Row(_LOSS, "Held-out loss per cluster of the vocabulary", "loss_cluster_", _NATS, "held-out", scale="fitting",
+        each="cluster", caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
+        missing="there is one cluster only, or no evaluation yet"),
+    Row(_MEMORY, "Gain from the memory", "memory_gain", "loss without less loss with, nats", "look", scale="fitting",
+        caption="How much lower the loss per token is with memory than without."),
+    Row(_MEMORY, "Size of the memory", "memory_norm_", "root mean square", "look", each="layer",
+        caption="How large the hidden states in memory are. Layer 0 is nearest the text."),
+    Row(_MEMORY, "Attention on memory", "memory_attention_pct_", "share of attention, %", "look", each="layer",
+        caption="The rest falls on the segment. Layer 0 is nearest the text."),
+    *(Row(one.curve.group, one.curve.title, one.name, one.curve.axis, scale=one.curve.scale,
+          missing=_MISSING.get(one.name, "")) for one in METRICS if one.curve),
+)  # fmt: skip
+
+
+def pictures_of(run: Run) -> dict[str, list[Picture]]:
+    """All pictures of a report, by the heading that they stand under."""
+    groups: dict[str, list[Picture]] = {row.group: [] for row in _ROWS}
+    groups[_MEMORY] = [_positions(run.history)]
+    for row in _ROWS:
+        groups[row.group].append(_curves(run, row))
+    groups["Speed"] += [_rank_times(run), _stalls(run)]
+    return groups
+
+
+def _curves(run: Run, row: Row) -> Picture:
+    lines, hours = [], run.history.hours
+    for name, table in _tables(run.history, row.of).items():
+        for column in table.numbered(row.column) if row.each else [row.column]:
+            label = f"{row.each} {column.removeprefix(row.column)}" if row.each else shortened(name)
+            style = "line" if table is run.history.train else "dots"  # evaluations are few
+            lines.append(Line(label, places(run, table, by=row.by, hours=hours), table[column], style=style))
+    lines = _coloured(lines, ordered=row.each == "layer")
+    reasons = [row.missing, *(run.no_bits.values() if row.column == "bits_per_byte" else ())]
+    return picture(
+        row.title,
+        Chart(f"{row.column}-{row.by}", lines, axis_label(row.by, hours=hours), row.axis, row.scale),
+        caption=f"{row.caption} Logarithmic scale.".strip() if row.scale == "log" else row.caption,
+        missing="; ".join([f"{row.title}: nothing is on record", *filter(None, reasons)]) + ".",
+        marks=_marks(run, by=row.by),
+    )
+
+
+def _tables(history: History, of: str) -> dict[str, Table]:
+    """By what a legend calls them."""
+    if of == "all":
+        return {"training": history.train} | {corpus_name(kind): table for kind, table in history.evals.items()}
+    return {"": {"look": history.look, "held-out": history.evals.get("eval", history.train)}.get(of, history.train)}
+
+
+def _coloured(lines: list[Line], *, ordered: bool) -> list[Line]:
+    """Each line in its colour. Of many that have an order only the ends and the middle are in the legend."""
+    last = max(len(lines) - 1, 1)
+    colours = [SPECTRUM[index * (len(SPECTRUM) - 1) // last] for index in range(len(lines))] if ordered else COLOURS
+    named = {0, len(lines) // 2, len(lines) - 1} if len(lines) > _MAX_LEGEND else range(len(lines))
     return [
-        Group("Loss", [_loss(run, by="tokens"), _loss(run, by="hours"), _bits(run), _clusters(run)]),
-        Group("What the memory brings", _memory(run)),
-        Group("Optimisation", _optimisation(run)),
-        Group("Speed", _speed(run)),
+        line._replace(label=line.label if index in named else "", colour=colours[index % len(colours)])
+        for index, line in enumerate(lines)
     ]
 
 
-def events_picture(run: Run) -> Picture:
-    """All events on one time line, a row per kind."""
-    history = run.history
-    names = list(dict.fromkeys(event.name for event in history.events))
-    by_hours, (scale, unit) = history.hours > 0, time_axis(history.hours)
-    lines = [
-        Line(
-            "",
-            _places(history, name, scale=scale if by_hours else 0.0),
-            np.full(_count(history, name), float(row)),
-            style="points",
-        )
-        for row, name in enumerate(names)
-    ]
-    lines = [line._replace(colour=COLOURS[row % len(COLOURS)]) for row, line in enumerate(lines)]
-    chart = Chart("events", lines, unit if by_hours else "step", "", rows=[shortened(name) for name in names])
-    counts = ", ".join(f"{name} {_count(history, name):,}" for name in names)
-    return picture("Events on the time line", chart, caption=f"How often: {counts}.", missing="No event is on record.")
+def places(run: Run, table: Table, *, by: Axis, hours: float) -> FloatArray:
+    """Where the records of a table stand on an axis for so many hours; NaN where that is not known."""
+    if by == "hours":
+        return table["hours"] * (1 if hours >= 2 else 60) if run.history.hours else np.full(len(table), np.nan)
+    return run.tokens_at(table["step"]) if by == "tokens" else table["step"]
+
+
+def axis_label(by: Axis, *, hours: float) -> str:
+    """Of the horizontal axis: minutes for what took less than two hours."""
+    time_label = "hours of work" if hours >= 2 else "minutes of work"
+    return {"hours": time_label, "tokens": "tokens seen", "step": "step"}[by]
 
 
 def picture(title: str, chart: Chart, *, caption: str, missing: str, marks: Sequence[Mark] = ()) -> Picture:
@@ -104,13 +174,10 @@ def marks_explained(run: Run) -> str:
     return f"Marks in the pictures. {text[:1].upper()}{text[1:]}." if text else ""
 
 
-def _marks(run: Run, *, by: str) -> list[Mark]:
-    """Marks on an axis of steps, tokens or hours."""
+def _marks(run: Run, *, by: Axis) -> list[Mark]:
     shown = _marked(run.history)
-    steps = np.array([float(event.step) for event in shown])
-    hours = np.array([event.hours for event in shown]) * time_axis(run.history.hours)[0]
-    places = hours if by == "hours" else run.tokens_at(steps) if by == "tokens" else steps
-    return [Mark(x, event.name in _BORDERS) for x, event in zip(places.tolist(), shown, strict=True)]
+    at = places(run, _as_table(shown), by=by, hours=run.history.hours)
+    return [Mark(x, event.name in _BORDERS) for x, event in zip(at.tolist(), shown, strict=True)]
 
 
 def _marked(history: History) -> list[Event]:
@@ -118,164 +185,66 @@ def _marked(history: History) -> list[Event]:
     return shown[1:] if shown and shown[0].name == "start" else shown  # the beginning is no resumption
 
 
-def _count(history: History, name: str) -> int:
-    return sum(event.name == name for event in history.events)
+def _as_table(events: Sequence[Event]) -> Table:
+    return Table(
+        {
+            "step": np.array([float(event.step) for event in events]),
+            "hours": np.array([event.hours for event in events]),
+        }
+    )
 
 
-def _places(history: History, name: str, *, scale: float) -> FloatArray:
-    events = [event for event in history.events if event.name == name]
-    return np.array([event.hours * scale if scale else float(event.step) for event in events])
+def events_picture(run: Run) -> Picture:
+    """All events on one time line, a row per kind."""
+    history = run.history
+    counts = Counter(event.name for event in history.events)
+    by: Axis = "hours" if history.hours > 0 else "step"
+    lines = []
+    for row, name in enumerate(counts):
+        these = [event for event in history.events if event.name == name]
+        x = places(run, _as_table(these), by=by, hours=history.hours)
+        lines.append(Line("", x, np.full(len(x), float(row)), COLOURS[row % len(COLOURS)], "points"))
+    chart = Chart("events", lines, axis_label(by, hours=history.hours), "", rows=[shortened(name) for name in counts])
+    often = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return picture("Events on the time line", chart, caption=f"How often: {often}.", missing="No event is on record.")
 
 
-def time_axis(hours: float) -> tuple[float, str]:
-    """(factor on hours, label of the axis): minutes for what took less than two hours."""
-    return (1.0, "hours of work") if hours >= 2 else (60.0, "minutes of work")
-
-
-def _loss(run: Run, *, by: str) -> Picture:
-    tables = [("training", run.history.train), *((corpus_name(k), t) for k, t in run.history.evals.items())]
-    scale, time_label = time_axis(run.history.hours)
-    lines = [
-        Line(
-            shortened(name),
-            table["hours"] * scale if by == "hours" else run.tokens_at(table["step"]),
-            table["loss"],
-            COLOURS[index % len(COLOURS)],
-            _style(index),
+def _positions(history: History) -> Picture:
+    """The paired difference where it was measured, else the loss itself."""
+    profile, title = history.profile, "Loss per position in the segment"
+    if profile is None:
+        return Picture(title, Markup(), f"{title}: nothing is on record.")
+    is_paired = len(profile.without_memory) == len(profile.with_memory)
+    values = profile.without_memory - profile.with_memory if is_paired else profile.with_memory
+    edges = np.linspace(0, len(values), min(_NUM_BINS, len(values)) + 1).astype(int)
+    known = np.isfinite(values)
+    counts = np.add.reduceat(known.astype(float), edges[:-1])
+    sums = np.add.reduceat(np.where(known, values, 0.0), edges[:-1])
+    y = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+    caption = f"At step {profile.step:,}"
+    if profile.tokens:
+        caption += f", over {profile.tokens:,.0f} tokens, about {profile.tokens / len(y):,.0f} for each point"
+    if is_paired and known.any():
+        title = "Gain from the memory per position"
+        caption += (
+            ": how much higher the loss on the same tokens is behind an empty memory. The first tokens of a segment "
+            "have only the memory behind them"
         )
-        for index, (name, table) in enumerate(tables)
-    ]
-    if by == "hours" and run.history.hours == 0:
-        lines = []
-    return picture(
-        f"Loss against {time_label.split()[0] if by == 'hours' else by}",
-        Chart(f"loss-{by}", lines, time_label if by == "hours" else "tokens seen", "loss, nats per token", True),
-        caption="Logarithmic scale.",
-        missing="No time is on record." if by == "hours" and len(run.history.train) else "No loss is on record yet.",
-        marks=_marks(run, by=by),
-    )
+    x = (edges[:-1] + edges[1:]) * 50 / len(values)
+    axis = "loss without less loss with, nats" if is_paired else _NATS
+    chart = Chart("positions", [Line("", x, y, style="dots")], "position in the segment, %", axis)
+    return picture(title, chart, caption=f"{caption}.", missing=f"{title}: nothing is on record.")
 
 
-def _bits(run: Run) -> Picture:
-    tables = [("training", run.history.train), *((corpus_name(k), t) for k, t in run.history.evals.items())]
-    lines = [
-        Line(shortened(name), run.tokens_at(table["step"]), table["bits_per_byte"], COLOURS[i % 8], _style(i))
-        for i, (name, table) in enumerate(tables)
-    ]
-    return picture(
-        "Bits per byte",
-        Chart("bits", lines, "tokens seen", "bits per byte of text", log_y=True),
-        caption="The loss per byte of text, which does not depend on the tokenizer. Logarithmic scale.",
-        missing="; ".join(["No bits per byte are on record", *run.no_bits.values()]) + ".",
-        marks=_marks(run, by="tokens"),
-    )
-
-
-def _style(index: int) -> str:
-    """The first line is that of training; evaluations are few, and dots."""
-    return "dots" if index else "line"
-
-
-def _clusters(run: Run) -> Picture:
-    table = run.history.evals.get("eval", run.history.train)
-    names = table.numbered("loss_cluster_")
-    lines = [
-        Line(f"cluster {name.rpartition('_')[2]}", table["step"], table[name], COLOURS[i % len(COLOURS)], "dots")
-        for i, name in enumerate(names)
-    ]
-    chart = Chart("clusters", lines, "step", "loss, nats per token")
-    return picture(
-        "Held-out loss per cluster of the vocabulary",
-        chart,
-        caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
-        missing="No losses per cluster are on record: there is one cluster only, or no evaluation yet.",
-    )
-
-
-def _memory(run: Run) -> list[Picture]:
-    look, profile = run.history.look, run.history.profile
-    lines, caption = [], ""
-    if profile is not None:
-        pairs = [("with memory", profile.with_memory), ("without memory", profile.without_memory)]
-        lines = [
-            Line(name, (np.arange(len(y)) + 0.5) * 100 / max(len(y), 1), y, COLOURS[index], "dots")
-            for index, (name, y) in enumerate(pairs)
-        ]
-        caption = f"At step {profile.step:,}: the first tokens of a segment have only the memory behind them."
-        if len(profile.without_memory) == len(profile.with_memory) and all(np.isfinite(y).any() for _, y in pairs):
-            gain = float(np.nanmean(profile.without_memory) - np.nanmean(profile.with_memory))
-            caption += f" On average the memory lowers the loss by {gain:.4f} nats per token."
-    per_layer = [
-        ("Size of the memory", "memory_norm_", "root mean square", "How large the hidden states in memory are."),
-        ("Attention on memory", "memory_attention_pct_", "share of attention, %", "The rest falls on the segment."),
-    ]
-    gain_lines = [Line("", look["step"], look["memory_gain"], style="dots")]
-    return [
-        picture(
-            "Loss per position in the segment",
-            Chart("positions", lines, "position in the segment, %", "loss, nats per token"),
-            caption=caption,
-            missing="No losses per position are on record.",
-        ),
-        picture(
-            "Gain from the memory",
-            Chart("memory-gain", gain_lines, "step", "loss without less loss with, nats"),
-            caption="How much lower the loss per token is with memory than without.",
-            missing="The gain from the memory is not on record.",
-        ),
-        *(
-            picture(
-                title,
-                Chart(prefix, _layers(run, prefix), "step", unit, from_zero=True),
-                caption=f"{caption} Layer 0 is nearest the text.",
-                missing=f"{title}: nothing is on record{'' if len(look) else ', as no look into the model is'}.",
-            )
-            for title, prefix, unit, caption in per_layer
-        ),
-    ]
-
-
-def _layers(run: Run, prefix: str) -> list[Line]:
-    look = run.history.look
-    names = look.numbered(prefix)
-    labelled = {0, len(names) // 2, len(names) - 1} if len(names) > 8 else set(range(len(names)))
-    return [
-        Line(f"layer {name.removeprefix(prefix)}" if i in labelled else "", look["step"], look[name], colour, "dots")
-        for i, (name, colour) in enumerate(zip(names, layer_colours(len(names)), strict=True))
-    ]
-
-
-def _optimisation(run: Run) -> list[Picture]:
-    return [
-        _over_steps(run, "Learning rate", "lr", "learning rate", from_zero=True),
-        _over_steps(run, "Gradient norm", "grad_norm", "global norm before clipping", log_y=True),
-    ]
-
-
-def _speed(run: Run) -> list[Picture]:
-    return [
-        _over_steps(run, "Throughput", "tokens_per_s", "tokens/s, all ranks", from_zero=True),
-        _over_steps(run, "Model FLOPs utilisation", "mfu_pct", "MFU, %", from_zero=True),
-        _over_steps(run, "Waiting for data", "data_wait_pct", "% of the time, slowest rank", from_zero=True),
-        _rank_times(run),
-        _over_steps(run, "Peak memory", "peak_gib", "GiB, fullest rank", from_zero=True),
-        _stalls(run),
-    ]
-
-
-def _over_steps(
-    run: Run, title: str, column: str, unit: str, *, log_y: bool = False, from_zero: bool = False
-) -> Picture:
-    train = run.history.train
-    chart = Chart(column, [Line("", train["step"], train[column])], "step", unit, log_y, from_zero)
-    reason = " (it needs the peak of the device: metrics.peak_tflops)" if column == "mfu_pct" else ""
-    return picture(
-        title,
-        chart,
-        caption="Logarithmic scale." if log_y else "",
-        missing=f"{title}: nothing is on record{reason}.",
-        marks=_marks(run, by="step"),
-    )
+def memory_sweep(scores: Scores) -> list[Picture]:
+    """The loss over the length of the memory, if it was scored with several."""
+    losses = {one["memory_len"]: one["loss"] for one in scores.values() if "memory_len" in one and "loss" in one}
+    if len(losses) < 2:
+        return []
+    lengths = sorted(losses)
+    line = Line("", np.array(lengths), np.array([losses[length] for length in lengths]), style="dots")
+    chart = Chart("sweep", [line], "tokens of memory", _NATS)
+    return [picture("Held-out loss over the length of the memory", chart, caption="", missing="")]
 
 
 def _rank_times(run: Run) -> Picture:
@@ -290,10 +259,10 @@ def _rank_times(run: Run) -> Picture:
             chosen = [(word, f"{word}_rank_ms") for word in ("fastest", "median", "slowest")]
         chosen.append(("whole step", "step_ms"))
         caption = f"{straggler_sentence(run.history)} A rank's time is its own part of a step, before it meets another."
-    lines = [Line(label, train["step"], train[name], COLOURS[i % 8]) for i, (label, name) in enumerate(chosen)]
+    lines = _coloured([Line(label, train["step"], train[name]) for label, name in chosen], ordered=False)
     return picture(
         "Time per step and rank" if len(lines) > 1 else "Time per step",
-        Chart("rank-times", lines, "step", "ms per step", from_zero=True),
+        Chart("rank-times", lines, "step", "ms per step", "from zero"),
         caption=caption,
         missing="Times per step are not on record.",
     )
@@ -325,7 +294,7 @@ def _stalls(run: Run) -> Picture:
     total = float(np.nansum(y)) if len(y) else 0.0
     return picture(
         "Waiting for saves",
-        Chart("saves", [Line("", x, y, style="points")], "step", "seconds per save", from_zero=True),
+        Chart("saves", [Line("", x, y, style="points")], "step", "seconds per save", "from zero"),
         caption=f"How long training stood still for each of {len(saves):,} checkpoints; {total:.1f} s in all.",
         missing="No checkpoint is on record.",
     )

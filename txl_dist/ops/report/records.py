@@ -22,16 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from txl_dist.errors import DataError
-from txl_dist.files import open_regular, parse_object
+from txl_dist.files import open_regular, parse_object, read_bytes
 from txl_dist.tables import printable
 
 FloatArray = NDArray[np.float64]
 RECORDS = "metrics.jsonl"
+SCORES = "evaluation.json"
 MAX_RANKS_APART = 8
 """Of more ranks only the fastest, the median and the slowest are kept per record."""
 MOST = 1e15
 """Larger numbers are no measurements, and overflow what is computed with them."""
-_MAX_PROFILES = 64
+_MAX_PROFILES = _MAX_SCORES = 64
 _MAX_NAME = 200
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
@@ -61,6 +62,8 @@ class Profile(NamedTuple):
     """Losses over the positions of a segment, in equal bins from its first token to its last, in nats."""
 
     step: int
+    tokens: float
+    """That were scored, over all bins; 0 if that is not on record."""
     with_memory: FloatArray
     without_memory: FloatArray
     """Empty where it was not measured."""
@@ -151,6 +154,23 @@ def read_history(run_dir: Path) -> History:
             f"{path} holds no whole record yet. A run writes its first when it starts; wait for it, or name another."
         )
     return reader.history()
+
+
+Scores = dict[str, dict[str, float]]
+"""What `txl evaluate --json` wrote: numbers by the name of what was scored."""
+
+
+def read_scores(run_dir: Path) -> Scores:
+    """Those beside the records of a run; none if there are none, or they cannot be read."""
+    try:
+        found = parse_object(read_bytes(run_dir / SCORES))
+    except (OSError, ValueError):
+        return {}
+    rows = [(name, values) for name, values in found.items() if isinstance(values, dict)][:_MAX_SCORES]
+    return {
+        printable(name[:_MAX_NAME]): {key: float(value) for key, value in values.items() if is_number(value)}
+        for name, values in rows
+    }
 
 
 class _Rows:
@@ -289,7 +309,8 @@ class _Reader:
     def _take_profile(self, record: dict[str, Any], step: int) -> None:
         found = [_floats(record.get(f"loss_by_position{word}")) for word in ("", "_without_memory")]
         if len(found[0]):
-            self._profiles[record["kind"]].append(Profile(step, *found))
+            tokens = record.get("tokens")
+            self._profiles[record["kind"]].append(Profile(step, tokens if is_number(tokens) else 0, *found))
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

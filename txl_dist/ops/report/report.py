@@ -8,6 +8,7 @@ not at all, and a run that has not changed gives the same bytes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from urllib.parse import quote
 
 from txl_dist.errors import ConfigError
 from txl_dist.files import read_bytes, replace_file
-from txl_dist.ops.report.pictures import events_picture, marks_explained, pictures_of
-from txl_dist.ops.report.records import Event, Sample
+from txl_dist.ops.report.pictures import events_picture, marks_explained, memory_sweep, pictures_of
+from txl_dist.ops.report.records import SCORES, Event, Sample, Scores, read_scores
 from txl_dist.ops.report.summary import Fact, Run, defaults, facts_of, lead, read_run
 from txl_dist.tables import aligned, duration, printable
 
@@ -26,11 +27,24 @@ _MAX_TEXT = 4000
 """Characters of a sample, a value or a configuration file that the page shows."""
 _MAX_CONFIG = 40_000
 _ORDINARY = ("saved", "replicas_agree")
+_DETAILS = {
+    "start": "{ranks} ranks on {hosts} hosts ({device}), {threads_per_rank} threads each; torch {torch}",
+    "saved": "{path}, {gib:.3g} GiB; training stood still for {seconds:.2f} s",
+    "save_failed": "log.txt tells why; it is tried again",
+    "replicas_agree": "all ranks hold the same parameters; compared in {seconds:.2f} s",
+    "skipped": "a loss or gradient that is not finite; weights and memories stayed as they were",
+    "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
+    "rewound": "from step {from:,}; the text in between is left out",
+    "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
+    "stopped": "the same command goes on",
+    "done": "all steps are made",
+}
+"""By event, from its fields."""
 _FILES = (
     "config.toml",
     "metrics.jsonl",
     "log.txt",
-    "evaluation.json",
+    SCORES,
     "tensorboard",
     "checkpoints",
     "profile",
@@ -86,6 +100,9 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( (s|min|h|days|%|at [\d,]+))?")
+
+
 def render(template: str, **content: Any) -> str:
     """A page from a template beside this file; all text is escaped, and rid of what no page may hold."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -93,12 +110,13 @@ def render(template: str, **content: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    environment.tests["a_number"] = lambda cell: bool(_NUMBER.fullmatch(str(cell)))
     html = environment.get_template(template).render(**content)
     return "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in html)
 
 
 def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
-    samples = run.history.samples
+    samples, scores = run.history.samples, read_scores(run.path)
     return {
         "title": f"Run {run.name}",
         "run": run,
@@ -106,6 +124,8 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
         "facts": [fact for fact in facts if fact.name != "State"],
         "marks": marks_explained(run),
         "groups": pictures_of(run),
+        "score_rows": _score_rows(scores),
+        "sweep": memory_sweep(scores),
         "events_picture": events_picture(run),
         "event_rows": _event_rows(run.history.events),
         "num_events": len(run.history.events),
@@ -125,18 +145,32 @@ def cut(text: str, *, most: int = _MAX_TEXT) -> str:
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:
     """As many as a page may have: those of note before the ordinary, the newest before the old."""
     by_weight = sorted(range(len(events)), key=lambda index: (events[index].name in _ORDINARY, -index))
-    rows = [["event", "step", "after", "details"]]
-    for index in sorted(by_weight[:_MAX_EVENTS]):
-        event = events[index]
-        details = ", ".join(f"{name} {_value(value)}" for name, value in event.fields.items())
-        rows.append(
-            [event.name.replace("_", " "), f"{event.step:,}", duration(3600 * event.hours), cut(details, most=300)]
+    shown = [events[index] for index in sorted(by_weight[:_MAX_EVENTS])]
+    rows = [
+        [one.name.replace("_", " "), f"{one.step:,}", duration(3600 * one.hours), cut(_details(one), most=300)]
+        for one in shown
+    ]
+    return [["event", "step", "after", "details"], *rows]
+
+
+def _details(event: Event) -> str:
+    """What else is known of an event, in words; of one that other versions record, what it holds."""
+    try:
+        return _DETAILS[event.name].format(**event.fields)
+    except (LookupError, ValueError, TypeError, OverflowError):
+        return ", ".join(
+            f"{name} {value}" for name, value in event.fields.items() if not isinstance(value, dict | list)
         )
-    return rows
 
 
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "not finite" if value is None else str(value)
+def _score_rows(scores: Scores) -> list[list[str]]:
+    columns = {"loss": "nats/token", "ppl": "perplexity", "bits_per_byte": "bits/byte", "tokens": "tokens"}
+    rows = [[name, *(_number(values.get(key)) for key in columns)] for name, values in scores.items()]
+    return [["", *columns.values()], *rows]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
 
 
 def _spread(samples: Sequence[Sample]) -> list[Sample]:

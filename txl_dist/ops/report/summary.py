@@ -7,7 +7,9 @@ cannot be read is left out, and said; only a run without records is an error.
 from __future__ import annotations
 
 import math
+import shlex
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from txl_dist.config import Config
+from txl_dist.config import Config, flat
 from txl_dist.errors import DataError
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.report.records import MOST, FloatArray, History, Table, read_history
@@ -117,7 +119,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 def read_run(path: Path) -> Run:
     """Raises DataError if there are no records."""
     history = read_history(path)
-    settings, problem = _read_settings(path / "config.toml")
+    settings, problem = read_settings(path)
     run = Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
     return run if "no_bits" in run.start or _has_true_bits(run) else replace(run, history=history.without(BITS))
 
@@ -133,13 +135,20 @@ def _has_true_bits(run: Run) -> bool:
     return False
 
 
-def _read_settings(path: Path) -> tuple[dict[str, Any], str]:
+def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
+    """(config.toml of a run or checkpoint by `section.key`, why it cannot be read): of any version, so not checked."""
+    path = folder / "config.toml"
     try:
         sections = parse_toml(read_bytes(path))
     except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
-    flat = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
-    return {f"{section}.{key}": value for section, values in flat.items() for key, value in values.items()}, ""
+    parts = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
+    return {f"{section}.{key}": value for section, values in parts.items() for key, value in values.items()}, ""
+
+
+def defaults() -> dict[str, Any]:
+    """Every setting's default by `section.key`, as TOML would have it."""
+    return dict(flat(Config()))
 
 
 def _newest_state(path: Path) -> dict[str, Any]:
@@ -176,15 +185,6 @@ def _is_locked(path: Path) -> bool | None:
     return age_s < _LOCK_IS_OLD_AFTER_S if lives is None else lives
 
 
-def defaults() -> dict[str, Any]:
-    """Every setting's default by `section.key`, as TOML would have it."""
-    return {
-        f"{section}.{key}": value
-        for section, values in Config().model_dump(mode="json").items()
-        for key, value in values.items()
-    }
-
-
 def corpus_name(kind: str) -> str:
     """`eval` is the held-out split of the first corpus, `eval_NAME` that of another."""
     return "held-out" if kind == "eval" else f"held-out {kind.removeprefix('eval_')}"
@@ -218,8 +218,55 @@ def lead(run: Run) -> str:
 
 
 def facts_of(run: Run) -> list[Fact]:
-    """The headline, most important first; what is not recorded is left out."""
-    return [Fact("State", run.state), *_progress(run), *_losses(run), *_speed(run), *_circumstances(run)]
+    """The headline: what is trained on what, how far it is, how well, how fast, where. What is not recorded is left
+    out."""
+    return [
+        Fact("State", run.state),
+        *_subject(run),
+        *_progress(run),
+        *_losses(run),
+        *_speed(run),
+        *_circumstances(run),
+    ]
+
+
+def _subject(run: Run) -> list[Fact]:
+    """What is trained on what, by which program; values may be anything, as nothing of a run is checked here."""
+    known = run.settings | run.checkpoint | run.start
+    paths = [known.get("data.path", ""), *_list_of(known.get("data.more_paths"))]
+    corpora = _list_of(run.start.get("corpora")) or [Path(str(path)).name for path in paths]
+    shape = {"num_layers": "{} layers", "width": "width {}", "num_heads": "{} heads", "positions": "{} positions"}
+    shape |= {"cutoffs": "cutoffs {}"}
+    notes = [_joined({f"model.{name}": form for name, form in shape.items()}, known)]
+    notes = [f"{run.parameters:,}", *notes] if run.parameters else notes
+    versions = {"torch": "torch {}", "deepspeed": "DeepSpeed {}", "zero_stage": "ZeRO-{}", "precision": "{}"}
+    by = f"txl_dist {known.get('txl_dist', known.get('code_version', '?'))}"
+    facts = [
+        Fact("Corpus", _listed(filter(None, corpora)), _listed(filter(None, paths))),
+        Fact("Tokenizer", _joined({"vocab_size": "{} ids"}, known), _joined({"tokenizer": "{}"}, known)),
+        Fact(
+            "Model",
+            f"{compact(run.parameters)} parameters" if run.parameters else "",
+            "; ".join(filter(None, notes)),
+        ),
+        Fact(
+            "Memory",
+            _joined({"train.memory_len": "{} tokens"}, known),
+            _joined({"train.segment_len": "behind segments of {}", "train.num_lanes": "{} lanes"}, known),
+        ),
+        Fact("Commit", _joined({"commit": "{}"}, known), by),
+        Fact("Command", shlex.join(map(str, _list_of(known.get("command"))))),
+        Fact("Made by", "" if by.endswith("?") else by, _joined(versions, known)),
+    ]
+    return [fact for fact in facts if fact.value]
+
+
+def _list_of(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _progress(run: Run) -> list[Fact]:
@@ -275,14 +322,10 @@ def _speed(run: Run) -> list[Fact]:
 
 
 def _circumstances(run: Run) -> list[Fact]:
-    history, state = run.history, run.checkpoint
-    facts = [Fact("Parameters", compact(run.parameters), f"{run.parameters:,}")] if run.parameters else []
+    history, facts = run.history, []
     if "ranks" in (start := run.start):
         words = {"hosts": "hosts: {}", "device": "{}", "threads_per_rank": "threads per rank: {}"}
         facts.append(Fact("Ranks", str(start["ranks"]), _joined(words, start)))
-    versions = {"torch": "torch {}", "deepspeed": "DeepSpeed {}", "zero_stage": "ZeRO-{}", "precision": "{}"}
-    by = start.get("txl_dist", state.get("code_version"))
-    facts += [Fact("Made by", f"txl_dist {by}", _joined(versions, state | start))] if by else []
     num_starts = sum(event.name == "start" for event in history.events)
     facts += (
         [Fact("Resumed", _TIMES.get(num_starts, f"{num_starts - 1} times"), _troubles(history))] if num_starts else []
@@ -295,7 +338,8 @@ def _circumstances(run: Run) -> list[Fact]:
 
 
 def _joined(forms: dict[str, str], values: dict[str, Any]) -> str:
-    return ", ".join(form.format(values[key]) for key, form in forms.items() if key in values)
+    shown = {key: f"{value:,}" if type(value) is int else value for key, value in values.items() if key in forms}
+    return ", ".join(form.format(shown[key]) for key, form in forms.items() if key in shown)
 
 
 def _troubles(history: History) -> str:

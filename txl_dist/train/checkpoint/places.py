@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from txl_dist.config import Config
+from txl_dist.config import Config, changed
 from txl_dist.errors import DataError, TxlError
 from txl_dist.run_files import Kind, is_url, kind_of
 from txl_dist.train.checkpoint.soundness import read_state
@@ -33,7 +33,7 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
         other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one
         for one, other in zip(given, known, strict=True)
     )
-    return config.model_copy(update={"data": config.data.model_copy(update={"path": path, "more_paths": tuple(more)})})
+    return changed(config, {"data.path": path, "data.more_paths": tuple(more)})
 
 
 def require_corpus(checkpoint: Path, config: Config) -> str:

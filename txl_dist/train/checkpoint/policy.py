@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import threading
 import time
@@ -18,12 +20,11 @@ from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
 from txl_dist.log import warn_for_all
-from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
+from txl_dist.run_files import checkpoint_folder, list_checkpoints, retained, step_of
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.checkpoint.probe import make_probe
-from txl_dist.train.checkpoint.read import prune_checkpoints, retained
 from txl_dist.train.checkpoint.write import Saver
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.metrics import check_finite
 from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
@@ -215,6 +216,40 @@ class Saving:
         # To free hundreds of gigabytes takes a file system minutes.
         self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
         self._removal.start()
+
+
+def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
+    """Take away checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
+
+    Returns the folders that are left to be removed. They are renamed, so they are no checkpoints any more, and what a
+    crash leaves of them is collected at the next start. What somebody reads (`kept`) stays until the next time.
+    """
+    leaving = []
+    for path in list_checkpoints(run_dir):
+        if path == newest or step_of(path) in keep:
+            continue
+        fault_point("prune", step=step_of(newest))
+        renamed = path.with_name(f"{path.name}.tmp-pruned")
+        shutil.rmtree(renamed, ignore_errors=True)
+        with suppress(OSError):  # then it stays until the next time; that is no reason to stop
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if _may_be_taken(descriptor):
+                    path.rename(renamed)
+                    leaving.append(renamed)
+            finally:
+                os.close(descriptor)
+    return leaving
+
+
+def _may_be_taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without such locks
+        pass
+    return True
 
 
 def _remove(folders: list[Path], step: int) -> None:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from txl_dist.run_files import list_checkpoints, step_of
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.health import Health
 from txl_dist.train.run_dir import refuse_frozen_changes
 from txl_dist.train.state import TrainState
@@ -55,46 +54,6 @@ def corpus_facts(corpus: Corpus) -> CorpusFacts:
     """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
     tokenizer = corpus.load_tokenizer()
     return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
-
-
-def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
-    """Which of the steps, in ascending order, to keep: the last ones, milestones and the best."""
-    milestones = {step for step in steps if keep_every and step % keep_every == 0}
-    return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))
-
-
-def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
-    """Take away checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
-
-    Returns the folders that are left to be removed. They are renamed, so they are no checkpoints any more, and what a
-    crash leaves of them is collected at the next start. What somebody reads (`kept`) stays until the next time.
-    """
-    leaving = []
-    for path in list_checkpoints(run_dir):
-        if path == newest or step_of(path) in keep:
-            continue
-        fault_point("prune", step=step_of(newest))
-        renamed = path.with_name(f"{path.name}.tmp-pruned")
-        shutil.rmtree(renamed, ignore_errors=True)
-        with suppress(OSError):  # then it stays until the next time; that is no reason to stop
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                if _may_be_taken(descriptor):
-                    path.rename(renamed)
-                    leaving.append(renamed)
-            finally:
-                os.close(descriptor)
-    return leaving
-
-
-def _may_be_taken(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without such locks
-        pass
-    return True
 
 
 @contextmanager

@@ -24,13 +24,11 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
-from txl_dist.run_files import CHECKPOINT_NAME, list_checkpoints, step_of
+from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, list_checkpoints, step_of
 from txl_dist.train.checkpoint.tensor_files import open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.health import Health
 
-FORMAT_VERSION = 2
-"""1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
 STATE_KEY = "state"
 """In the metadata of every file of tensors: sha256 of the state.json of its save."""
 

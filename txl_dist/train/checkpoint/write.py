@@ -29,13 +29,13 @@ from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.run_files import FORMAT_VERSION, checkpoint_folder
 from txl_dist.tables import size
 from txl_dist.train.checkpoint.places import absolute_paths
 from txl_dist.train.checkpoint.read import CorpusFacts
-from txl_dist.train.checkpoint.soundness import FORMAT_VERSION, LANES_KEY, STATE_KEY, settings_hash
+from txl_dist.train.checkpoint.soundness import LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.checkpoint.tensor_files import file_bytes, fragment_tensors, write_tensors
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.state import TrainState
 
 Content = tuple[dict[str, Tensor], dict[str, str]]

@@ -23,11 +23,9 @@ import txl_dist
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
-from txl_dist.log import warn_for_all
 from txl_dist.model.flops import flops_by_part, peak_tflops
-from txl_dist.train.engine.zero import Engine
-from txl_dist.train.report.sinks import Record, Reporter
-from txl_dist.train.watch.stragglers import NUM_REPORTS, slowest, straggler
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.sinks import Record
 
 
 class Interval:
@@ -147,35 +145,6 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
 def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     """Seconds to the end of the run at the present speed."""
     return (max_steps - step) * step_ms / 1000
-
-
-class StragglerWatch:
-    """Names the rank that the others wait for, once each time that it becomes another one."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        """All ranks together make it, and call it."""
-        self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
-        self._reports: list[list[float]] = []
-        self._named: int | None = None
-
-    def __call__(self, rank_ms: list[float], *, step: int) -> Record:
-        """Take the own part of each rank's step in a report. Returns the slowest: its rank, host and `slowest_pct`, by
-        how much longer it takes than the median of the others; nothing for a rank alone."""
-        if len(rank_ms) == 1:
-            return {}
-        self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
-        last, pct = slowest(rank_ms)
-        rank = straggler(self._reports)
-        if rank is not None and rank != self._named:
-            warn_for_all(
-                "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
-                "median of the others, in %d reports in a row",
-                *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
-            )
-            event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
-            self._reporter.write("event", event)
-        self._named = rank
-        return {"slowest_rank": last, "slowest_host": self._hosts[last], "slowest_pct": round(pct, 1)}
 
 
 def start_facts(engine: Engine, ranks: Ranks) -> Record:

@@ -14,9 +14,9 @@ from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks
 from txl_dist.rng import derive_seed
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.train.batch import BatchMaker
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.evaluate import evaluate
 from txl_dist.train.report.memory_use import look
 from txl_dist.train.report.sampling import sample_text

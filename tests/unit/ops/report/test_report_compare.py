@@ -15,8 +15,9 @@ from txl_dist.data.read.units import text_units
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.ops.report.compare import Unit, unit_of, write_comparison
 from txl_dist.ops.report.summary import facts_of, read_run
-from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.text.words import WordTokenizer
 from txl_dist.train.report.observer import text_facts
 
 
@@ -60,7 +61,7 @@ def test_only_settings_that_differ_are_shown_the_runs_folder_aside(runs: list[Pa
     write_comparison(runs, out=tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     rows = re.findall(
-        r'<th scope="row">([a-z_]+\.[a-z_]+)</th><td class="long">(.*?)</td><td class="long">(.*?)</td>', html
+        r'<th scope="row">([a-z_]+\.[a-z_]+)</th><td class="\w+">(.*?)</td><td class="\w+">(.*?)</td>', html
     )
     assert rows == [("optim.lr", "0.002", "0.004")]
     assert html.count("<svg") == 7

@@ -72,10 +72,55 @@ def page(run: Path) -> Page:
 
 def test_a_whole_run_has_all_pictures_with_words_for_those_who_do_not_see_them(page: Page) -> None:
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(pictures) == page.count("figure") == 17
+    assert len(pictures) == page.count("figure") == 19
     assert all(len(attributes["aria-label"] or "") > 30 for attributes in pictures)
     for word in ("rank 2 on node-b was the slowest", "dashed lines: resumed (1), rewound (1)", "held-out code loss"):
         assert word in page.text.lower()
+
+
+def test_the_first_tiles_say_what_was_trained_on_what_by_which_program(run: Path) -> None:
+    facts = facts_of(read_run(run))
+    assert [fact.name for fact in facts[:8]] == [
+        *("State", "Corpus", "Tokenizer", "Model", "Memory", "Commit", "Command", "Made by")
+    ]
+    values = {fact.name: (fact.value, fact.note) for fact in facts}
+    assert values["Corpus"] == ("stdlib, code", "data/stdlib")
+    assert values["Tokenizer"] == ("4,096 ids", "subword")
+    assert values["Model"][0] == "524k parameters"
+    assert "4 layers, width 128, 4 heads, relative positions" in values["Model"][1]
+    assert values["Memory"] == ("128 tokens", "behind segments of 64, 32 lanes")
+    assert values["Commit"] == ("c0ffee123456", "txl_dist 0.1.0")
+    assert values["Command"] == ("txl train 'a b.toml'", "")
+
+
+def test_scores_of_the_run_are_shown_where_they_were_made(page: Page, tmp_path: Path) -> None:
+    assert re.search(r"memory 64\s*2\.2680\s*9\.5000\s*-\s*123,456", page.text)
+    assert re.search(r"order 0\s*4\.5000", page.text)
+    assert "length of the memory" in page.text
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "event", "event": "start", "step": 0}\n', encoding="utf-8")
+    (tmp_path / "evaluation.json").write_text('{"odd": 3, "\\u001b": {"loss": "no", "memory_len": 1e99}}')
+    write_report(tmp_path)
+    assert "length of the memory" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_events_are_told_in_words_and_those_of_other_versions_as_they_are(page: Page, tmp_path: Path) -> None:
+    for words in (
+        "step_000000200, 0.02 GiB; training stood still for 0.",
+        "loss 9.1, the median before it 2.2: 14.2 sigma",
+        "from step 1,400; the text in between is left out",
+        "rank 2 on node-b took 17.5 % longer than the median of the others",
+        "4 ranks on 2 hosts (x86_64)",
+    ):
+        assert words in page.text
+    event = {"kind": "event", "event": "saved", "step": 3, "path": "step_3", "gib": "much", "new": {"a": 1}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(event) + "\n", encoding="utf-8")
+    write_report(tmp_path)
+    assert "path step_3, gib much" in Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
+
+
+def test_the_gain_per_position_is_paired_and_in_bins_with_their_tokens(page: Page) -> None:
+    assert "Gain from the memory per position" in page.text
+    assert "At step 2,000, over 4,096 tokens, about 512 for each point" in page.text
 
 
 def test_every_axis_of_numbers_has_a_unit_or_a_name(run: Path) -> None:
@@ -115,7 +160,7 @@ def test_links_lead_to_files_of_the_run_from_wherever_the_page_lies(run: Path, t
     write_report(run, out=out)
     found = Page(out.read_text(encoding="utf-8"))
     links = [attributes["href"] or "" for tag, attributes in found.tags if tag == "a"]
-    assert len(links) == 4
+    assert len(links) == 5
     assert all((out.parent / link).exists() for link in links)
 
 
@@ -134,7 +179,7 @@ def test_a_run_without_most_records_says_so_in_sentences(tmp_path: Path) -> None
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.count("svg") == 1  # the start on the time line
     for sentence in (
-        "No loss is on record yet.",
+        "Loss against tokens: nothing is on record.",
         "No text was written",
         "config.toml cannot be read",
         "Throughput: noth",
@@ -202,7 +247,7 @@ def test_the_headline_takes_the_newest_and_the_best(tmp_path: Path) -> None:
     facts = {fact.name: (fact.value, fact.note) for fact in facts_of(read_run(tmp_path))}
     assert facts["Held-out loss"] == ("2.5000", "nats per token; perplexity 12.18; best: 2.0000 at step 20")
     assert facts["Step"] == ("30", "")
-    assert facts["Parameters"][1] == "1,234,567"
+    assert facts["Model"] == ("1.23M parameters", "1,234,567")
 
 
 def test_the_straggler_is_the_rank_that_is_slowest_most_often(tmp_path: Path) -> None:
@@ -215,6 +260,7 @@ def test_the_straggler_is_the_rank_that_is_slowest_most_often(tmp_path: Path) ->
     assert sentence.startswith("Rank 3 on h3 was the slowest in 75 % of the records, there by 12.0 %")
 
 
+@pytest.mark.slow
 def test_a_million_records_make_a_small_page(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = lengthened(read_history(run), 1_000_000)
     monkeypatch.setattr("txl_dist.ops.report.summary.read_history", lambda path: long)
