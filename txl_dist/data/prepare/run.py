@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from txl_dist.data.format import (
-    FORMAT_VERSION,
     INDEX_NAME,
     TOKENIZER_NAME,
     SplitInfo,
     counts_name,
+    index_of,
     npy_bytes,
     token_dtype,
 )
@@ -100,7 +100,7 @@ class PrepareSummary:
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += [*self._table(), *(f"  {remark}" for remark in self.remarks)]
-        splits = [*map(corpus.split, corpus.split_names)]
+        splits = corpus.splits.values()
         shares = {split.name: split.num_unknown / split.tokens for split in splits}
         lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
         lines += [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
@@ -116,8 +116,7 @@ class PrepareSummary:
         rows: list[tuple[str, ...]] = [
             ("split", "documents", "tokens", "bytes of text", "bytes/token", "longest", "shards")
         ]
-        for name in sorted(self.corpus.split_names, key=SPLITS.index):
-            split = self.corpus.split(name)
+        for name, split in sorted(self.corpus.splits.items(), key=lambda named: SPLITS.index(named[0])):
             numbers = (split.documents, split.tokens, split.text_bytes)
             rate = f"{split.text_bytes / split.tokens:.2f}"
             rows.append((name, *(f"{n:,}" for n in numbers), rate, f"{split.longest:,}", f"{len(split.shards):,}"))
@@ -229,22 +228,16 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
             info.unknown_tokens = int(np.load(folder / counts_name(split))[tokenizer.unknown_id])
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
     counts = sum((Counter(part.counts) for part in parts), Counter())
-    index: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "dtype": dtype.name,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "tokenizer_sha256": tokenizer.fingerprint,
-        "splits": {split: info.to_dict() for split, (info, _) in planned.items()},
-        "statistics": {
-            "documents_read": counts["read"],
-            "empty_documents_dropped": counts["empty"],
-            "documents_with_replacements": counts["replaced"],
-            "documents_skipped": counts["skipped"],
-            **duplicated.statistics,
-            **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
-        },
+    statistics = {
+        "documents_read": counts["read"],
+        "empty_documents_dropped": counts["empty"],
+        "documents_with_replacements": counts["replaced"],
+        "documents_skipped": counts["skipped"],
+        **duplicated.statistics,
+        **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
     }
+    splits = {split: info for split, (info, _) in planned.items()}
+    index = index_of(tokenizer, dtype=dtype, splits=splits, statistics=statistics)
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
 

@@ -140,7 +140,7 @@ def check_in_the_way(job: Preparation, target: Path) -> None:
         return
     try:
         corpus = open_corpus(target)
-        tokenizer = corpus.load_tokenizer()
+        tokenizer = corpus.tokenizer
         is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job.settings)
         is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
     except DataError:  # damaged: to prepare it again is the remedy

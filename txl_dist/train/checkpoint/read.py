@@ -52,7 +52,7 @@ class CorpusFacts(NamedTuple):
 
 def corpus_facts(corpus: Corpus) -> CorpusFacts:
     """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
 
 

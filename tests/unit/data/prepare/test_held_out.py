@@ -49,7 +49,7 @@ def content_of(folder: Path) -> dict[str, str]:
 
 def texts_in(folder: Path, split: str) -> list[str]:
     corpus = open_corpus(folder)
-    decode = corpus.load_tokenizer().decode
+    decode = corpus.tokenizer.decode
     return [decode(document[:-1].tolist()) for document in corpus.split(split).each_document()]
 
 
@@ -72,8 +72,8 @@ def test_one_text_file_prepares_with_the_documented_command_and_its_end_is_held_
 def test_the_tokenizer_is_not_learnt_from_what_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab " * 1000 + "\n\n" + "xy " * 300)
     corpus = prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], kind="word", valid_fraction=0.2).corpus
-    assert "ab" in corpus.load_tokenizer().symbols
-    assert "xy" not in corpus.load_tokenizer().symbols
+    assert "ab" in corpus.tokenizer.symbols
+    assert "xy" not in corpus.tokenizer.symbols
 
 
 def test_ends_are_held_out_alike_by_any_number_of_workers_size_of_parts_and_from_stdin_too(

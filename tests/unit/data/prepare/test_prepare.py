@@ -57,7 +57,7 @@ def content_of(folder: Path) -> dict[str, str]:
 
 
 def texts_in(corpus: Corpus, split: str) -> list[str]:
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     return [tokenizer.decode(document[:-1].tolist()) for document in corpus.split(split).each_document()]
 
 
@@ -343,7 +343,7 @@ def test_any_bytes_survive_a_byte_tokenizer_and_only_that(tmp_path: Path) -> Non
     settings: dict[str, Any] = {"inputs": [tmp_path / "a.bin"], "valid_fraction": 0.0, "encoding_errors": "keep"}
     corpus = prepare_corpus(tmp_path / "out", kind="byte", end_of_text=False, **settings).corpus
     (document,) = corpus.split("train").each_document()
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     assert np.array_equal(document, tokenizer.encode(content.decode("utf-8", "surrogateescape")))
     assert corpus.split("train").text_bytes == len(text_bytes_of(content.decode("utf-8", "surrogateescape"))) == 768
     with pytest.raises(ConfigError, match=r"encoding_errors=keep .*byte tokenizer"):
@@ -395,7 +395,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     assert corpus.split("train").tokens == len(train)
     own = prepare_corpus(tmp_path / "own", **given, kind="char", documents="line").corpus
     assert own.split("train").documents == len(train.splitlines()), "its splits are its own, none is held out"
-    assert own.load_tokenizer().kind == "char"
+    assert own.tokenizer.kind == "char"
     assert own.end_of_text is not None
     with pytest.raises(ConfigError, match="prepared alone"):
         prepare_corpus(tmp_path / "no", inputs=["mine", "stdlib"])

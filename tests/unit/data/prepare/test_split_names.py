@@ -190,7 +190,7 @@ def test_the_built_in_text_has_no_splits() -> None:
 
 def texts_of(folder: Path) -> dict[str, list[str]]:
     corpus = open_corpus(folder)
-    decode = corpus.load_tokenizer().decode
+    decode = corpus.tokenizer.decode
     return {
         split: [decode(tokens[:-1].tolist()).removeprefix("text of ") for tokens in corpus.split(split).each_document()]
         for split in corpus.split_names
