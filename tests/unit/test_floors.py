@@ -38,9 +38,11 @@ HOUSE = (
 INSIDE = {
     "data": ("format workers", "storage", "read", "check", "prepare"),
     "train": (
-        "allocator batch health initial run_dir schedule watch",
+        "allocator batch health initial run_dir schedule",
         "engine state",
-        "footprint report step",
+        "footprint report",
+        "watch",
+        "step",
         "checkpoint preflight",
         "describe",
         "guard",
