@@ -1,27 +1,70 @@
-"""For all tests: no GPU where none is asked for, nothing of one test left to the next."""
+"""For all tests: no GPU where none is asked for, nothing of one test left to the next, and what a test costs."""
+
+from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
+
+# Several processes run side by side in the tests: one thread each is fastest and the same everywhere.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["DS_ACCELERATOR"] = "cpu"
 
 import pytest
 import torch
+
+from tests.helpers import durations, starts
 
 # The first fp64 exponential that several threads share is now and then of low accuracy (3e-9 instead of 1e-16, in 3 of
 # 120 processes; torch 2.13 with MKL): the threads race to set the library up. One that is too small to share does it.
 torch.ones(8, dtype=torch.float64).exp()
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+starts.begin_to_count()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The environment and the process group are after each test what they were before it: a job of one rank in this
-    process leaves both (a port, a rank), and the next test would meet them in whatever order the tests run."""
+    """The environment and the process group are after each test what they were before it, and chance begins anew: a job
+    of one rank in this process leaves a port and a rank, and the next test would meet them in one order of the tests
+    and not in another."""
     before = dict(os.environ)
     if request.node.get_closest_marker("gpu"):
         del os.environ["DS_ACCELERATOR"]
+    torch.manual_seed(1)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = starts.count
+    yield
+    starts.check(starts.count - before, marks={mark.name for mark in item.iter_markers()})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+    before = starts.count
+    value = yield
+    starts.check(starts.count - before, marks={mark.name for mark in request.node.iter_markers()})
+    return value
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-durations", action="store_true", help="write what each file took to tests/durations.txt")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where two processes share the files, the longest come first: else one ends long after the other."""
+    if hasattr(config, "workerinput"):
+        seconds = durations.read()
+        items.sort(key=lambda item: -seconds.get(item.location[0], 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("keep_durations"):
+        reports = [report for kind in terminalreporter.stats.values() for report in kind if hasattr(report, "duration")]
+        durations.keep(reports)

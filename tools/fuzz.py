@@ -61,7 +61,7 @@ from txl_dist.data.prepare.scratch import claim_scratch
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.files import canonical_hash
-from txl_dist.infer.bundle import load, network_of, write_bundle
+from txl_dist.infer.bundle import Package, load, network_of, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.log import logger
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
@@ -318,9 +318,9 @@ def _make_bundle(folder: Path) -> None:
 
     weights = {name: p.detach() for name, p in TransformerXL(section, vocab_size=130).named_parameters()}
     network = network_of(section, vocab_size=130, weights=weights, dtype="fp32", where="")
-    lengths: dict[str, Any] = {"segment_len": 8, "memory_len": 8, "document_border": "carry", "source": {"step": 3}}
-    probe = probe_of(network, memory_len=8)
-    write_bundle(folder, weights=weights, model=section, tokenizer=tokenizer, probe=probe, dtype="fp32", **lengths)
+    package = Package(section=section, weights=weights, tokenizer=tokenizer, segment_len=8, memory_len=8,
+                      source={"step": 3}, probe=probe_of(network, memory_len=8))  # fmt: skip
+    write_bundle(folder, package)
 
 
 def _sign_manifest(folder: Path) -> None:

@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from txl_dist.infer import load
-from txl_dist.infer.bundle import write_bundle
-from txl_dist.infer.probe import PROBE_LEN, probe_tokens
-from txl_dist.infer.score import log_probabilities
+from txl_dist.infer.bundle import Package, write_bundle
+from txl_dist.infer.probe import probe_of
 from txl_dist.model.memory import attended
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
@@ -83,20 +82,16 @@ def write_random_bundle(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
-    tokens = probe_tokens(tokenizer.vocab_size)
-    losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len)
-    write_bundle(
-        folder,
+    package = Package(
+        section=section,
         weights=dict(model.named_parameters()),
-        model=section,
         tokenizer=tokenizer,
-        probe={"tokens": tokens, "losses": losses},
-        dtype=dtype,
         segment_len=segment_len,
         memory_len=memory_len,
-        document_border="carry",
         source={"random": seed},
+        probe=probe_of(model, memory_len=memory_len),
     )
+    write_bundle(folder, package, dtype=dtype)
 
 
 def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.infer.bundle import DTYPES, copy_weights
+from txl_dist.infer.bundle import DTYPES, Package, copy_weights
 from txl_dist.model.flops import has_projections
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
@@ -161,15 +161,16 @@ class HuggingFaceTrainer:
         self.device = device
         ours = OurTrainer(sizes, attention="plain", weights=weights).model
         with tempfile.TemporaryDirectory() as folder:
-            export_huggingface(
-                Path(folder),
+            package = Package(
+                section=sizes.model,
                 weights=ours.state_dict(),
-                model=sizes.model,
                 tokenizer=identity_tokenizer(sizes.vocab_size),
-                dtype="fp32",
                 segment_len=sizes.segment_len,
                 memory_len=sizes.memory_len,
+                source={},
+                probe={},
             )
+            export_huggingface(Path(folder), package)
             exported = load_file(Path(folder, "model.safetensors"))
             config = peer.model.TransfoXLConfig.from_pretrained(folder, local_files_only=True)
         # The model's own `from_pretrained` would give every layer biases of its own, in place of the shared ones.

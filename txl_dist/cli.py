@@ -20,7 +20,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
-from txl_dist.config import Config, choices_of, load_config, setting_names
+from txl_dist.config import Config, changed, choices_of, load_config, setting_names
 from txl_dist.console import say
 from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
@@ -64,7 +64,7 @@ def train(argv: Sequence[str]) -> int:
     arguments = _train_arguments(argv)
     check_paths(arguments.settings, resume=arguments.resume)
     if arguments.dry_run:
-        from txl_dist.train.describe import dry_run
+        from txl_dist.ops.plan.dry_run import dry_run
 
         say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
@@ -116,9 +116,7 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
         say("txl train: no config file; starting from the defaults", to=sys.stderr)
     if not arguments.init:
         return arguments
-    settings = arguments.settings
-    run = settings.run.model_copy(update={"init": arguments.init})
-    return replace(arguments, settings=settings.model_copy(update={"run": run}))
+    return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
 
 
 def _check_flags(argv: Sequence[str], *, prog: str) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -229,6 +229,14 @@ class Change(NamedTuple):
     old: Any
     new: Any
     policy: Literal["frozen", "warned", "free"]
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """With other values of some settings, by `section.key`; they are not checked."""
+    for name, value in values.items():
+        section, key = name.split(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+    return config
 
 
 def config_changes(old: Config, new: Config) -> list[Change]:

@@ -160,6 +160,11 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_world_size(default: int) -> int:
+    """Ranks of this machine, as deepspeed, torchrun or a script says it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(default))))
+
+
 def uses_gpu() -> bool:
     """Whether this process works on a GPU. Whoever asks DeepSpeed for the CPU gets it, although its launcher may show
     hidden GPUs to the ranks again."""
@@ -170,7 +175,7 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
     try:
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(world_size))))
+        local_size = local_world_size(world_size)
         threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
         int(os.environ.get("MASTER_PORT", "0"))
     except ValueError as error:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import nearest
 
+FORMAT_VERSION = 2
+"""Of a checkpoint. 1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
 """Of the folder of a checkpoint: its step."""
 _MOST_NAMES = 4
@@ -191,3 +193,9 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     if not os.path.isdir(folder):
         return []
     return sorted(path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
+
+
+def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
+    """Which of the steps, in ascending order, to keep: the last ones, milestones and the best."""
+    milestones = {step for step in steps if keep_every and step % keep_every == 0}
+    return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))

@@ -2,6 +2,7 @@
 
 A page's blocks run in order in one folder that holds what a checkout holds. The quick start runs first; every other
 page goes on in a copy of the folder that it leaves, as its reader would: with data/first, runs/first, bundles/first.
+There `txl` is forked from a process that has imported everything: see `warm_txl`. The quick start has the real one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, pattern_of
+from tests.docs.warm_txl import serve
 from tests.helpers import forked
 
 pytestmark = [pytest.mark.docs, pytest.mark.dist, pytest.mark.slow]
@@ -24,14 +27,14 @@ OTHERS = [page for page in PAGES if page != FIRST and any(block.mark == "run" fo
 OF_A_CHECKOUT = ("README.md", "configs", "docs", "launch", "tests", "tools", "txl_dist")
 
 
-def run(block: Block, folder: Path) -> str:
+def run(block: Block, folder: Path, *, variables: dict[str, str]) -> str:
     """What a block prints, standard error included; it must end with exit code 0."""
     command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
     process = subprocess.run(
         [*command, block.text],
         stdin=subprocess.DEVNULL,
         cwd=folder,
-        env=forked.environment(),
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,14 +46,16 @@ def run(block: Block, folder: Path) -> str:
     return process.stdout
 
 
-def walk(page: Path, folder: Path) -> None:
-    """Do what a page says: save its files, run its blocks, compare what they print."""
-    printed = ""
+def walk(page: Path, folder: Path, *, bin_folder: Path | None = None) -> None:
+    """Do what a page says: save its files, run its blocks, compare what they print. A `txl` may lie in `bin_folder`."""
+    printed, variables = "", forked.environment()
+    if bin_folder is not None:
+        variables["PATH"] = f"{bin_folder}:{variables['PATH']}"
     for block in blocks_of(page):
         if block.mark == "file":
             (folder / block.detail).write_text(block.text, encoding="utf-8")
         elif block.mark == "run":
-            printed = run(block, folder)
+            printed = run(block, folder, variables=variables)
         elif block.is_output and not pattern_of(block.text).search(printed):
             raise AssertionError(f"{block.place} promises other output than:\n{printed[-6000:]}")
 
@@ -81,11 +86,22 @@ def test_the_quick_start_does_what_it_says(after_the_quick_start: Path) -> None:
     assert (after_the_quick_start / "bundles/first/model.safetensors").is_file()
 
 
+@pytest.fixture(scope="module")
+def warm_bin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a `txl` that starts at once."""
+    folder = tmp_path_factory.mktemp("bin")
+    with serve(folder) as server:
+        yield folder
+        server.shutdown()
+
+
 @pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
-def test_every_marked_block_of_a_page_runs(page: Path, after_the_quick_start: Path, tmp_path: Path) -> None:
+def test_every_marked_block_of_a_page_runs(
+    page: Path, after_the_quick_start: Path, warm_bin: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkout"
     shutil.copytree(after_the_quick_start, folder, symlinks=True)
-    walk(page, folder)
+    walk(page, folder, bin_folder=warm_bin)
 
 
 def test_a_block_that_fails_or_prints_something_else_is_found(tmp_path: Path) -> None:

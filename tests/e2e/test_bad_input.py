@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import flip_bit
-from tests.helpers.launch import start_training, txl
+from tests.helpers.job import Job
+from tests.helpers.launch import txl
 from txl_dist.cli import main
 
 pytestmark = pytest.mark.slow
@@ -202,9 +203,10 @@ def test_a_rank_that_meets_damage_ends_the_job_and_names_it(corpus: Path, tmp_pa
     shutil.copytree(corpus, "copy")
     shard = next(Path("copy").glob("train-*.tar"))
     flip_bit(shard, offset=shard.stat().st_size // 3)
-    process = start_training(*words(Path("copy"), train__max_steps="2000", checkpoint__every_steps="0"), cwd=tmp_path)
-    assert process.wait(timeout=120) != 0
-    log = (tmp_path / "launcher.log").read_text(encoding="utf-8")
+    endless = words(Path("copy"), train__max_steps="2000", checkpoint__every_steps="0")
+    with Job("train", *endless, log=tmp_path / "log", cwd=tmp_path) as job:
+        assert 0 not in job.wait()
+    log = job.text
     assert shard.name in log
     assert "crc32" in log
     assert log.count("error:") == 1, log

@@ -57,6 +57,7 @@ def start(
     *arguments: Any,
     variables: Mapping[str, str],
     cwd: Path | None = None,
+    stdin: Path = Path(os.devnull),
     out: Path | None = None,
     err: Path | None = None,
 ) -> ForkServerProcess:
@@ -65,7 +66,7 @@ def start(
     with mock.patch.dict(os.environ, environment(), clear=True):
         forkserver.ensure_running()
     process = multiprocessing.get_context("forkserver").Process(
-        target=_enter, args=(function, arguments, dict(variables), cwd or Path.cwd(), out, err or out)
+        target=_enter, args=(function, arguments, dict(variables), cwd or Path.cwd(), stdin, out, err or out)
     )
     process.start()
     return process
@@ -85,16 +86,16 @@ def _enter(
     arguments: tuple[Any, ...],
     variables: dict[str, str],
     cwd: Path,
-    out: Path | None,
-    err: Path | None,
+    *files: Path | None,
 ) -> None:
     assert WARM in sys.modules, f"the server could not import {WARM}"
     os.chdir(cwd)
-    for descriptor, path in ((1, out), (2, err)):
+    for descriptor, path in enumerate(files):
         if path is not None:
-            file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+            file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY, 0o644)
             os.dup2(file, descriptor)
             os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has closed it
     os.environ.clear()
     os.environ.update(variables)
     function(*arguments)

@@ -27,10 +27,11 @@ from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
 from txl_dist.files import write_bytes
-from txl_dist.infer.bundle import DTYPES
+from txl_dist.infer.bundle import DTYPES, Package
 from txl_dist.manifest import replace_folder
 from txl_dist.sections import ModelSection
-from txl_dist.text.tokenizer import END_OF_LINE, Tokenizer
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.words import END_OF_LINE
 
 PREFIX = "transformer."
 BIASES = ("r_w_bias", "r_r_bias")
@@ -65,28 +66,19 @@ def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
     return dataclasses.replace(found, tokenizer=read_vocabulary(vocabulary, vocab_size=found.vocab_size))
 
 
-def export_huggingface(
-    out: Path,
-    *,
-    weights: Weights,
-    model: ModelSection,
-    tokenizer: Tokenizer,
-    dtype: str,
-    segment_len: int,
-    memory_len: int,
-) -> None:
-    """Write a folder that transformers 4.46.3 loads; `weights` under all our names (`TransformerXL.state_dict`).
+def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> None:
+    """Write a folder that transformers 4.46.3 loads.
 
     Raises CheckpointError with the reason for a model that the format cannot express, or a folder in the way.
     """
-    reasons = inexpressible(model)
-    if reasons:
+    model, tokenizer = package.section, package.tokenizer
+    if reasons := inexpressible(model):
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
     out = out.resolve()
     if out.exists() and not _is_ours(out):
         raise CheckpointError(f"{out} exists and is no export of ours. Choose another output folder.")
-    cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-    config = _config(model, tokenizer, dtype=dtype, segment_len=segment_len, memory_len=memory_len)
+    cast = dict(package.open(dtype, where=str(out)).model.state_dict())  # tied tensors under each of their names
+    config = _config(package, dtype=dtype)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
@@ -195,16 +187,14 @@ def _their_names(weights: Weights, model: ModelSection) -> Weights:
     return {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
 
 
-def _config(
-    model: ModelSection, tokenizer: Tokenizer, *, dtype: str, segment_len: int, memory_len: int
-) -> dict[str, Any]:
+def _config(package: Package, *, dtype: str) -> dict[str, Any]:
     """config.json. A window of memory_len + 1 keys is said there as one of memory_len keys over a longer memory."""
-    is_wider = model.same_length == "memory_and_self"
+    model, is_wider = package.section, package.section.same_length == "memory_and_self"
     ties = model.tie_projections or (False,) * (len(model.cutoffs) + 1)
     return {
         "model_type": "transfo-xl",
         "architectures": ["TransfoXLLMHeadModel"],
-        "vocab_size": tokenizer.vocab_size,
+        "vocab_size": package.tokenizer.vocab_size,
         "n_layer": model.num_layers,
         "n_head": model.num_heads,
         "d_head": model.head_width,
@@ -220,8 +210,8 @@ def _config(
         "pre_lnorm": model.pre_norm,
         "attn_type": 0,
         "same_length": model.same_length != "off",
-        "mem_len": memory_len + 1 if is_wider else memory_len,
-        "tgt_len": segment_len,
+        "mem_len": package.memory_len + is_wider,
+        "tgt_len": package.segment_len,
         "clamp_len": model.clamp_len or -1,
         "dropout": model.dropout,
         "dropatt": model.attention_dropout,
@@ -229,7 +219,7 @@ def _config(
         "proj_init_std": model.projection_init_std,
         "layer_norm_epsilon": model.norm_eps,
         "sample_softmax": -1,
-        "eos_token_id": _end(tokenizer),
+        "eos_token_id": _end(package.tokenizer),
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
     }
 

@@ -13,7 +13,7 @@ from txl_dist.convert.nvidia import import_nvidia
 from txl_dist.convert.original import import_original
 from txl_dist.convert.vocabulary import identity_tokenizer, read_vocabulary
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.infer.bundle import network_of, write_bundle
+from txl_dist.infer.bundle import Package, network_of, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.sections import TrainSection
 
@@ -73,18 +73,16 @@ def import_model(
     # A whole configuration, so that contradictions are found by the rules that hold for training.
     check_config(Config(model=found.model, train=TrainSection(segment_len=segment_len, memory_len=memory_len)))
     network = network_of(found.model, vocab_size=found.vocab_size, weights=found.weights, dtype="fp32", where=str(path))
-    write_bundle(
-        out,
+    package = Package(
+        section=found.model,
         weights=found.weights,
-        model=found.model,
         tokenizer=tokenizer or identity_tokenizer(found.vocab_size),
-        probe=probe_of(network, memory_len=memory_len),
-        dtype=dtype,
         segment_len=segment_len,
         memory_len=memory_len,
-        document_border="carry",
         source={"imported": format, "file": path.name},
+        probe=probe_of(network, memory_len=memory_len),
     )
+    write_bundle(out, package, dtype=dtype)
     return Summary(
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
         vocab_size=found.vocab_size,

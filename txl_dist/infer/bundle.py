@@ -31,13 +31,13 @@ from torch import Tensor
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.generate import generate
-from txl_dist.infer.probe import probe_error
-from txl_dist.infer.score import log_probabilities
+from txl_dist.infer.probe import log_probabilities, probe_error
 from txl_dist.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import Len, ModelSection, PositiveLen
-from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,24 +62,41 @@ class _Content(BaseModel):
     source: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A loaded bundle: scores and generates text."""
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A trained model with all that one must know to use it, wherever it comes from."""
 
-    model: TransformerXL
+    section: ModelSection
+    weights: dict[str, Tensor]
+    """Under our names; a tied tensor under one of them at least."""
     tokenizer: Tokenizer
     segment_len: int
     memory_len: int
-    document_border: str
-    begins_documents: bool
+    document_border: str = "carry"
+    begins_documents: bool = True
     """Whether it was trained to predict a document's first token from an end-of-text. With document masks older
     programs did not, nor does anybody without an end-of-text."""
-    dtype: str
     source: dict[str, Any]
     """Where it came from."""
     probe: dict[str, Tensor]
-    probe_dtype: str
+    """`tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them."""
+    probe_dtype: str = "fp32"
     """Type in which the probe was computed."""
+
+    def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
+        """With its network; `where` names it in errors. Raises CheckpointError if weights and settings do not fit."""
+        vocab_size = self.tokenizer.vocab_size
+        network = network_of(self.section, vocab_size=vocab_size, weights=self.weights, dtype=dtype, where=where)
+        weights = dict(network.to(device).named_parameters())
+        return Bundle(**{**vars(self), "weights": weights, "model": network, "dtype": dtype})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle(Package):
+    """A package that is open: scores and generates text."""
+
+    model: TransformerXL
+    dtype: str
 
     def score(self, text: str, *, zero_memory: bool = False) -> Tensor:
         """log p in nats of each token of `text`, the first one following an end-of-text; at least fp32, [tokens].
@@ -135,57 +152,43 @@ class Bundle:
         return next(self.model.parameters()).device
 
 
-def write_bundle(
-    folder: Path,
-    *,
-    weights: dict[str, Tensor],
-    model: ModelSection,
-    tokenizer: Tokenizer,
-    probe: dict[str, Tensor],
-    dtype: str,
-    segment_len: int,
-    memory_len: int,
-    document_border: str,
-    source: dict[str, Any],
-    probe_dtype: str = "fp32",
-    begins_documents: bool = True,
-) -> float:
+def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:
     """Write a bundle, load it back, and return its largest error on the probe. An older bundle there is replaced.
 
-    `probe` holds `tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them
-    in the type `probe_dtype`.
     Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
     """
     folder = folder.resolve()
     if folder.exists() and kind_of(folder) is not Kind.BUNDLE and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    lengths = {"segment_len": package.segment_len, "memory_len": package.memory_len}
+    model, border = package.section.model_dump(mode="json"), package.document_border
     content = {
         "format_version": FORMAT_VERSION,
-        "model": model.model_dump(mode="json"),
-        "vocab_size": tokenizer.vocab_size,
+        "model": model,
+        "vocab_size": package.tokenizer.vocab_size,
         "dtype": dtype,
-        "probe_dtype": probe_dtype,
-        "segment_len": segment_len,
-        "memory_len": memory_len,
-        "document_border": document_border,
-        "begins_documents": begins_documents,
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-        "source": source,
+        "probe_dtype": package.probe_dtype,
+        **lengths,
+        "document_border": border,
+        "begins_documents": package.begins_documents,
+        "tokenizer_fingerprint": package.tokenizer.fingerprint,
+        "source": package.source,
     }
-    network = network_of(model, vocab_size=tokenizer.vocab_size, weights=weights, dtype=dtype, where=str(folder))
+    network = package.open(dtype, where=str(folder)).model
     for name, parameter in network.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(f"{name} holds numbers that are not finite in {dtype}. Choose another --dtype.")
     try:
         temporary.mkdir(parents=True)
         save_file({k: p.detach().contiguous() for k, p in network.named_parameters()}, temporary / "model.safetensors")
-        save_file(probe, temporary / "probe.safetensors")
+        save_file(package.probe, temporary / "probe.safetensors")
         write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
-        tokenizer.save(temporary / "tokenizer.json")
-        write_bytes(temporary / "train.toml", _training_settings(content).encode())
+        package.tokenizer.save(temporary / "tokenizer.json")
+        train = {"data": {"document_border": border}, "model": model, "train": lengths}
+        write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
-        error = probe_error(load(temporary).model, probe, memory_len=memory_len)
+        error = probe_error(load(temporary).model, package.probe, memory_len=package.memory_len)
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as problem:
         raise CheckpointError(f"cannot write {folder}: {problem}. Choose a folder that can be written.") from problem
@@ -208,28 +211,21 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
                 "Use the version of txl_dist that wrote it."
             )
         content = _Content.model_validate_json(data)
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
-        network = network_of(
-            content.model,
-            vocab_size=content.vocab_size,
+        package = Package(
+            section=content.model,
             weights=load_file(folder / "model.safetensors", device=device),
-            dtype=content.dtype,
-            where=str(folder),
-        ).to(device)
-        bundle = Bundle(
-            model=network,
-            tokenizer=tokenizer,
+            tokenizer=load_tokenizer(folder / "tokenizer.json"),
             segment_len=content.segment_len,
             memory_len=content.memory_len,
             document_border=content.document_border,
             begins_documents=(
                 content.document_border != "mask" if content.begins_documents is None else content.begins_documents
             ),
-            dtype=content.dtype,
             source=content.source,
             probe=load_file(folder / "probe.safetensors", device=device),
             probe_dtype=content.probe_dtype,
         )
+        bundle = package.open(content.dtype, device=device, where=str(folder))
         tolerance = probe_tolerance(
             {content.dtype, content.probe_dtype}, largest_loss=float(bundle.probe["losses"].max())
         )
@@ -250,12 +246,6 @@ def load(path: str | Path, *, device: str = "cpu") -> Bundle:
             f"{tolerance}. Export it again; if this stays, report it."
         )
     return bundle
-
-
-def _training_settings(content: dict[str, Any]) -> str:
-    lengths = {"segment_len": content["segment_len"], "memory_len": content["memory_len"]}
-    border = {"document_border": content["document_border"]}
-    return tomli_w.dumps({"data": border, "model": content["model"], "train": lengths})
 
 
 def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.config import Config, check_config, config_from_dict
+from txl_dist.config import Config, changed, check_config, config_from_dict
 from txl_dist.data.check.baselines import order0_and_bigram
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.evaluation import EvalStream
@@ -20,19 +21,17 @@ from txl_dist.data.read.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
 from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
-from txl_dist.infer.bundle import DTYPES, Bundle, load, network_of
+from txl_dist.infer.bundle import Bundle, load
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.ops.evaluation_settings import Overrides
-from txl_dist.ops.export import Trained, network_in_fp32, read_trained
+from txl_dist.ops.export import read_trained
 from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
-from txl_dist.sections import ModelSection
 from txl_dist.tables import aligned
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint.places import require_corpus
-from txl_dist.train.preflight import storage_settings
+from txl_dist.train.checkpoint.read import require_corpus
 from txl_dist.train.report.evaluate import evaluate
 
 Result = dict[str, Any]
@@ -52,12 +51,13 @@ def evaluate_trained(
     overrides.check(target, is_bundle=kind_of(target) is Kind.BUNDLE, data=data)
     if json_path is not None:
         _check_writable(json_path)
-    model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
+    bundle, config, where = _open_target(target, data=data)
     configs = [_with_overrides(config, overrides, memory_len=one, target=target) for one in overrides.memory_len]
     config = configs[0]
-    model = _as_evaluated(model, config.model, where=where)
-    corpus = open_corpus(config.data.path, storage_settings(config))
-    if corpus.tokenizer_sha256 != tokenizer_fingerprint:
+    if config.model != bundle.section:  # built anew, as layers may have taken the old settings in
+        bundle = dataclasses.replace(bundle, section=config.model).open(bundle.dtype, where=where)
+    corpus = open_corpus(config.data.path, config.data)
+    if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
@@ -70,7 +70,7 @@ def evaluate_trained(
             f"tokenizer.json of {target}."
         )
     units = text_units([corpus.split(config.data.eval_split)], mask_documents=config.data.document_border == "mask")
-    results = _score_model(model, corpus, configs, overrides, where=where)
+    results = _score_model(bundle.model, corpus, configs, overrides, where=where)
     if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
@@ -129,41 +129,28 @@ def _with_overrides(config: Config, overrides: Overrides, *, memory_len: int, ta
     return changed
 
 
-def _as_evaluated(model: TransformerXL, section: ModelSection, *, where: str) -> TransformerXL:
-    """The same weights under the evaluation's settings: built anew, as layers may have taken the old ones in."""
-    if section == model.section:
-        return model
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == next(model.parameters()).dtype)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return network_of(section, vocab_size=model.vocab_size, weights=weights, dtype=dtype, where=where)
-
-
-def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str, Config, str]:
-    """(model, fingerprint of its tokenizer, settings, what it is) of a bundle, a run or a checkpoint."""
+def _open_target(target: Path, *, data: str | Path) -> tuple[Bundle, Config, str]:
+    """(model, settings, what it is) of a bundle, a run or a checkpoint."""
     if kind_of(target) is Kind.BUNDLE:
-        bundle = load(target)
+        bundle, where = load(target), str(target)
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
-            "model": bundle.model.section.model_dump(),
+            "model": bundle.section.model_dump(),
             "train": {"segment_len": bundle.segment_len, "memory_len": bundle.memory_len},
         }
-        config = config_from_dict(values, source=str(target))
-        _warn_of_first_tokens(bundle, config)
-        return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}{_origin(bundle.source)}"
-    trained = read_trained(target)
-    model, config = network_in_fp32(trained), trained.config
-    _warn_of_first_tokens(trained, config)
-    path = str(data) or require_corpus(trained.folder, config)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    return model, trained.tokenizer.fingerprint, config, str(trained.folder)
-
-
-def _warn_of_first_tokens(model: Bundle | Trained, config: Config) -> None:
-    if config.data.document_border == "mask" and not model.begins_documents:
+        config = config_from_dict(values, source=where)
+        where += _origin(bundle.source)
+    else:
+        trained = read_trained(target)
+        where = str(trained.folder)
+        bundle = trained.package.open(where=where)
+        config = changed(trained.config, {"data.path": str(data) or require_corpus(trained.folder, trained.config)})
+    if bundle.document_border == "mask" and not bundle.begins_documents:
         warn_for_all(
             "this model was trained by an older program, which scored no first token of a document: here they are "
             "scored, and it never learnt to predict them"
         )
+    return bundle, config, where
 
 
 def _origin(source: dict[str, Any]) -> str:

@@ -3,42 +3,29 @@ from a bundle, to a Hugging Face folder."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import NamedTuple
 
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.infer.bundle import Bundle, load, network_of, write_bundle
+from txl_dist.infer.bundle import Bundle, Package, load, write_bundle
 from txl_dist.log import logger
-from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.run_files import Kind, kind_of, list_checkpoints
-from txl_dist.sections import ModelSection
-from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
+from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.probe import read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 
 
 class Trained(NamedTuple):
-    """What an export or an evaluation needs of a checkpoint."""
+    """A checkpoint, read."""
 
     folder: Path
     config: Config
-    tokenizer: Tokenizer
-    weights: dict[str, Tensor]
-    step: int
-    probe: dict[str, Tensor]
-    begins_documents: bool
-    """See `Bundle`."""
-
-    @property
-    def model(self) -> ModelSection:
-        """Its settings."""
-        return self.config.model
+    package: Package
 
 
 def read_trained(run: Path) -> Trained:
@@ -52,7 +39,7 @@ def read_trained(run: Path) -> Trained:
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
                 )
-            return _read_checkpoint(run)
+            return _read_checkpoint(run, name=run.name)
     looked_at: list[Path] | None = None
     rejected: list[str] = []
     while (listed := list_checkpoints(run)) != looked_at:
@@ -61,7 +48,7 @@ def read_trained(run: Path) -> Trained:
             with kept(folder):
                 try:
                     if not (problems := checkpoint_problems(folder)):
-                        trained = _read_checkpoint(folder)
+                        trained = _read_checkpoint(folder, name=run.name)
                         for reason in rejected:
                             logger.warning("passed over a damaged checkpoint, %s", reason)
                         return trained
@@ -74,45 +61,34 @@ def read_trained(run: Path) -> Trained:
     raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
 
 
-def _read_checkpoint(folder: Path) -> Trained:
-    state, config = read_state(folder), load_config(folder / "config.toml")
+def _read_checkpoint(folder: Path, *, name: str) -> Trained:
+    """`name` says of which run it is, for those who get the model."""
+    saved, config = read_state(folder), load_config(folder / "config.toml")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return Trained(
-        folder=folder,
-        config=config,
-        tokenizer=tokenizer,
+    precision = config.engine.precision
+    package = Package(
+        section=config.model,
         weights=consolidated_weights(folder),
-        step=state["step"],
+        tokenizer=tokenizer,
+        segment_len=config.train.segment_len,
+        memory_len=config.train.memory_len,
+        document_border=config.data.document_border,
+        begins_documents=scores_first_tokens(config, saved),
+        source={"run": name, "step": saved.step, "precision": precision},
         probe=read_probe(folder, vocab_size=tokenizer.vocab_size),
-        begins_documents=scores_first_tokens(config, state),
+        probe_dtype=precision,
     )
+    return Trained(folder, config, package)
 
 
-class Exportable(NamedTuple):
-    """A model with all that a bundle needs, wherever it comes from."""
-
-    folder: Path
-    model: ModelSection
-    weights: dict[str, Tensor]
-    tokenizer: Tokenizer
-    probe: dict[str, Tensor]
-    probe_dtype: str
-    segment_len: int
-    memory_len: int
-    document_border: str
-    begins_documents: bool
-    source: dict[str, Any]
-
-
-def network_in_fp32(found: Trained | Exportable) -> TransformerXL:
-    """The model, in evaluation mode. Raises CheckpointError if its weights do not fit its settings."""
-    return network_of(
-        found.model,
-        vocab_size=found.tokenizer.vocab_size,
-        weights=found.weights,
-        dtype="fp32",
-        where=str(found.folder),
-    )
+def _read(source: Path) -> tuple[Path, Package]:
+    """(folder it comes from, model) of a run, a checkpoint or a bundle."""
+    if kind_of(source) is not Kind.BUNDLE:
+        trained = read_trained(source)
+        return trained.folder, trained.package
+    bundle = load(source)
+    # Weights that were rounded once stay so.
+    return source, bundle if bundle.dtype == "fp32" else dataclasses.replace(bundle, probe_dtype=bundle.dtype)
 
 
 def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path, float]:
@@ -122,22 +98,8 @@ def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """
-    found = _read(source)
-    error = write_bundle(
-        out,
-        weights=found.weights,
-        model=found.model,
-        tokenizer=found.tokenizer,
-        probe=found.probe,
-        probe_dtype=found.probe_dtype,
-        dtype=dtype,
-        segment_len=found.segment_len,
-        memory_len=found.memory_len,
-        document_border=found.document_border,
-        begins_documents=found.begins_documents,
-        source=found.source,
-    )
-    return found.folder, error
+    folder, package = _read(source)
+    return folder, write_bundle(out, package, dtype=dtype)
 
 
 def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Path:
@@ -145,17 +107,9 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
 
     Raises CheckpointError if nothing whole is found, `out` cannot be written, or the format cannot express the model.
     """
-    found = _read(source)
-    export_huggingface(
-        out,
-        weights=dict(network_in_fp32(found).state_dict()),
-        model=found.model,
-        tokenizer=found.tokenizer,
-        dtype=dtype,
-        segment_len=found.segment_len,
-        memory_len=found.memory_len,
-    )
-    return found.folder
+    folder, package = _read(source)
+    export_huggingface(out, package, dtype=dtype)
+    return folder
 
 
 def load_trained(source: Path) -> Bundle:
@@ -165,50 +119,5 @@ def load_trained(source: Path) -> Bundle:
     """
     if kind_of(source) is Kind.BUNDLE:
         return load(source)
-    found = _read(source)
-    return Bundle(
-        model=network_in_fp32(found),
-        tokenizer=found.tokenizer,
-        segment_len=found.segment_len,
-        memory_len=found.memory_len,
-        document_border=found.document_border,
-        begins_documents=found.begins_documents,
-        dtype="fp32",
-        source=found.source,
-        probe=found.probe,
-        probe_dtype=found.probe_dtype,
-    )
-
-
-def _read(source: Path) -> Exportable:
-    if kind_of(source) is Kind.BUNDLE:
-        bundle = load(source)
-        return Exportable(
-            folder=source,
-            model=bundle.model.section,
-            weights=dict(bundle.model.named_parameters()),
-            tokenizer=bundle.tokenizer,
-            probe=bundle.probe,
-            # Weights that were rounded once stay so.
-            probe_dtype=bundle.probe_dtype if bundle.dtype == "fp32" else bundle.dtype,
-            segment_len=bundle.segment_len,
-            memory_len=bundle.memory_len,
-            document_border=bundle.document_border,
-            begins_documents=bundle.begins_documents,
-            source=bundle.source,
-        )
     trained = read_trained(source)
-    precision, train = trained.config.engine.precision, trained.config.train
-    return Exportable(
-        folder=trained.folder,
-        model=trained.config.model,
-        weights=trained.weights,
-        tokenizer=trained.tokenizer,
-        probe=trained.probe,
-        probe_dtype=precision,
-        segment_len=train.segment_len,
-        memory_len=train.memory_len,
-        document_border=trained.config.data.document_border,
-        begins_documents=trained.begins_documents,
-        source={"run": source.name, "step": trained.step, "precision": precision},
-    )
+    return trained.package.open(where=str(trained.folder))

@@ -17,23 +17,20 @@ from safetensors import SafetensorError
 
 from txl_dist.config import load_config
 from txl_dist.data.check import inspect as of_corpus
+from txl_dist.data.read.corpora import open_corpora
 from txl_dist.data.read.corpus import Corpus, Split, open_corpus
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState, first_state
-from txl_dist.data.storage.places import StorageSettings
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.ops.inspect_settings import Question
 from txl_dist.rng import derive_seed
 from txl_dist.run_files import Kind, list_checkpoints, step_of
-from txl_dist.sections import RunSection, TrainSection
+from txl_dist.sections import DataSection, RunSection, TrainSection
 from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
-from txl_dist.train.checkpoint.places import with_corpora_found
-from txl_dist.train.checkpoint.read import continued_stream
+from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
-from txl_dist.train.health import Health
-from txl_dist.train.preflight import first_stream, open_corpora, train_splits
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {
@@ -64,7 +61,7 @@ def answer(path: str, kind: Kind, question: Question) -> Answer:
 
 
 def _open(path: str, question: Question) -> Corpus:
-    return open_corpus(path, StorageSettings(question.cache_dir, allow_protocols=question.allow_protocols))
+    return open_corpus(path, DataSection(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols))
 
 
 def _stream_of_corpus(path: str, question: Question) -> tuple[tuple[Split, ...], StreamState, int]:
@@ -116,15 +113,14 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     config = load_config((behind[0] if behind else run_dir) / "config.toml")
     if checkpoints:
         config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
-    corpora = open_corpora(config)
-    splits = train_splits(config, corpora)
-    state, start = first_stream(config, corpora), 0
+    corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+    splits, state, start = corpora.train, corpora.begin, 0
     if before:
-        state, _ = continued_stream(before[-1], state, splits)
-        start = read_state(before[-1])["step"]
+        last = read_state(before[-1])
+        state, start = continued_stream(last, state, splits)[0], last.step
     segment_len = config.train.segment_len
     if behind:
-        saved = StreamState.from_dict(read_state(behind[0])["stream"])
+        saved = read_state(behind[0]).stream
         state = state.skipping(saved, saved)  # the run may have come back to `before` and left out what went wrong
         reached = state.advanced((step_of(behind[0]) - start) * segment_len)
         if [(one.cut(), one.position) for one in reached.corpora] != [
@@ -163,7 +159,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     keys = ("tokens_seen", "world_size", "zero_stage", "precision")
     facts |= dict.fromkeys(keys) | {"bytes": _bytes_of(folder)}
     try:
-        state = read_state(folder)
+        state = read_state(folder).values
     except CheckpointError as error:
         return facts | {"problems": facts["problems"] or [str(error)]}
     return facts | {key: state.get(key) for key in keys}
@@ -204,7 +200,7 @@ def _or_dash(value: Any) -> str:
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds, and what is wrong with it by its manifest. Raises CheckpointError without state.json."""
-    state, problems = read_state(folder), checkpoint_problems(folder)
+    saved, problems = read_state(folder), checkpoint_problems(folder)
     kinds: list[str] = []
     lanes: list[dict[str, Any]] = []
     try:
@@ -212,8 +208,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
     except CheckpointError as error:
         problems.append(str(error))
-    stream = StreamState.from_dict(state["stream"])
-    health = Health.from_dict(state["health"])
+    state, health = saved.values, saved.health
     own = ("format_version", "code_version", "step", "tokens_seen", "world_size", "zero_stage", "precision")
     return {
         "checkpoint": str(folder),
@@ -222,7 +217,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         **{key: state[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
         "kinds": kinds,
         "lanes": lanes,
-        "stream": _stream_facts(folder, stream),
+        "stream": _stream_facts(folder, saved.stream),
         "health": {
             "skipped_steps": health.skipped_steps,
             "num_spikes": health.num_spikes,
@@ -250,9 +245,9 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
         config = with_corpora_found(load_config(folder / "config.toml"), folder)
-        if all(Path(path).is_dir() for path in (config.data.path, *config.data.more_paths)):
-            splits = train_splits(config, open_corpora(config))
-            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}
+        if all(Path(path).is_dir() for path in config.data.paths):
+            corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in corpora.train}
     found = []
     for one in stream.corpora:
         num_tokens = tokens.get((one.fingerprint, one.split))

@@ -1,7 +1,7 @@
 """What every tokenizer is: text to ids and back, one file, one fingerprint.
 
 Key properties:
-- Ids are in order of frequency in the training split, end-of-text included (see vocab.py).
+- Ids are in order of frequency in the training split, end-of-text included (see training.py).
 - End-of-text is added by whoever joins documents. `encode` never makes it, not even from its literal spelling.
   A vocabulary may have none: `end_of_text` is None, and documents join without a mark.
 - The file is canonical JSON: its sha256 is the fingerprint, and the order of symbols is the order of ids. Settings

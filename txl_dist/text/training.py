@@ -1,5 +1,9 @@
 """Makes a tokenizer from the training split: choose the symbols, count them, number them by frequency.
 
+Id 0 is the most frequent symbol of the training split: adaptive softmax cuts the vocabulary at ids, so an id must say
+how frequent its symbol is. That holds for end-of-text too: it is as frequent as there are documents. Ties fall by the
+symbol itself, so that the same text gives the same ids on every machine.
+
 The texts are read once (byte, char, word) or twice (bpe, unigram: to learn the pieces, then to count what they
 produce) and never held in memory, so `texts` is a function that starts a new pass. The result depends on nothing but
 the texts and the arguments. Empty texts are no documents and are ignored.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, get_args
 
@@ -23,7 +27,6 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.base import END_OF_TEXT, UNKNOWN, Tokenizer, byte_symbols
 from txl_dist.text.subwords import byte_level, cut_pieces
 from txl_dist.text.tokenizer import TokenizerKind, build_tokenizer
-from txl_dist.text.vocab import by_frequency, most_frequent
 from txl_dist.text.words import END_OF_LINE, split_words
 
 Texts = Callable[[], Iterable[str]]
@@ -242,3 +245,14 @@ def batches_of_text(texts: Iterable[str], *, batch_len: int = BATCH_LEN) -> Iter
             batch, held = [], 0
     if batch:
         yield batch
+
+
+def by_frequency(counts: Mapping[str, int]) -> list[str]:
+    """The symbols, the most frequent one first, equally frequent ones in code point order."""
+    return sorted(counts, key=lambda symbol: (-counts[symbol], symbol))
+
+
+def most_frequent(counts: Mapping[str, int], *, max_size: int, min_frequency: int) -> dict[str, int]:
+    """At most `max_size` symbols (0: no limit) that occur `min_frequency` times or more."""
+    ranked = [symbol for symbol in by_frequency(counts) if counts[symbol] >= min_frequency]
+    return {symbol: counts[symbol] for symbol in (ranked[:max_size] if max_size else ranked)}

@@ -6,16 +6,29 @@ the prefetch thread, `pinned` too; `to_device` is the only part on the training 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from txl_dist.data.read.stream import Segment
+from txl_dist.data.read.damage import DamagePolicy
+from txl_dist.data.read.position import StreamState
+from txl_dist.data.read.stream import LaneStream, Segment
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster
+from txl_dist.train.state import Job
+
+
+class StepInput(NamedTuple):
+    """What the reader thread prepares for one step of this rank."""
+
+    batches: list[Batch]
+    num_scored: int
+    """Targets of this rank that count."""
+    stream: StreamState
+    """Where the stream stands once this step is trained on."""
 
 
 class BatchMaker(NamedTuple):
@@ -79,6 +92,27 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy without waiting for the device, if the batch is pinned; a no-op on the CPU."""
     return batch if device.type == "cpu" else _mapped(batch, lambda value: value.to(device, non_blocking=True))
+
+
+def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
+    """The steps of this rank behind a position. Runs in the reader thread."""
+    config, device = job.config, job.ranks.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
+    segments = LaneStream(
+        job.corpora.train,
+        stream,
+        segment_len=config.train.segment_len,
+        lanes=job.lanes,
+        damage=damage,
+        mark_documents=maker.mask_documents,
+        # Those that wait, the one that is trained on and the one that is being filled.
+        num_buffers=config.data.prefetch_depth + 2,
+    )
+    for segment, state in segments:
+        batches = maker.microbatches(segment, lanes=job.plan.microbatch_lanes)
+        num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
+        yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 
 
 def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:

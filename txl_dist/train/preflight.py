@@ -7,34 +7,33 @@ from collections.abc import Sequence
 import torch
 
 from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.data.read.corpus import Corpus, Split, open_corpus
+from txl_dist.data.read.corpora import lacks_eval_split, open_corpora
+from txl_dist.data.read.corpus import Corpus, Split
 from txl_dist.data.read.lanes import epochs_read
-from txl_dist.data.read.position import StreamState, first_state
-from txl_dist.data.storage.places import StorageSettings
+from txl_dist.data.read.position import StreamState
+from txl_dist.dist import Ranks
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
-from txl_dist.rng import derive_seed
 from txl_dist.train.report.sinks import check_sinks
+from txl_dist.train.state import Job
 
 MANY_EPOCHS = 100
 LARGE_SHARE = 0.1
 """Of a corpus, in one step."""
 
 
-def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, tuple[Corpus, ...]]:
-    """Check settings against each other, the hardware, the ranks and the corpora. Raises TxlError.
-
-    Returns the batch arithmetic and the corpora, that of data.path first.
-    """
+def check_job(config: Config, *, ranks: Ranks) -> Job:
+    """The job that these ranks are to do. Raises TxlError where its settings, the hardware, the number of ranks and the
+    corpora do not go together."""
     check_config(config)
-    check_hardware(config, device=device)
+    check_hardware(config, device=ranks.device)
     check_sinks(config)
-    plan = plan_batch(config.train, world_size=world_size)
-    corpora = open_corpora(config)
-    check_vocabulary(config.model, vocab_size=corpora[0].vocab_size)
-    for split, state in zip(train_splits(config, corpora), first_stream(config, corpora).corpora, strict=True):
+    plan = plan_batch(config.train, world_size=ranks.world_size)
+    corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+    check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
+    for split, state in zip(corpora.train, corpora.begin.corpora, strict=True):
         needed = state.num_lanes * (config.train.segment_len + 1)
         if split.tokens < needed:
             raise ConfigError(
@@ -43,14 +42,14 @@ def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple
                 f"need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
             )
     if config.metrics.sample_every_steps:
-        _check_prompt(config.metrics.sample_prompt, corpora[0])
-    for split in eval_splits(config, corpora):
+        _check_prompt(config.metrics.sample_prompt, corpora.first)
+    for split in corpora.eval:
         if split.tokens < 2:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
-    return plan, corpora
+    return Job(config, plan, ranks, corpora)
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
@@ -63,71 +62,16 @@ def _check_prompt(prompt: str, corpus: Corpus) -> None:
         ) from error
 
 
-def open_corpora(config: Config) -> tuple[Corpus, ...]:
-    """Every corpus of the run, that of data.path first. Raises DataError, or ConfigError if they do not go together."""
-    settings = storage_settings(config)
-    corpora = tuple(open_corpus(path, settings) for path in (config.data.path, *config.data.more_paths))
-    for corpus in corpora[1:]:
-        if corpus.tokenizer_sha256 != corpora[0].tokenizer_sha256:
-            raise ConfigError(
-                f"{corpus.location} and {corpora[0].location} were prepared with different tokenizers. Prepare one "
-                "with `--tokenizer-file` and the tokenizer.json of the other."
-            )
-    if len({corpus.fingerprint for corpus in corpora}) < len(corpora):
-        raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
-    return corpora
-
-
-def storage_settings(config: Config) -> StorageSettings:
-    """How corpora at URLs are reached."""
-    data = config.data
-    return StorageSettings(data.cache_dir, data.cache_gib, data.retries, data.allow_protocols)
-
-
-def train_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
-    """What is trained on. Raises DataError if a corpus has no such split."""
-    return tuple(corpus.split(config.data.train_split) for corpus in corpora)
-
-
-def eval_splits(config: Config, corpora: Sequence[Corpus]) -> tuple[Split, ...]:
-    """What is evaluated: the split of data.path, and of each further corpus that has it.
-
-    None where data.path was prepared without it and the settings name no other. Raises DataError if they do, and it is
-    not there.
-    """
-    name = config.data.eval_split
-    if not name or lacks_eval_split(config, corpora[0]):
-        return ()
-    more = tuple(corpus.split(name) for corpus in corpora[1:] if name in corpus.split_names)
-    return (corpora[0].split(name), *more)
-
-
-def lacks_eval_split(config: Config, corpus: Corpus) -> bool:
-    """Whether text was prepared without the split that is evaluated where the settings name none."""
-    name = config.data.eval_split
-    return name == type(config.data)().eval_split and name not in corpus.split_names
-
-
-def remarks_on_evaluation(config: Config, corpora: Sequence[Corpus]) -> list[str]:
+def remarks_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
     """A sentence if there is nothing to evaluate on, though evaluation was not switched off."""
-    if not lacks_eval_split(config, corpora[0]):
+    if not lacks_eval_split(config.data, corpus):
         return []
     without = " and checkpoint.keep_best without effect" if config.checkpoint.keep_best else ""
     return [
-        f"{corpora[0].location} has no split {config.data.eval_split!r} (it has {', '.join(corpora[0].split_names)}): "
+        f"{corpus.location} has no split {config.data.eval_split!r} (it has {', '.join(corpus.split_names)}): "
         f"training goes without evaluation{without}. Held-out text comes from `txl prepare` with --valid PATH or a "
         '--valid-fraction; --data.eval_split names another split, or "" to silence this'
     ]
-
-
-def first_stream(config: Config, corpora: Sequence[Corpus]) -> StreamState:
-    """Where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
-    return first_state(
-        train_splits(config, corpora),
-        weights=config.data.weights,
-        num_lanes=config.train.num_lanes,
-        seed=derive_seed(config.run.seed, "documents"),
-    )
 
 
 def check_hardware(config: Config, *, device: torch.device) -> None:

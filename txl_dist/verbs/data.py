@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from txl_dist.console import say
 from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.errors import ConfigError, DataError
-from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
-
-if TYPE_CHECKING:
-    from txl_dist.data.storage.places import StorageSettings
+from txl_dist.errors import ConfigError
+from txl_dist.run_files import TRAINED, Kind, kind_of, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,60 +94,30 @@ def verify(
         cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
         allow_protocols: URL schemes to allow beyond the usual ones.
     """
-    from txl_dist.data.storage.places import StorageSettings
-
-    num_problems = 0
-    settings = StorageSettings(cache_dir=cache_dir, allow_protocols=allow_protocols)
-    for problem in _each_problem(path, settings, num_workers=num_workers):
-        say(problem, flush=True)
-        num_problems += 1
-    if num_problems:
-        raise SystemExit(1)
-    say(f"{path}: whole")
-
-
-def _each_problem(path: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
-    from txl_dist.manifest import problems_of
+    from txl_dist.sections import DataSection
 
     no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
     instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
     kind = require(path, Kind.CORPUS, *TRAINED, remedies=instead)
     if kind is Kind.CORPUS:
-        yield from _problems_of_corpus(path, settings, num_workers=num_workers)
-    elif kind is Kind.RUN:
-        checkpoints = list_checkpoints(Path(path))
-        if not checkpoints:
-            yield f"{path} is a run without checkpoints"
-        for checkpoint in checkpoints:
-            problems = _checkpoint_problems(checkpoint)
-            if checkpoint.is_dir():  # a run may remove it meanwhile
-                yield from (f"{checkpoint}: {problem}" for problem in problems)
+        from txl_dist.data.check.verify import problems_at
+        from txl_dist.log import start_logging
+
+        start_logging()
+        settings = DataSection(cache_dir=cache_dir, allow_protocols=allow_protocols)
+        problems: Iterable[str] = problems_at(path, settings, num_workers=num_workers)
+    elif kind is Kind.BUNDLE:
+        from txl_dist.manifest import problems_of
+
+        problems = problems_of(Path(path))
     else:
-        yield from (_checkpoint_problems if kind is Kind.CHECKPOINT else problems_of)(Path(path))
+        from txl_dist.train.checkpoint.soundness import checkpoint_problems, run_problems  # brings torch
 
-
-def _checkpoint_problems(folder: Path) -> list[str]:
-    from txl_dist.train.checkpoint.soundness import checkpoint_problems  # brings torch
-
-    return checkpoint_problems(folder)
-
-
-def _problems_of_corpus(location: str, settings: StorageSettings, *, num_workers: int) -> Iterator[str]:
-    from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers
-    from txl_dist.data.prepare.workers import num_cores
-    from txl_dist.data.read.corpus import open_corpus
-    from txl_dist.log import start_logging
-    from txl_dist.progress import Progress
-
-    start_logging()
-    try:
-        corpus = open_corpus(location, settings)
-    except DataError as error:
-        yield str(error)
-        return
-    total = bytes_of_shards(corpus)
-    num_workers = num_workers or (num_cores() if total > 1 << 30 else 1)
-    with Progress("verifying", total=total) as progress:
-        yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
-    if names := strangers(corpus):
-        say(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")
+        problems = run_problems(Path(path)) if kind is Kind.RUN else checkpoint_problems(Path(path))
+    num_problems = 0
+    for problem in problems:
+        say(problem, flush=True)
+        num_problems += 1
+    if num_problems:
+        raise SystemExit(1)
+    say(f"{path}: whole")

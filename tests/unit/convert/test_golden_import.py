@@ -23,7 +23,7 @@ from txl_dist.convert.checks import only_tensors
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.names import from_original
 from txl_dist.infer import Bundle, load
-from txl_dist.infer.score import log_probabilities
+from txl_dist.infer.probe import log_probabilities
 from txl_dist.model.memory import Memory, attended
 
 FORMS = ["module", "legacy_module", "state_dict"]

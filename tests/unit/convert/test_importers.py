@@ -34,6 +34,7 @@ from txl_dist.convert.original import _div_value
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.infer import load
+from txl_dist.infer.bundle import Package
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMATS: list[Format] = ["original", "nvidia", "huggingface", "labml"]
@@ -551,24 +552,17 @@ def test_a_vocabulary_is_written_where_transformers_can_read_it(tmp_path: Path) 
 
 def to_huggingface(bundle: Path, out: Path, *, dtype: str = "fp32") -> None:
     loaded = load(bundle)
-    export_huggingface(
-        out,
-        weights=dict(loaded.model.state_dict()),
-        model=loaded.model.section,
-        tokenizer=loaded.tokenizer,
-        dtype=dtype,
-        segment_len=loaded.segment_len,
-        memory_len=loaded.memory_len,
-    )
+    export_huggingface(out, loaded, dtype=dtype)
 
 
 def write_huggingface(out: Path, model: TransformerXL) -> None:
-    export_huggingface(
-        out,
+    package = Package(
+        section=model.section,
         weights=dict(model.state_dict()),
-        model=model.section,
         tokenizer=identity_tokenizer(VOCAB_SIZE),
-        dtype="fp32",
         segment_len=8,
         memory_len=8,
+        source={},
+        probe={},
     )
+    export_huggingface(out, package)

@@ -15,14 +15,13 @@ from tests.helpers.checkpoints import GOLDEN_CHECKPOINT
 from tests.helpers.models import tiny_section
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer import load
-from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, write_bundle
-from txl_dist.infer.probe import PROBE_LEN, probe_tokens
-from txl_dist.infer.score import log_probabilities
+from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, write_bundle
+from txl_dist.infer.probe import probe_of
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
-from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.text.words import WordTokenizer
 
 MEMORY_LEN = 16
 FILES = ["MANIFEST.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json", "train.toml"]
@@ -39,36 +38,36 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer("byte", lambda: ["the cat sat on the mat, the dog did not"])
 
 
-def trained(tokenizer: Tokenizer, *, seed: int = 0, **changes: Any) -> tuple[ModelSection, TransformerXL]:
+def trained(tokenizer: Tokenizer, *, seed: int = 0, **changes: Any) -> TransformerXL:
     torch.manual_seed(seed)
     section = tiny_section(init_std=0.1, projection_init_std=0.1, **changes)
-    return section, TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
+    return TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
 
 
-def probe_of(model: TransformerXL, *, memory_len: int = MEMORY_LEN) -> dict[str, Tensor]:
-    tokens = probe_tokens(model.vocab_size)
-    return {
-        "tokens": tokens,
-        "losses": -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len),
+def package_of(model: TransformerXL, tokenizer: Tokenizer, **changes: Any) -> Package:
+    values: dict[str, Any] = {
+        "section": model.section,
+        "weights": dict(model.named_parameters()),
+        "tokenizer": tokenizer,
+        "segment_len": 16,
+        "memory_len": MEMORY_LEN,
+        "source": {"run": "quick", "step": 7},
+        "probe": probe_of(model, memory_len=MEMORY_LEN),
     }
+    return Package(**{**values, **changes})
 
 
 def write(
-    folder: Path, tokenizer: Tokenizer, *, seed: int = 0, settings: dict[str, Any] | None = None, **changes: Any
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    dtype: str = "fp32",
+    **changes: Any,
 ) -> TransformerXL:
-    section, model = trained(tokenizer, seed=seed, **(settings or {}))
-    values: dict[str, Any] = {
-        "weights": dict(model.named_parameters()),
-        "model": section,
-        "tokenizer": tokenizer,
-        "probe": probe_of(model),
-        "dtype": "fp32",
-        "segment_len": 16,
-        "memory_len": MEMORY_LEN,
-        "document_border": "carry",
-        "source": {"run": "quick", "step": 7},
-    }
-    write_bundle(folder, **{**values, **changes})
+    model = trained(tokenizer, seed=seed, **(settings or {}))
+    write_bundle(folder, package_of(model, tokenizer, **changes), dtype=dtype)
     return model
 
 
@@ -99,22 +98,8 @@ def test_a_bundle_gives_back_the_weights_bit_for_bit_in_its_type(
 
 
 def test_writing_reports_the_largest_error_on_the_probe(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    section, model = trained(tokenizer)
-    probe = probe_of(model)
-    errors = {}
-    for dtype in DTYPES:
-        errors[dtype] = write_bundle(
-            tmp_path / dtype,
-            weights=dict(model.named_parameters()),
-            model=section,
-            tokenizer=tokenizer,
-            probe=probe,
-            dtype=dtype,
-            segment_len=16,
-            memory_len=MEMORY_LEN,
-            document_border="carry",
-            source={},
-        )
+    package = package_of(trained(tokenizer), tokenizer)
+    errors = {dtype: write_bundle(tmp_path / dtype, package, dtype=dtype) for dtype in DTYPES}
     assert errors["fp32"] == 0.0
     assert 0 < errors["fp16"] <= PROBE_TOLERANCE["fp16"]
     assert errors["fp16"] < errors["bf16"] <= PROBE_TOLERANCE["bf16"]
@@ -166,14 +151,14 @@ def test_a_missing_or_truncated_file_is_refused(tmp_path: Path, tokenizer: Token
 def test_weights_that_do_not_reproduce_the_probe_are_refused_and_nothing_is_left(
     tmp_path: Path, tokenizer: Tokenizer, dtype: str
 ) -> None:
-    _, other = trained(tokenizer, seed=1)
+    other = trained(tokenizer, seed=1)
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
-        write(tmp_path / "bundle", tokenizer, probe=probe_of(other), dtype=dtype)
+        write(tmp_path / "bundle", tokenizer, probe=probe_of(other, memory_len=MEMORY_LEN), dtype=dtype)
     assert list(tmp_path.iterdir()) == []
-    _, model = trained(tokenizer)
-    scale = 1.0 if dtype == "fp32" else max(5.0, probe_of(model)["losses"].max().item())
+    model = trained(tokenizer)
+    scale = 1.0 if dtype == "fp32" else max(5.0, probe_of(model, memory_len=MEMORY_LEN)["losses"].max().item())
     for error in (2 * PROBE_TOLERANCE[dtype] * scale, -2 * PROBE_TOLERANCE[dtype] * scale, float("nan")):
-        probe = probe_of(model)
+        probe = probe_of(model, memory_len=MEMORY_LEN)
         probe["losses"][0, -1] += error  # one loss of the second segment
         with pytest.raises(CheckpointError, match="does not reproduce its probe"):
             write(tmp_path / "bundle", tokenizer, probe=probe, dtype=dtype)
@@ -184,7 +169,7 @@ def test_a_probe_of_a_half_precision_engine_is_held_to_the_tolerance_of_that_typ
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     # The engine's weights are fp32, but it ran them in bf16.
-    probe = probe_of(trained(tokenizer)[1].to(torch.bfloat16))
+    probe = probe_of(trained(tokenizer).to(torch.bfloat16), memory_len=MEMORY_LEN)
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
         write(tmp_path / "bundle", tokenizer, probe=probe)
     model = write(tmp_path / "bundle", tokenizer, probe=probe, probe_dtype="bf16")
@@ -193,7 +178,7 @@ def test_a_probe_of_a_half_precision_engine_is_held_to_the_tolerance_of_that_typ
 
 
 def test_the_probe_notices_a_wrong_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    _, model = trained(tokenizer)
+    model = trained(tokenizer)
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
         write(tmp_path / "bundle", tokenizer, probe=probe_of(model, memory_len=0))
 
@@ -225,19 +210,19 @@ def test_an_older_bundle_is_replaced_only_by_a_proven_one(tmp_path: Path, tokeni
     folder = tmp_path / "bundle"
     write(folder, tokenizer)
     before = content_of(folder)
-    _, other = trained(tokenizer, seed=2)
+    other = trained(tokenizer, seed=2)
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
-        write(folder, tokenizer, seed=1, probe=probe_of(other))
+        write(folder, tokenizer, seed=1, probe=probe_of(other, memory_len=MEMORY_LEN))
     assert content_of(folder) == before
     write(folder, tokenizer, seed=1)
-    _, model = trained(tokenizer, seed=1)
+    model = trained(tokenizer, seed=1)
     loaded = dict(load(folder).model.named_parameters())
     assert all(torch.equal(loaded[key], parameter) for key, parameter in model.named_parameters())
     assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    _, model = trained(tokenizer)
+    model = trained(tokenizer)
     weights: dict[str, Tensor] = dict(model.named_parameters())
     missing = {key: value for key, value in weights.items() if key != "blocks.1.ff_in.weight"}
     surplus = {**weights, "blocks.9.ff_in.weight": torch.zeros(1)}
@@ -287,7 +272,7 @@ def test_a_checkpoint_is_not_taken_for_a_bundle(tmp_path: Path) -> None:
 def test_a_model_without_memory_still_sees_a_segment_of_context_when_it_generates(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    write(tmp_path / "bundle", tokenizer, memory_len=0, probe=probe_of(trained(tokenizer)[1], memory_len=0))
+    write(tmp_path / "bundle", tokenizer, memory_len=0, probe=probe_of(trained(tokenizer), memory_len=0))
     bundle = load(tmp_path / "bundle")
     ids = [tokenizer.end_of_text, *map(int, tokenizer.encode("some text"))]
     expected: list[int] = []

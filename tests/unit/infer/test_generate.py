@@ -12,7 +12,7 @@ import torch
 from tests.helpers.models import random_tokens, tiny_model
 from txl_dist.errors import ConfigError
 from txl_dist.infer.generate import generate, sample
-from txl_dist.infer.score import log_probabilities
+from txl_dist.infer.probe import log_probabilities
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 

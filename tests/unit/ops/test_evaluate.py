@@ -20,9 +20,8 @@ from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import ConfigError
-from txl_dist.infer.bundle import write_bundle
-from txl_dist.infer.probe import PROBE_LEN, probe_tokens
-from txl_dist.infer.score import log_probabilities
+from txl_dist.infer.bundle import Package, write_bundle
+from txl_dist.infer.probe import log_probabilities, probe_of
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.ops.evaluate import evaluate_trained
@@ -66,21 +65,18 @@ def make(
     section = tiny_section(init_std=0.2, **settings)
     model = TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    tokens = probe_tokens(model.vocab_size)
-    losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=MEMORY_LEN)
-    write_bundle(
-        folder / "bundle",
+    package = Package(
+        section=section,
         weights=weights,
-        model=section,
         tokenizer=tokenizer,
-        probe={"tokens": tokens, "losses": losses.detach()},
-        dtype="fp32",
         segment_len=SEGMENT_LEN,
         memory_len=MEMORY_LEN,
         document_border=document_border,
-        source={"step": 1},
         begins_documents=begins_documents,
+        source={"step": 1},
+        probe=probe_of(model, memory_len=MEMORY_LEN),
     )
+    write_bundle(folder / "bundle", package)
     return Made(corpus, folder / "bundle", weights, settings)
 
 

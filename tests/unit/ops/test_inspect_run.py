@@ -14,13 +14,14 @@ from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, config_from_dict, config_to_toml
 from txl_dist.data.check.inspect import lane_facts
+from txl_dist.data.read.corpora import open_corpora
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.data.read.position import StreamState, continued
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.ops.inspect_run import checkpoint_facts, stream_before_step
 from txl_dist.ops.inspect_settings import Question
 from txl_dist.run_files import Kind, checkpoint_folder
-from txl_dist.train.preflight import first_stream, open_corpora, train_splits
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,8 @@ class Run:
     def train(self, config: Config, *, num_steps: int) -> None:
         self.folder.mkdir(exist_ok=True)
         (self.folder / "config.toml").write_text(config_to_toml(config))
-        corpora = open_corpora(config)
-        splits = train_splits(config, corpora)
-        wanted = first_stream(config, corpora)
+        corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+        splits, wanted = corpora.train, corpora.begin
         state = continued(self.state, wanted, splits) if self.state else wanted
         lanes = range(config.train.num_lanes)
         stream = iter(LaneStream(splits, state, segment_len=config.train.segment_len, lanes=lanes))
@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_shown_with_its_damage_and_epochs_where_the_corp
     (copy / "config.toml").write_text(settings)
     (copy / "engine" / "00000.safetensors").write_bytes(b"torn")
     facts = checkpoint_facts(copy)
-    tokens = open_corpora(config_from_dict({"data": {"path": str(GOLDEN / "corpus")}}, source="test"))[0]
+    tokens = open_corpus(GOLDEN / "corpus")
     assert facts["stream"][0]["epochs_read"] == pytest.approx(4 * 144 / tokens.split("train").tokens)
     assert main(["inspect", str(copy)]) == 0
     out = capsys.readouterr().out

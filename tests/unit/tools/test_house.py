@@ -1,4 +1,4 @@
-"""The tools that guard the house: what counts as code, what the guard takes for a difference."""
+"""The tools that guard and show the house: what counts as code, what is a difference, the picture of README."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.count_code import code_lines, rooms
+from tools.draw_memory import draw
 from tools.guard import differences, plain, tensors_of
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -79,3 +80,13 @@ def test_the_guard_leaves_out_where_things_lie() -> None:
         "step": 3,
         "parts": [{"tokens": 7}],
     }
+
+
+def test_the_picture_of_the_memory_depends_on_the_numbers_alone(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 3 / step, "loss_by_position": [2.0, 1.5]} for step in (1, 2)]
+    runs = {"with memory": rows, "without memory": [row | {"loss": 2.5} for row in rows]}
+    for name in ("a.svg", "b.svg"):
+        draw(runs, segment_len=4, out=tmp_path / name)
+    picture = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert picture == (tmp_path / "b.svg").read_text(encoding="utf-8")
+    assert all(f">{text}</text>" in picture for text in ("with memory", "without memory", "1.500", "2.500"))

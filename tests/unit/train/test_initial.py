@@ -13,7 +13,7 @@ from tests.helpers.models import tiny_section
 from txl_dist.config import Config, load_config
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.infer.bundle import write_bundle
+from txl_dist.infer.bundle import Package, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
@@ -26,18 +26,16 @@ def write(folder: Path, corpus: Corpus, model: ModelSection) -> TransformerXL:
     """A bundle of random weights."""
     torch.manual_seed(0)
     network = TransformerXL(model, vocab_size=corpus.vocab_size).eval()
-    write_bundle(
-        folder,
+    package = Package(
+        section=model,
         weights=dict(network.named_parameters()),
-        model=model,
         tokenizer=corpus.load_tokenizer(),
-        probe=probe_of(network, memory_len=16),
-        dtype="fp32",
         segment_len=8,
         memory_len=16,
-        document_border="carry",
         source={},
+        probe=probe_of(network, memory_len=16),
     )
+    write_bundle(folder, package)
     return network
 
 

@@ -19,33 +19,56 @@ from typing import Any, NamedTuple, ParamSpec
 
 import numpy as np
 
+from txl_dist.console import say
 from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME, ShardInfo, counts_name
-from txl_dist.data.prepare.workers import start_workers
 from txl_dist.data.read.corpus import Corpus, Shard, Split, open_corpus
 from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import REMEDY, LocalStorage, StorageSettings
+from txl_dist.data.storage.places import REMEDY, LocalStorage
+from txl_dist.data.workers import num_cores, start_workers
 from txl_dist.errors import DataError
 from txl_dist.files import hashed_json, parse_object
+from txl_dist.progress import Progress
+from txl_dist.sections import DataSection
 
 P = ParamSpec("P")
 
+_LARGE = 1 << 30
+"""Bytes of tars from which on more processes are worth their start."""
 MAX_LISTED = 20
 """Damaged documents of one shard that are named; the others are counted."""
 
 
-def verify_corpus(location: str | Path, settings: StorageSettings | None = None) -> list[str]:
+def verify_corpus(location: str | Path, settings: DataSection | None = None) -> list[str]:
     """Read everything and compare it with its hashes. Returns one line per problem; none means whole."""
-    settings = settings or StorageSettings()
+    settings = settings or DataSection()
     try:
         return list(each_problem(open_corpus(location, settings), settings))
     except DataError as error:
         return [str(error)]
 
 
+def problems_at(location: str, settings: DataSection, *, num_workers: int) -> Iterator[str]:
+    """The same as they are found, with the progress on a terminal; files that do not belong to the corpus are named.
+
+    `num_workers` 0: a process per core, or none beside this one for a small corpus.
+    """
+    try:
+        corpus = open_corpus(location, settings)
+    except DataError as error:
+        yield str(error)
+        return
+    total = sum(shard.bytes for name in corpus.split_names for shard in corpus.split(name).shards)
+    num_workers = num_workers or (num_cores() if total > _LARGE else 1)
+    with Progress("verifying", total=total) as progress:
+        yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
+    if names := strangers(corpus):
+        say(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")
+
+
 def each_problem(
     corpus: Corpus,
-    settings: StorageSettings,
+    settings: DataSection,
     *,
     num_workers: int = 1,
     on_bytes: Callable[[int], object] = lambda _: None,
@@ -73,11 +96,6 @@ def each_problem(
         for task, problems in zip(tasks, workers.in_order(_shard_problems, tasks), strict=True):
             on_bytes(task.info.bytes)
             yield from problems
-
-
-def bytes_of_shards(corpus: Corpus) -> int:
-    """What `each_problem` reads of the tars, in all."""
-    return sum(shard.bytes for name in corpus.split_names for shard in corpus.split(name).shards)
 
 
 def strangers(corpus: Corpus) -> list[str]:
@@ -117,7 +135,7 @@ class _ShardTask(NamedTuple):
     """All that a worker needs to know."""
 
     location: str
-    settings: StorageSettings
+    settings: DataSection
     info: ShardInfo
     dtype: np.dtype[Any]
     vocab_size: int

@@ -7,7 +7,7 @@ from the content of the inputs alone, and is known before a tokenizer is learnt.
 
 What it gives up: adding documents may turn ends into whole documents; then what is held out is another text. What
 can be read but once (stdin, a command) is the same as a file while it is shorter than 64 MiB, or a tokenizer is
-learnt from it, so that it is kept; a longer one goes by the hash alone (job.py), and where that leaves a split
+learnt from it, so that it is kept; a longer one goes by the hash alone (tokenizing.py), and where that leaves a split
 without a document the end of the work says so, but that it is one document, which is said once 64 MiB are read.
 """
 

@@ -1,7 +1,7 @@
 """Turns text into a corpus, of any size, with worker processes: a small MapReduce.
 
-    read      this process cuts the inputs into parts of whole raw records              inputs.py
-    encode    workers decode, parse, split and tokenise; each part is sorted by key     documents.py  parts.py
+    read      this process cuts the inputs into parts of whole raw records              cutting.py
+    encode    workers decode, parse, split and tokenise; each part is sorted by key     documents.py  encoding.py
     assemble  duplicates, plan; workers gather, sort and write one shard each           duplicates.py  assembly.py
     commit    counts, tokenizer.json, index.json, and one rename
 
@@ -63,14 +63,14 @@ from txl_dist.data.prepare.tokenizing import (
     make_tokenizer,
     remarks_on_size,
 )
-from txl_dist.data.prepare.workers import Workers, start_workers
 from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.workers import Workers, start_workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
 from txl_dist.progress import Progress
 from txl_dist.tables import aligned
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 
 _PARTS_VERSION = 2
 """Of what the records of parts hold: parts of another version are made again."""

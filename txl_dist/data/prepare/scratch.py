@@ -5,7 +5,7 @@
       job.json            hash of the settings that everything else in here depends on
       tokenizer.json      learnt or copied, whole once tokenizer-inputs is there
       named/              what was downloaded
-      part-*  shard-*     see parts.py and assembly.py
+      part-*  shard-*     see encoding.py and assembly.py
       corpus/             becomes the target
       replaced/           the corpus that was there, while its place is taken
 

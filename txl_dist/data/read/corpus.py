@@ -9,7 +9,7 @@ Damage is an error that names the file, the document and the remedy, found as ea
 
 What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds. A document is
 checked whole when it is first touched, so one of 100 million tokens costs a tenth of a second then. A file that is cut
-while it is mapped ends the process. Where the files lie is the business of storage.py.
+while it is mapped ends the process. Where the files lie is the business of storage/.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from txl_dist.data.format import (
 )
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import REMEDY, Storage, StorageSettings
+from txl_dist.data.storage.places import REMEDY, Storage
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash, is_file_name, parse_json
-from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
+from txl_dist.sections import DataSection
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.tokenizer import read_tokenizer
 
 
 class Shard:
@@ -316,12 +318,12 @@ class Corpus:
         return tokenizer
 
 
-def open_corpus(location: str | Path, settings: StorageSettings | None = None) -> Corpus:
+def open_corpus(location: str | Path, settings: DataSection | None = None) -> Corpus:
     """Open what `txl prepare` wrote, in a folder or at a URL.
 
     Raises DataError if its index is missing, foreign or edited, or if the URL is not allowed.
     """
-    storage = open_storage(location, settings or StorageSettings())
+    storage = open_storage(location, settings or DataSection())
     try:
         content = storage.read(INDEX_NAME)
     except DataError as error:

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from txl_dist.data.storage.cache import CachedStorage
 from txl_dist.data.storage.origins import PipeOrigin, UrlOrigin
-from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings
+from txl_dist.data.storage.places import LocalStorage, Storage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.data.storage.retries import check_protocol
 from txl_dist.errors import DataError
+from txl_dist.sections import DataSection
 
 
-def open_storage(location: str | Path, settings: StorageSettings) -> Storage:
-    """The storage of a folder or URL.
+def open_storage(location: str | Path, settings: DataSection) -> Storage:
+    """The storage of a folder or URL, reached as the settings say (cache_dir, cache_gib, retries, allow_protocols).
 
     Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
     """

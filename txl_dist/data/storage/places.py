@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +22,6 @@ from txl_dist.files import inside, open_regular, read_bytes
 MAX_FILE_BYTES = 1 << 36
 """Of a file that is read whole: records have 16 bytes for each document of a shard."""
 REMEDY = "Restore the file from a copy, or run `txl prepare` again."
-
-
-class StorageSettings(NamedTuple):
-    """How corpora at URLs are reached; the fields of the section `data` of the same names."""
-
-    cache_dir: str = ""
-    cache_gib: float = 100.0
-    retries: int = 5
-    allow_protocols: tuple[str, ...] = ()
 
 
 class Payload(Protocol):

@@ -27,10 +27,11 @@ import torch
 from packaging.requirements import Requirement
 
 from txl_dist import __version__
-from txl_dist.dist import uses_gpu
+from txl_dist.dist import local_world_size, uses_gpu
 from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.launch import lacks_compiler
 from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
+from txl_dist.train.footprint.room import control_groups, host_room_bytes
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
@@ -103,9 +104,8 @@ class Facts:
     """Processor time that its control group may use, in cores; 0 means no limit."""
     num_local_ranks: int
     memory_gib: float
-    available_gib: float
-    cgroup_memory_gib: float
-    """Limit of its control group; 0 means none."""
+    room_gib: float
+    """What processes may still take, swap included, within the limits of their control groups."""
     shm_gib: float
     shm_free_gib: float
     shm_leftovers: int
@@ -135,7 +135,6 @@ class Facts:
 
 def gather(*, run_dir: Path, data: str = "") -> Facts:
     """Look around. `run_dir` need not exist: its nearest parent that does is measured. `data`: a corpus, if given."""
-    memory = psutil.virtual_memory()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     drivers = _drivers()
     return Facts(
@@ -150,10 +149,9 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         backends=_backends(),
         num_cores=len(os.sched_getaffinity(0)),
         cgroup_cores=_cgroup_cores(),
-        num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
-        memory_gib=memory.total / GIB,
-        available_gib=memory.available / GIB,
-        cgroup_memory_gib=_cgroup_memory_gib(memory.total),
+        num_local_ranks=local_world_size(1),
+        memory_gib=psutil.virtual_memory().total / GIB,
+        room_gib=host_room_bytes() / GIB,
         shm_gib=shm.total / GIB if shm else 0.0,
         shm_free_gib=shm.free / GIB if shm else 0.0,
         shm_leftovers=sum(
@@ -233,30 +231,13 @@ def _backends() -> dict[str, str]:
     return backends
 
 
-def _cgroup_files(name_v2: str, name_v1: str) -> list[str]:
-    """Contents of a setting in this process's control groups and those above it, in both versions of the kernel's."""
-    found = []
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, controllers, place = line.split(":", maxsplit=2)
-        root, name = ("/sys/fs/cgroup", name_v2) if not controllers else (f"/sys/fs/cgroup/{controllers}", name_v1)
-        folder = Path(root) / place.lstrip("/")
-        found += [_text(above / name) for above in (folder, *folder.parents) if above.is_relative_to(root)]
-    return [content for content in found if content]
-
-
 def _cgroup_cores() -> float:
     limits = []
-    for content in _cgroup_files("cpu.max", "cpu.cfs_quota_us"):
-        quota, _, period = content.partition(" ")
-        if quota not in ("max", "-1"):
+    for group, is_v2 in control_groups("cpu"):
+        quota, _, period = _text(group / ("cpu.max" if is_v2 else "cpu.cfs_quota_us")).partition(" ")
+        if quota not in ("", "max", "-1"):
             limits.append(int(quota) / int(period or "100000"))
     return min(limits, default=0.0)
-
-
-def _cgroup_memory_gib(total_bytes: int) -> float:
-    contents = _cgroup_files("memory.max", "memory.limit_in_bytes")
-    limits = [int(content) for content in contents if content.isdigit() and int(content) < total_bytes]
-    return min(limits, default=0) / GIB
 
 
 def _limit(number: int) -> int:

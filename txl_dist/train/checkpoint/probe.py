@@ -18,7 +18,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.infer.bundle import probe_tolerance
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 
 
 def make_probe(

@@ -24,13 +24,11 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
-from txl_dist.run_files import CHECKPOINT_NAME, step_of
+from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, list_checkpoints, step_of
 from txl_dist.train.checkpoint.tensor_files import open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.health import Health
 
-FORMAT_VERSION = 2
-"""1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
 STATE_KEY = "state"
 """In the metadata of every file of tensors: sha256 of the state.json of its save."""
 
@@ -85,8 +83,20 @@ class _State(_Section):
     corpora: tuple[str, ...] = ()
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint. Raises CheckpointError if it cannot be read, has another form or version."""
+class SavedState(NamedTuple):
+    """What the state.json of a checkpoint says: read once, and handed on."""
+
+    folder: Path
+    """Of the checkpoint."""
+    step: int
+    stream: StreamState
+    health: Health
+    values: dict[str, Any]
+    """All of it, by name."""
+
+
+def read_state(folder: Path) -> SavedState:
+    """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
     path = folder / "state.json"
     try:
         data = read_bytes(path)
@@ -105,8 +115,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}. Use another checkpoint.") from error
-    StreamState.from_dict(state["stream"])
-    return dict(state)
+    stream, health = StreamState.from_dict(state["stream"]), Health.from_dict(state["health"])
+    return SavedState(folder, state["step"], stream, health, state)
 
 
 class _OtherVersionError(CheckpointError):
@@ -123,16 +133,28 @@ def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> l
     if found or part:
         return found
     try:
-        return list(_contradictions(folder, read_state(folder)))
+        return list(_contradictions(read_state(folder)))
     except _OtherVersionError:
         return []
     except CheckpointError as error:
         return [str(error)]
 
 
-def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
-    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
-        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {state['step']}"
+def run_problems(run_dir: Path) -> Iterator[str]:
+    """The same of every checkpoint of a run, each with its folder in front; that there is none is a problem too."""
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        yield f"{run_dir} is a run without checkpoints"
+    for checkpoint in checkpoints:
+        problems = checkpoint_problems(checkpoint)
+        if checkpoint.is_dir():  # a run may remove it meanwhile
+            yield from (f"{checkpoint}: {problem}" for problem in problems)
+
+
+def _contradictions(saved: SavedState) -> Iterator[str]:
+    folder, state = saved.folder, saved.values
+    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
+        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
     if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / "config.toml")):
         yield "config.toml is not the one of this state.json"
     if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
@@ -155,7 +177,7 @@ def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
     for name in sorted(held.keys() | wanted.keys()):
         if held[name] != wanted.get(name, 0):
             yield f"engine/ has {held[name]} values of {name} instead of {wanted.get(name, 0)}"
-    yield from _problems_of_lanes(lanes, StreamState.from_dict(state["stream"]).num_lanes)
+    yield from _problems_of_lanes(lanes, saved.stream.num_lanes)
 
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:

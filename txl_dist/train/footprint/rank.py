@@ -17,9 +17,10 @@ import torch
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.infer.bundle import DTYPES
+from txl_dist.model.flops import typical_shares
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
-from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, micro_step_peak
+from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
 
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
@@ -30,12 +31,13 @@ HEAP_FACTOR = 2.0
 
 
 def bytes_per_rank(
-    config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
+    config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool, cluster_shares: Sequence[float] = ()
 ) -> dict[str, float]:
     """Bytes of the fullest rank at its fullest, by what holds them; the sum is the peak.
 
-    `cluster_shares` are those of the tokens, one per cluster of the vocabulary. With offload the optimizer is left out.
-    Temporary copies of gradients and weights are counted as activations; so is a start that is fuller than any step.
+    `cluster_shares` are those of the tokens, one per cluster of the vocabulary; without them `typical_shares`. With
+    offload the optimizer is left out. Temporary copies of gradients and weights are counted as activations; so is a
+    start that is fuller than any step.
     """
     engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
     size, lengths = DTYPES[engine.precision].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
@@ -93,27 +95,23 @@ def _fullest_phase(
 def _micro_step_peak(
     config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
 ) -> Peak:
-    model, train, engine, stage = config.model, config.train, config.engine, config.engine.zero_stage
-    exchange: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
-    if stage >= 2:
-        exchange = "sharded" if stage == 2 else "gathered"
-    return micro_step_peak(
-        MicroStep(
-            model=model,
-            vocab_size=vocab_size,
-            cluster_shares=tuple(cluster_shares),
-            lanes=plan.microbatch_lanes,
-            segment_len=train.segment_len,
-            memory_len=train.memory_len,
-            dtype=DTYPES[engine.precision],
-            attention=engine.attention,
-            recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
-            is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
-            exchange=exchange,
-            num_owners=plan.world_size if stage == 2 else 1,
-            on_gpu=on_gpu,
-        )
+    train, engine, stage = config.train, config.engine, config.engine.zero_stage
+    step = MicroStep(
+        model=config.model,
+        vocab_size=vocab_size,
+        cluster_shares=tuple(cluster_shares) or typical_shares((0, *config.model.cutoffs, vocab_size)),
+        lanes=plan.microbatch_lanes,
+        segment_len=train.segment_len,
+        memory_len=train.memory_len,
+        dtype=DTYPES[engine.precision],
+        attention=engine.attention,
+        recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
+        is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
+        on_gpu=on_gpu,
     )
+    whole: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
+    exchanges: tuple[Exchange, ...] = (whole, whole, "sharded", "gathered")
+    return replay(follow(step), exchange=exchanges[stage], num_owners=plan.world_size if stage == 2 else 1)
 
 
 def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:

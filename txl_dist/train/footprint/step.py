@@ -38,6 +38,7 @@ from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
 
 Exchange = Literal["stays", "dropped", "sharded", "gathered"]
+"""What becomes of a gradient. dropped: it is added to others, which the caller counts."""
 
 
 class MicroStep(NamedTuple):
@@ -54,10 +55,6 @@ class MicroStep(NamedTuple):
     recompute_every: int
     is_flat: bool
     """Blocks lie in flat parameters (`FlatModule`)."""
-    exchange: Exchange
-    """What becomes of a gradient. dropped: it is added to others, which the caller counts."""
-    num_owners: int
-    """Ranks that gradients are cut up for."""
     on_gpu: bool
 
 
@@ -105,17 +102,13 @@ class Trace(NamedTuple):
     """Of all parameters, alignment included."""
     gathered_bytes: float
     """Of weights that a rank has whole at stage 3."""
-
-
-def micro_step_peak(step: MicroStep) -> Peak:
-    """Follow the step, or take what was followed of another exchange. Allocates nothing."""
-    trace = follow(step._replace(exchange="dropped", num_owners=1))
-    return replay(trace, exchange=step.exchange, num_owners=step.num_owners, size=step.dtype.itemsize, gpu=step.on_gpu)
+    value_bytes: int
+    on_gpu: bool
 
 
 @lru_cache(maxsize=16)
 def follow(step: MicroStep) -> Trace:
-    """Run a step whose gradients are dropped when they are complete."""
+    """Run a step whose gradients are dropped when they are complete. Allocates nothing."""
     has_position_bias = step.model.scheme.has_position_bias
     unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
@@ -149,21 +142,22 @@ def follow(step: MicroStep) -> Trace:
             loss, _ = module(batch, memory, 1.0)
             loss.backward()
         num_values = sum(parameter.numel() for parameter in module.parameters())
-        return Trace(tuple(events.noted), num_values, _gathered_bytes(model))  # the new memory is alive at the end
+        # The new memory is alive at the end.
+        return Trace(tuple(events.noted), num_values, _gathered_bytes(model), step.dtype.itemsize, step.on_gpu)
 
 
-def replay(trace: Trace, *, exchange: Exchange, num_owners: int, size: int, gpu: bool) -> Peak:
-    """Add the bytes up. `size` is that of a value; gradients are cut up for `num_owners` ranks where they are sharded.
+def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
+    """Add the bytes up. Gradients are cut up for `num_owners` ranks where they are sharded.
 
     A rank keeps its part of the gradients, those exchanged first at worst. At stage 3 that is a buffer which is there
     from the start, so it is not counted.
     """
-    live, alive = _Sum(), dict[int, Made]()
+    live, alive, size = _Sum(), dict[int, Made](), trace.value_bytes
     stays = exchange == "stays"
     if exchange == "gathered":
         live.add(trace.gathered_bytes)
     # gloo's reduce-scatter, which stage 3 calls, takes a copy of what it is given; its reduce does not.
-    num_copies = 2 if exchange == "gathered" and not gpu else 1
+    num_copies = 2 if exchange == "gathered" and not trace.on_gpu else 1
     own_left = trace.num_values / num_owners if exchange == "sharded" else 0.0
     filled, kept = 0, set[int]()
 

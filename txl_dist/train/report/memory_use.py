@@ -27,7 +27,7 @@ from txl_dist.model.memory import EMPTY, Memory, Visibility
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
-from txl_dist.train.engine.zero import Engine
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.evaluate import LossSums
 from txl_dist.train.report.sinks import Record
 

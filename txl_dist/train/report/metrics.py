@@ -21,13 +21,15 @@ import torch
 
 import txl_dist
 from txl_dist.config import BatchPlan, Config
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
-from txl_dist.log import warn_for_all
 from txl_dist.model.flops import flops_by_part, peak_tflops
-from txl_dist.train.engine.zero import Engine
-from txl_dist.train.report.sinks import Record, Reporter
-from txl_dist.train.watch.stragglers import NUM_REPORTS, slowest, straggler
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.observer import labelled
+from txl_dist.train.report.sinks import Record
+from txl_dist.train.state import Job, TrainState
 
 
 class Interval:
@@ -149,33 +151,26 @@ def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     return (max_steps - step) * step_ms / 1000
 
 
-class StragglerWatch:
-    """Names the rank that the others wait for, once each time that it becomes another one."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        """All ranks together make it, and call it."""
-        self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
-        self._reports: list[list[float]] = []
-        self._named: int | None = None
-
-    def __call__(self, rank_ms: list[float], *, step: int) -> Record:
-        """Take the own part of each rank's step in a report. Returns the slowest: its rank, host and `slowest_pct`, by
-        how much longer it takes than the median of the others; nothing for a rank alone."""
-        if len(rank_ms) == 1:
-            return {}
-        self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
-        last, pct = slowest(rank_ms)
-        rank = straggler(self._reports)
-        if rank is not None and rank != self._named:
-            warn_for_all(
-                "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
-                "median of the others, in %d reports in a row",
-                *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
-            )
-            event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
-            self._reporter.write("event", event)
-        self._named = rank
-        return {"slowest_rank": last, "slowest_host": self._hosts[last], "slowest_pct": round(pct, 1)}
+def train_record(job: Job, state: TrainState, values: Record, *, waited: Record, mfu: Record) -> Record:
+    """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
+    what was `waited` for checkpoints, and how far the run has come."""
+    shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
+    units = text_units(job.corpora.train, shares=shares, mask_documents=job.masks_documents)
+    epochs = {
+        labelled("epoch", split, job.corpora.train): epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+        for one, split in zip(state.stream.corpora, job.corpora.train, strict=True)
+    }
+    return {
+        "step": state.step,
+        **values,
+        **mfu,
+        **waited,
+        **units.bits(values["loss"]),
+        "tokens_seen": state.tokens_seen,
+        "skipped_steps": state.health.skipped_steps,
+        **epochs,
+        "eta_s": eta_s(state.step, max_steps=job.config.train.max_steps, step_ms=values["step_ms"]),
+    }
 
 
 def start_facts(engine: Engine, ranks: Ranks) -> Record:

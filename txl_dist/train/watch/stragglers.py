@@ -10,11 +10,16 @@ ranks meet within the forward pass, so there only what comes before it is seen.
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections.abc import Sequence
 
 import torch
+
+from txl_dist.dist import gather_objects
+from txl_dist.log import warn_for_all
+from txl_dist.train.report.sinks import Record, Reporter
 
 SLOWER_THAN = 4 / 3
 """Times the median of the other ranks, from which a rank is a straggler (a relative speed of 0.75)."""
@@ -76,3 +81,32 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
     if len(last) < NUM_REPORTS or len({rank for rank, _ in last}) > 1:
         return None
     return last[-1][0] if all(pct > 100 * (SLOWER_THAN - 1) for _, pct in last) else None
+
+
+class StragglerWatch:
+    """Names the rank that the others wait for, once each time that it becomes another one."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        """All ranks together make it, and call it."""
+        self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
+        self._reports: list[list[float]] = []
+        self._named: int | None = None
+
+    def __call__(self, rank_ms: list[float], *, step: int) -> Record:
+        """Take the own part of each rank's step in a report. Returns the slowest: its rank, host and `slowest_pct`, by
+        how much longer it takes than the median of the others; nothing for a rank alone."""
+        if len(rank_ms) == 1:
+            return {}
+        self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
+        last, pct = slowest(rank_ms)
+        rank = straggler(self._reports)
+        if rank is not None and rank != self._named:
+            warn_for_all(
+                "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
+                "median of the others, in %d reports in a row",
+                *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
+            )
+            event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
+            self._reporter.write("event", event)
+        self._named = rank
+        return {"slowest_rank": last, "slowest_host": self._hosts[last], "slowest_pct": round(pct, 1)}

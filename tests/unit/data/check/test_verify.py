@@ -16,9 +16,9 @@ from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.data.check import tars
 from txl_dist.data.check.tars import ForwardReader
-from txl_dist.data.check.verify import bytes_of_shards, each_problem, strangers, verify_corpus
+from txl_dist.data.check.verify import each_problem, strangers, verify_corpus
 from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.storage.places import StorageSettings
+from txl_dist.sections import DataSection
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_files_that_do_not_belong_to_the_corpus_are_remarked_and_no_damage(
 
 
 def problems_of(corpus: Corpus, **settings: Any) -> list[str]:
-    return list(each_problem(corpus, StorageSettings(), **settings))
+    return list(each_problem(corpus, DataSection(), **settings))
 
 
 def test_progress_hears_of_every_byte_of_the_tars(corpus: Corpus) -> None:
     read: list[int] = []
     assert problems_of(corpus, on_bytes=read.append) == []
-    assert sum(read) == sum(path.stat().st_size for path in corpus.folder.glob("*.tar")) == bytes_of_shards(corpus)
+    assert sum(read) == sum(path.stat().st_size for path in corpus.folder.glob("*.tar"))
 
 
 def test_worker_processes_find_the_same_problems_in_the_same_order(corpus: Corpus) -> None:

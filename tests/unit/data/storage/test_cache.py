@@ -23,8 +23,8 @@ from txl_dist.data.storage import retries as remote
 from txl_dist.data.storage.cache import CachedStorage
 from txl_dist.data.storage.open import open_storage
 from txl_dist.data.storage.origins import UrlOrigin
-from txl_dist.data.storage.places import StorageSettings
 from txl_dist.errors import DataError
+from txl_dist.sections import DataSection
 
 SIZE = 100_000
 GIB = 2**30
@@ -47,7 +47,7 @@ def make_shard(server: FileServer, name: str = "a.tar", *, size: int = SIZE) -> 
 
 
 def storage_of(url: str, cache: Path, *, max_bytes: int = GIB, retries: int = 2) -> CachedStorage:
-    settings = StorageSettings(cache_dir=str(cache), cache_gib=max_bytes / GIB, retries=retries)
+    settings = DataSection(cache_dir=str(cache), cache_gib=max_bytes / GIB, retries=retries)
     storage = open_storage(url, settings)
     assert isinstance(storage, CachedStorage)
     return storage

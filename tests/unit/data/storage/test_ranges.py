@@ -16,8 +16,9 @@ from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import ranges
 from txl_dist.data.storage import retries as remote
 from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import Storage, StorageSettings
+from txl_dist.data.storage.places import Storage
 from txl_dist.errors import DataError
+from txl_dist.sections import DataSection
 
 CONTENT = random.Random(0).randbytes(20_000)
 
@@ -32,7 +33,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServ
 
 
 def storage_of(server: FileServer, *, retries: int = 2) -> Storage:
-    return open_storage(server.url, StorageSettings(retries=retries))
+    return open_storage(server.url, DataSection(retries=retries))
 
 
 def info_of(content: bytes = CONTENT) -> ShardInfo:

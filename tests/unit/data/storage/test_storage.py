@@ -20,9 +20,10 @@ from txl_dist.data.read.stream import LaneStream
 from txl_dist.data.storage import retries as remote
 from txl_dist.data.storage.cache import CachedStorage
 from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import LocalStorage, Storage, StorageSettings
+from txl_dist.data.storage.places import LocalStorage, Storage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.errors import DataError, UnreachableError
+from txl_dist.sections import DataSection
 
 CONTENT = bytes(range(256)) * 20
 INFO = ShardInfo("a.tar", len(CONTENT), 1, 1, sha256=hashlib.sha256(CONTENT).hexdigest(), idx_sha256="")
@@ -34,11 +35,11 @@ def storage_at(place: str, tmp_path: Path, *, content: bytes = CONTENT, name: st
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(content)
     fsspec.filesystem("memory").pipe(f"{tmp_path}/{name}", content)
-    cached = StorageSettings(cache_dir=str(tmp_path / "cache"), retries=0, allow_protocols=("pipe",))
+    cached = DataSection(cache_dir=str(tmp_path / "cache"), retries=0, allow_protocols=("pipe",))
     location, settings = {
-        "folder": (folder, StorageSettings()),
-        "file": (f"file://{folder}", StorageSettings()),
-        "memory": (f"memory:/{tmp_path}", StorageSettings(retries=0)),
+        "folder": (folder, DataSection()),
+        "file": (f"file://{folder}", DataSection()),
+        "memory": (f"memory:/{tmp_path}", DataSection(retries=0)),
         "memory cached": (f"memory:/{tmp_path}", cached),
         "pipe": (f"pipe:cat {folder}/{{file}}", cached),
     }[place]
@@ -97,12 +98,12 @@ def test_a_store_that_may_be_read_but_not_listed_is_not_refused(
 @pytest.mark.parametrize("url", ["pipe:cat {file}", "simplecache::memory://a", "ssh://host/corpus"])
 def test_what_may_run_programs_is_refused_unless_named(url: str) -> None:
     with pytest.raises(DataError, match=r"data\.allow_protocols"):
-        open_storage(url, StorageSettings())
+        open_storage(url, DataSection())
 
 
 def test_in_the_cache_too_a_first_command_that_fails_is_an_error_although_all_bytes_came(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(CONTENT)
-    settings = StorageSettings(cache_dir=str(tmp_path / "cache"), retries=0, allow_protocols=("pipe",))
+    settings = DataSection(cache_dir=str(tmp_path / "cache"), retries=0, allow_protocols=("pipe",))
     storage = open_storage(f"pipe:(cat {tmp_path}/{{file}}; exit 7) | cat", settings)
     with pytest.raises(UnreachableError, match="exit status 7"):
         storage.open_payload(INFO)
@@ -112,12 +113,12 @@ def test_in_the_cache_too_a_first_command_that_fails_is_an_error_although_all_by
 
 def test_a_command_needs_a_cache() -> None:
     with pytest.raises(DataError, match=r"data\.cache_dir"):
-        open_storage("pipe:cat {file}", StorageSettings(allow_protocols=("pipe",)))
+        open_storage("pipe:cat {file}", DataSection(allow_protocols=("pipe",)))
 
 
 @pytest.mark.parametrize("name", ["corpus", "with blank", "a:b", "s3"])
 def test_a_folder_of_a_strange_name_is_a_folder(name: str) -> None:
-    assert isinstance(open_storage(name, StorageSettings()), LocalStorage)
+    assert isinstance(open_storage(name, DataSection()), LocalStorage)
 
 
 def segments_of(corpus: Corpus, *, count: int = 150) -> list[np.ndarray]:
@@ -133,7 +134,7 @@ def test_a_stream_over_a_network_with_troubles_equals_the_local_one(
     monkeypatch.setattr(remote, "BACKOFF_S", 0.0)
     local = tiny_corpus(tmp_path)
     expected = segments_of(local)
-    settings = StorageSettings(cache_dir=str(tmp_path / "cache") if is_cached else "", retries=4)
+    settings = DataSection(cache_dir=str(tmp_path / "cache") if is_cached else "", retries=4)
     with serve(local.folder) as server:
         for trouble in (server.failures, server.torn, server.cut, server.damaged):
             trouble.update(dict.fromkeys((path.name for path in local.folder.glob("train-*")), 1))
@@ -156,7 +157,7 @@ def test_damage_at_the_source_is_an_error_that_names_the_url(
 ) -> None:
     monkeypatch.setattr(remote, "BACKOFF_S", 0.0)
     local = tiny_corpus(tmp_path)
-    settings = StorageSettings(cache_dir=str(tmp_path / "cache") if is_cached else "", retries=1)
+    settings = DataSection(cache_dir=str(tmp_path / "cache") if is_cached else "", retries=1)
     for suffix in ("", ".idx"):
         name = f"train-000001.tar{suffix}"
         offset = 0 if suffix else int(local.split("train").open_shard(1).offsets[0])

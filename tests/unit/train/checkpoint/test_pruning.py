@@ -16,7 +16,8 @@ from txl_dist.log import logger
 from txl_dist.ops import export
 from txl_dist.ops.export import read_trained
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
-from txl_dist.train.checkpoint.read import choose_checkpoint, prune_checkpoints
+from txl_dist.train.checkpoint.policy import prune_checkpoints
+from txl_dist.train.checkpoint.read import choose_checkpoint
 
 
 def save_and_prune(run: Path, step: int) -> None:
@@ -42,7 +43,7 @@ def test_what_is_being_read_stays_until_it_is_read(
         return consolidated(folder)
 
     monkeypatch.setattr(export, "consolidated_weights", prune_first)
-    assert read_trained(first if as_folder else tmp_path).step == 1
+    assert read_trained(first if as_folder else tmp_path).package.source["step"] == 1
     assert steps_of(tmp_path) == [1, 2]
     monkeypatch.undo()
     save_and_prune(tmp_path, 3)
@@ -64,7 +65,7 @@ def test_where_a_checkpoint_vanishes_while_it_is_read_the_next_newest_is_taken_w
     monkeypatch.setattr(export, moment, prune_first)
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # a file system without locks
     monkeypatch.setattr(logger, "propagate", True)
-    assert read_trained(tmp_path).step == 3
+    assert read_trained(tmp_path).package.source["step"] == 3
     assert "passed over" not in caplog.text
     assert steps_of(tmp_path) == [3]
 

@@ -16,12 +16,11 @@ import torch
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
+from txl_dist.data.read.position import first_state
 from txl_dist.errors import ConfigError
-from txl_dist.model.flops import typical_shares
-from txl_dist.text.clusters import cluster_edges
-from txl_dist.train.footprint import fits
+from txl_dist.train.footprint import fits, room
 from txl_dist.train.footprint.rank import bytes_per_rank
-from txl_dist.train.preflight import first_stream, remarks_on_repetition
+from txl_dist.train.preflight import remarks_on_repetition
 
 VOCAB_SIZE = 300
 WIDE = {"width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
@@ -31,8 +30,7 @@ CPU = torch.device("cpu")
 
 def predicted(config: Config, *, world_size: int, on_gpu: bool = False) -> float:
     plan = plan_batch(config.train, world_size=world_size)
-    shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=VOCAB_SIZE))
-    return sum(bytes_per_rank(config, plan=plan, vocab_size=VOCAB_SIZE, cluster_shares=shares, on_gpu=on_gpu).values())
+    return sum(bytes_per_rank(config, plan=plan, vocab_size=VOCAB_SIZE, on_gpu=on_gpu).values())
 
 
 def check(config: Config, *, room: float, world_size: int = 2, device: str = "cpu") -> None:
@@ -132,7 +130,7 @@ def test_the_formula_is_never_below_the_prediction(changes: dict[str, Any], on_g
     assert bound > 1.2 * predicted(config, world_size=2, on_gpu=on_gpu)
 
 
-def test_control_groups_narrow_what_a_machine_has(tmp_path: Path) -> None:
+def test_control_groups_narrow_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(folder: str, **values: str) -> None:
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         for name, value in values.items():
@@ -140,17 +138,19 @@ def test_control_groups_narrow_what_a_machine_has(tmp_path: Path) -> None:
 
     of_process = tmp_path / "cgroup"
     of_process.write_text("0::/job/step\n", encoding="ascii")
-    whole = fits.host_room_bytes(cgroups=tmp_path, of_process=tmp_path / "absent")
-    assert whole > 2**20
+    monkeypatch.setattr(room, "GROUPS", tmp_path)
+    monkeypatch.setattr(room, "OF_PROCESS", tmp_path / "absent")
+    assert room.host_room_bytes() > 2**20
+    monkeypatch.setattr(room, "OF_PROCESS", of_process)
     stat = "anon 5\nactive_file 30\ninactive_file 70"
     write("job", memory__max="1000", memory__current="600", memory__stat=stat)
     write("job/step", memory__max="max", memory__current="600", memory__stat=stat)
-    assert fits.host_room_bytes(cgroups=tmp_path, of_process=of_process) == 500
+    assert room.host_room_bytes() == 500
     of_process.write_text("3:cpu:/job\n4:memory:/old\n", encoding="ascii")
     stat = "cache 1\ntotal_active_file 30\ntotal_inactive_file 70"
     write("memory/old", memory__limit_in_bytes="2000", memory__usage_in_bytes="600", memory__stat=stat)
     write("memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="1", memory__stat=stat)
-    assert fits.host_room_bytes(cgroups=tmp_path, of_process=of_process) == 1500
+    assert room.host_room_bytes() == 1500
 
 
 def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_start(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_st
 
     def remarks(**changes: int) -> list[str]:
         config = tiny_config(train=train | changes)
-        return remarks_on_repetition(config, (split,), first_stream(config, (corpus,)))
+        return remarks_on_repetition(config, (split,), first_state((split,), num_lanes=config.train.num_lanes, seed=0))
 
     assert remarks() == []
     assert remarks(max_steps=1900) == []

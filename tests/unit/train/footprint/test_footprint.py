@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.model.flops import count_parameters, typical_shares
+from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint import step as footprint_step
 from txl_dist.train.footprint.rank import bytes_per_rank
-from txl_dist.train.footprint.step import MicroStep, micro_step_peak
+from txl_dist.train.footprint.step import MicroStep
 
 VOCAB_SIZE = 6000
 LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024, "dropout": 0.1}
@@ -44,8 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def held(config: Config, *, world_size: int = 1, on_gpu: bool = False) -> dict[str, float]:
     plan = plan_batch(config.train, world_size=world_size)
-    shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=300))
-    return bytes_per_rank(config, plan=plan, vocab_size=300, cluster_shares=shares, on_gpu=on_gpu)
+    return bytes_per_rank(config, plan=plan, vocab_size=300, on_gpu=on_gpu)
 
 
 def measure(name: str) -> None:
@@ -66,7 +65,7 @@ def measure(name: str) -> None:
     shares = cluster_shares(
         np.bincount(ids.flatten(), minlength=VOCAB_SIZE), cluster_edges(config.model.cutoffs, vocab_size=VOCAB_SIZE)
     )
-    predicted = micro_step_peak(
+    trace = footprint_step.follow(
         MicroStep(
             model=config.model,
             vocab_size=VOCAB_SIZE,
@@ -78,11 +77,10 @@ def measure(name: str) -> None:
             attention="fused",
             recompute_every=int(config.engine.activation_checkpointing),
             is_flat=False,
-            exchange="stays",
-            num_owners=1,
             on_gpu=False,
         )
-    ).alive
+    )
+    predicted = footprint_step.replay(trace, exchange="stays").alive
     before = kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
@@ -98,9 +96,8 @@ def kib(field: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("recomputed" in name)) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_a_micro_step_are_foreseen_within_a_tenth(name: str) -> None:
     program = f"from tests.unit.train.footprint.test_footprint import measure; measure({name!r})"
     # Each tensor apart: what the C library keeps of freed pieces is its own affair.

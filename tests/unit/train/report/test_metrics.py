@@ -23,8 +23,10 @@ from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
-from txl_dist.train.report.metrics import Interval, MfuMeter, StragglerWatch, eta_s
+from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s
 from txl_dist.train.report.sinks import JsonLines, Reporter, format_record
+from txl_dist.train.watch import stragglers
+from txl_dist.train.watch.stragglers import StragglerWatch
 
 FULL_DISK = Path("/dev/full")
 
@@ -105,7 +107,7 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
 def test_the_straggler_is_named_with_its_host_and_again_after_it_had_recovered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(metrics, "gather_objects", lambda mine: ["node1", "node1", "node2", "node3"])
+    monkeypatch.setattr(stragglers, "gather_objects", lambda mine: ["node1", "node1", "node2", "node3"])
     report = reporter(tmp_path)
     watch = StragglerWatch(report)
     slow, even = [10.0, 10.0, 20.0, 10.0], [10.0, 10.0, 10.0, 10.0]

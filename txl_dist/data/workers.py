@@ -1,4 +1,4 @@
-"""Worker processes of `txl prepare`: tasks go in, results come out in the same order, and few are in flight.
+"""Worker processes of preparing and verifying: tasks go in, results come out in the same order, few are in flight.
 
 Processes are spawned, not forked: threads of the tokenizer library do not survive a fork. One worker means this very
 process, without any cost of starting. A worker that is killed is an error, not a wait; workers end with whoever
