@@ -38,12 +38,13 @@ HOUSE = (
 INSIDE = {
     "data": ("format workers", "storage", "read", "check", "prepare"),
     "train": (
-        "allocator batch health initial run_dir schedule watch",
+        "allocator health initial run_dir schedule",
         "engine state",
-        "footprint report step",
-        "checkpoint preflight",
-        "describe",
-        "guard",
+        "batch footprint",
+        "report",
+        "watch",
+        "checkpoint preflight step",
+        "guard rewind",
         "loop",
         "start",
     ),

@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.jobs import job_of
 from tests.helpers.logs import recorded_log
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
 from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s
 from txl_dist.train.report.sinks import JsonLines, Reporter, format_record
+from txl_dist.train.watch import stragglers
 from txl_dist.train.watch.stragglers import StragglerWatch
 
 FULL_DISK = Path("/dev/full")
@@ -106,7 +107,7 @@ def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytes
 def test_the_straggler_is_named_with_its_host_and_again_after_it_had_recovered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(metrics, "gather_objects", lambda mine: ["node1", "node1", "node2", "node3"])
+    monkeypatch.setattr(stragglers, "gather_objects", lambda mine: ["node1", "node1", "node2", "node3"])
     report = reporter(tmp_path)
     watch = StragglerWatch(report)
     slow, even = [10.0, 10.0, 20.0, 10.0], [10.0, 10.0, 10.0, 10.0]
@@ -155,7 +156,7 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
 
 def meter(peak_tflops: float, *, ranks: int = 1) -> MfuMeter:
     config = tiny_config(metrics={"peak_tflops": peak_tflops})
-    return MfuMeter(config, plan=plan_batch(config.train, world_size=ranks), vocab_size=300, device=torch.device("cpu"))
+    return MfuMeter(job_of(config, Ranks(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300))
 
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
@@ -215,7 +216,7 @@ RANK = Ranks(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), num
 def reporter(run_dir: Path, *, rank: int = 0, tensorboard: bool = False, start_step: int = 0) -> Reporter:
     ranks = replace(RANK, rank=rank, local_rank=rank)
     config = tiny_config(run={"dir": str(run_dir)}, train={"max_steps": 1000}, metrics={"tensorboard": tensorboard})
-    return Reporter(config, start_step=start_step, ranks=ranks)
+    return Reporter(job_of(config, ranks), start_step=start_step)
 
 
 def test_every_record_is_one_json_line_that_can_be_read_at_once(tmp_path: Path) -> None:
