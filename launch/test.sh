@@ -2,7 +2,7 @@
 # Builds the environment, then runs the tests. Safe to run again.
 #
 #   bash launch/test.sh                      what a newcomer and every change should see, in about four minutes
-#   bash launch/test.sh --all [ARGUMENTS]    everything
+#   bash launch/test.sh --all [OPTIONS]      everything; OPTIONS go to pytest
 #   bash launch/test.sh ARGUMENTS            these go to pytest as they are, for instance: tests/unit/model -k softmax
 #
 # Which tests these are is said beside the markers in pyproject.toml. Tests that need the machine for themselves run one
@@ -28,5 +28,6 @@ run() { # MARKER EXPRESSION, ARGUMENTS
     if [ "$status" = "$NO_TESTS" ] || { [ "$status" = 0 ] && [ "$code" != "$NO_TESTS" ]; }; then status=$code; fi
 }
 run "not alone" -n 2 --dist loadfile --no-loadscope-reorder "$@"
-run "alone" "$@"
+mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.alone' tests) # to collect the others again takes ten seconds
+run "alone" "${files[@]}" "$@"
 exit "$status"

@@ -1,11 +1,12 @@
 """The picture of README: what the memory brings, from two runs that differ in train.memory_len alone.
 
     txl prepare stdlib --out data/stdlib --vocab-size 4096
-    txl train configs/quickstart.toml --run.dir runs/memory --eval.every_steps 60
-    txl train configs/quickstart.toml --run.dir runs/no_memory --eval.every_steps 60 --train.memory_len 0
+    txl train configs/quickstart.toml --run.dir runs/memory --eval.every_steps 60 --eval.max_tokens 40000
+    txl train configs/quickstart.toml --run.dir runs/no_memory --eval.every_steps 60 --eval.max_tokens 40000 \\
+        --train.memory_len 0
     python tools/draw_memory.py runs/memory runs/no_memory --out docs/memory.svg
 
-Left, the held-out text in bits per byte as the training goes on; right, the loss by position in the segment at its end:
+Left, the loss of held-out text as the training goes on; right, the loss by position in the segment at its end:
 without memory the first tokens of every segment are guessed without a context.
 """
 
@@ -37,12 +38,10 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) 
         curves, positions = figure.subplots(1, 2)
         for (label, rows), colour in zip(runs.items(), COLOURS, strict=True):
             last = rows[-1]
-            curves.plot(
-                [row["step"] for row in rows], [row["bits_per_byte"] for row in rows], color=colour, label=label
-            )
+            curves.plot([row["step"] for row in rows], [row["loss"] for row in rows], color=colour, label=label)
             curves.annotate(
-                f"{last['bits_per_byte']:.3f}",
-                (last["step"], last["bits_per_byte"]),
+                f"{last['loss']:.3f}",
+                (last["step"], last["loss"]),
                 xytext=(4, 0),
                 textcoords="offset points",
                 va="center",
@@ -52,8 +51,9 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) 
             losses = last["loss_by_position"]
             width = segment_len / len(losses)
             positions.plot([(index + 0.5) * width for index in range(len(losses))], losses, color=colour, label=label)
-        curves.set(xlabel="step", ylabel="held-out bits per byte")
+        curves.set(xlabel="step", ylabel="held-out loss, nats per token")
         positions.set(xlabel="position in the segment, tokens", ylabel="held-out loss, nats per token")
+        curves.set_xlim(right=curves.get_xlim()[1] + 60)  # room for the numbers
         curves.legend()
         figure.savefig(out, format="svg", metadata={"Date": None}, facecolor="white")
 

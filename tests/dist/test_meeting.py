@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import forked
 from tests.helpers.corpora import tiny_corpus
-from tests.helpers.launch import _environment, _free_port
 
 pytestmark = pytest.mark.dist
 
 
-def start(corpus: Path, *, rank: int, port: int, cwd: Path) -> subprocess.Popen[str]:
-    """`txl train` on a rank of three, each on a machine of its own."""
-    variables = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    environment = _environment() | {name: str(value) for name, value in variables.items()}
+def start(corpus: Path, *, rank: int, port: int, cwd: Path) -> ForkServerProcess:
+    """`txl train` on a rank of three, each on a machine of its own; `err-RANK` has what it says."""
+    place = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    variables = forked.environment(**place, MASTER_ADDR="127.0.0.1")
     words = ["--data.path", str(corpus), "--run.dir", "run", "--engine.start_timeout_s", "5"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "txl_dist", "train", *words],
-        cwd=cwd,
-        env=environment | {"MASTER_ADDR": "127.0.0.1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return forked.start(forked.run_txl, "train", *words, variables=variables, cwd=cwd, err=cwd / f"err-{rank}")
 
 
 def test_training_names_the_ranks_that_never_came_and_the_hosts_of_those_that_did(tmp_path: Path) -> None:
-    corpus, port = tiny_corpus(tmp_path).folder, _free_port()
-    processes = [start(corpus, rank=rank, port=port, cwd=tmp_path) for rank in (0, 2)]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 2, errors
+    corpus, port = tiny_corpus(tmp_path).folder, forked.free_port()
+    processes = {rank: start(corpus, rank=rank, port=port, cwd=tmp_path) for rank in (0, 2)}
+    for rank, process in processes.items():
+        process.join(120)
+        errors = (tmp_path / f"err-{rank}").read_text(encoding="utf-8")
+        assert process.exitcode == 2, errors
         (line,) = [line for line in errors.splitlines() if "txl train: error:" in line]
         assert f"rank 1 of 3 did not come in 5 s; here are {os.uname().nodename} (rank 0, 2). " in line
         assert "Traceback" not in errors
@@ -43,9 +36,10 @@ def test_training_names_the_ranks_that_never_came_and_the_hosts_of_those_that_di
 
 
 def test_training_without_rank_0_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    port = _free_port()
+    port = forked.free_port()
     process = start(tiny_corpus(tmp_path).folder, rank=1, port=port, cwd=tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2, errors
+    process.join(120)
+    errors = (tmp_path / "err-1").read_text(encoding="utf-8")
+    assert process.exitcode == 2, errors
     assert f"found no rank 0 at 127.0.0.1:{port} in 5 s" in errors
     assert "Traceback" not in errors

@@ -28,12 +28,21 @@ def stages_worker(ranks: Ranks, precision: str) -> list[list[float]]:
     ]
 
 
-def test_all_stages_give_the_same_losses_although_a_cluster_is_empty_on_one_rank(tmp_path: Path) -> None:
-    fp32 = run_ranks(stages_worker, "fp32", world_size=2, folder=tmp_path / "fp32")[0]
+@pytest.fixture(scope="module")
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    """Losses at stages 0 to 3."""
+    return run_ranks(stages_worker, "fp32", world_size=2, folder=tmp_path_factory.mktemp("fp32"))[0]
+
+
+@pytest.mark.smoke
+def test_all_stages_give_the_same_losses_although_a_cluster_is_empty_on_one_rank(fp32: list[list[float]]) -> None:
     assert fp32[0][-1] < fp32[0][0] - 0.1, "it learns"
     for stage in (1, 2, 3):
         np.testing.assert_allclose(fp32[stage], fp32[0], rtol=1e-5, atol=0)
-    bf16 = run_ranks(stages_worker, "bf16", world_size=2, folder=tmp_path / "bf16")[0]
+
+
+def test_bf16_follows_at_all_stages(fp32: list[list[float]], tmp_path: Path) -> None:
+    bf16 = run_ranks(stages_worker, "bf16", world_size=2, folder=tmp_path)[0]
     for stage in range(4):
         np.testing.assert_allclose(bf16[stage], fp32[0], rtol=2e-2, atol=0)
 

@@ -29,6 +29,9 @@ def calls(folder: Path, *arguments: str, first: int = 0, second: int = 0) -> tup
     shutil.copytree(ROOT / "launch", folder / "launch")
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_time.py").write_text("pytestmark = pytest.mark.alone\n")
+    (folder / "tests" / "test_other.py").touch()
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "python").write_text(PYTHON)
     (folder / ".venv" / "bin" / "python").chmod(0o755)
@@ -42,13 +45,16 @@ def calls(folder: Path, *arguments: str, first: int = 0, second: int = 0) -> tup
 def test_the_default_is_what_is_quick_and_what_is_smoke(tmp_path: Path) -> None:
     code, called = calls(tmp_path)
     assert code == 0
-    assert called == [f"-m {CHOSEN}not alone {TWO_AT_A_TIME}", f"-m {CHOSEN}alone"]
+    assert called == [f"-m {CHOSEN}not alone {TWO_AT_A_TIME}", f"-m {CHOSEN}alone tests/test_time.py"]
 
 
 def test_all_is_everything_and_hands_other_arguments_on(tmp_path: Path) -> None:
     code, called = calls(tmp_path, "--all", "--durations=15", "-k", "a or b")
     assert code == 0
-    assert called == [f"-m not alone {TWO_AT_A_TIME} --durations=15 -k a or b", "-m alone --durations=15 -k a or b"]
+    assert called == [
+        f"-m not alone {TWO_AT_A_TIME} --durations=15 -k a or b",
+        "-m alone tests/test_time.py --durations=15 -k a or b",
+    ]
 
 
 def test_other_arguments_go_to_pytest_as_they_are(tmp_path: Path) -> None:

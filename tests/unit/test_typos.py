@@ -97,6 +97,7 @@ def test_a_slip_on_the_command_line_is_refused_with_the_right_suggestion(
     assert right >= ENOUGH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["key", "section"])
 def test_over_hundreds_of_slips_at_most_one_in_a_hundred_is_not_understood(of: str) -> None:
     draws = typos(7, of=of, count=200)

@@ -22,7 +22,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.files import parse_object, read_bytes
 from txl_dist.log import logger
 from txl_dist.sections import ModelSection
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)

@@ -30,7 +30,8 @@ from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES, Package
 from txl_dist.manifest import replace_folder
 from txl_dist.sections import ModelSection
-from txl_dist.text.tokenizer import END_OF_LINE, Tokenizer
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.words import END_OF_LINE
 
 PREFIX = "transformer."
 BIASES = ("r_w_bias", "r_r_bias")

@@ -21,6 +21,13 @@ from txl_dist.errors import CheckpointError
 
 CHECKPOINTS = ("checkpoint_last.pt", "checkpoint_best.pt")
 ALIAS = "crit.shared_out_projs."
+ORIGINAL = {
+    f"crit.out_layers_{theirs}.{i}": f"crit.out_layers.{i}.{original}"
+    for theirs, original in (("weights", "weight"), ("biases", "bias"))
+    for i in range(100)  # more clusters than anybody has
+}
+"""{NVIDIA's name: the original's} where they differ."""
+THEIRS = {original: theirs for theirs, original in ORIGINAL.items()}
 
 
 def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
@@ -38,12 +45,12 @@ def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{file}: model_config is no dict of settings.")
     weights = only_tensors(content["model_state"], where=str(file))
     found = model_of(
-        _without_aliases({_original_name(name): tensor for name, tensor in weights.items()}, where=str(file)),
+        _without_aliases({ORIGINAL.get(name, name): tensor for name, tensor in weights.items()}, where=str(file)),
         OriginalSettings.of(content["model_config"], told, where=str(file)),
         same_length="memory_and_self",
         ties_are_listed=False,
         where=str(file),
-        shown=_their_name,
+        shown=lambda name: THEIRS.get(name, name),
     )
     if content.get("vocab") is None:
         return found
@@ -63,17 +70,3 @@ def _without_aliases(theirs: Weights, *, where: str) -> Weights:
         where=where,
     )
     return {name: tensor for name, tensor in theirs.items() if name not in aliases}
-
-
-def _original_name(name: str) -> str:
-    parts = name.split(".")
-    if parts[:-1] in (["crit", "out_layers_weights"], ["crit", "out_layers_biases"]):
-        return f"crit.out_layers.{parts[-1]}.{'weight' if parts[1].endswith('weights') else 'bias'}"
-    return name
-
-
-def _their_name(name: str) -> str:
-    parts = name.split(".")
-    if parts[:2] == ["crit", "out_layers"]:
-        return f"crit.out_layers_{'weights' if parts[3] == 'weight' else 'biases'}.{parts[2]}"
-    return name

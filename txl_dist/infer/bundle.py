@@ -36,7 +36,8 @@ from txl_dist.manifest import check_folder, describe_file, files_of, replace_fol
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import Len, ModelSection, PositiveLen
-from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from txl_dist.data.read.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
 from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
-from txl_dist.infer.bundle import DTYPES, Bundle, load, network_of
+from txl_dist.infer.bundle import Bundle, load
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -28,7 +29,7 @@ from txl_dist.ops.evaluation_settings import Overrides
 from txl_dist.ops.export import read_trained
 from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
-from txl_dist.sections import ModelSection
+from txl_dist.tables import aligned
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.read import require_corpus
 from txl_dist.train.report.evaluate import evaluate
@@ -50,12 +51,13 @@ def evaluate_trained(
     overrides.check(target, is_bundle=kind_of(target) is Kind.BUNDLE, data=data)
     if json_path is not None:
         _check_writable(json_path)
-    model, tokenizer_fingerprint, config, where = _open_target(target, data=data)
+    bundle, config, where = _open_target(target, data=data)
     configs = [_with_overrides(config, overrides, memory_len=one, target=target) for one in overrides.memory_len]
     config = configs[0]
-    model = _as_evaluated(model, config.model, where=where)
+    if config.model != bundle.section:  # built anew, as layers may have taken the old settings in
+        bundle = dataclasses.replace(bundle, section=config.model).open(bundle.dtype, where=where)
     corpus = open_corpus(config.data.path, config.data)
-    if corpus.tokenizer_sha256 != tokenizer_fingerprint:
+    if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than {target} was trained with. "
             f"Prepare the text with --tokenizer-file and the tokenizer.json of {target}."
@@ -68,7 +70,7 @@ def evaluate_trained(
             f"tokenizer.json of {target}."
         )
     units = text_units([corpus.split(config.data.eval_split)], mask_documents=config.data.document_border == "mask")
-    results = _score_model(model, corpus, configs, overrides, where=where)
+    results = _score_model(bundle.model, corpus, configs, overrides, where=where)
     if this_rank() > 0:
         return []  # rank 0 speaks
     if baselines:
@@ -127,41 +129,28 @@ def _with_overrides(config: Config, overrides: Overrides, *, memory_len: int, ta
     return changed
 
 
-def _as_evaluated(model: TransformerXL, section: ModelSection, *, where: str) -> TransformerXL:
-    """The same weights under the evaluation's settings: built anew, as layers may have taken the old ones in."""
-    if section == model.section:
-        return model
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == next(model.parameters()).dtype)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return network_of(section, vocab_size=model.vocab_size, weights=weights, dtype=dtype, where=where)
-
-
-def _open_target(target: Path, *, data: str | Path) -> tuple[TransformerXL, str, Config, str]:
-    """(model, fingerprint of its tokenizer, settings, what it is) of a bundle, a run or a checkpoint."""
+def _open_target(target: Path, *, data: str | Path) -> tuple[Bundle, Config, str]:
+    """(model, settings, what it is) of a bundle, a run or a checkpoint."""
     if kind_of(target) is Kind.BUNDLE:
-        bundle = load(target)
+        bundle, where = load(target), str(target)
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
-            "model": bundle.model.section.model_dump(),
+            "model": bundle.section.model_dump(),
             "train": {"segment_len": bundle.segment_len, "memory_len": bundle.memory_len},
         }
-        config = config_from_dict(values, source=str(target))
-        _warn_of_first_tokens(bundle, config)
-        return bundle.model, bundle.tokenizer.fingerprint, config, f"{target}{_origin(bundle.source)}"
-    trained = read_trained(target)
-    bundle, config = trained.package.open(where=str(trained.folder)), trained.config
-    _warn_of_first_tokens(bundle, config)
-    path = str(data) or require_corpus(trained.folder, config)
-    config = changed(config, {"data.path": path})
-    return bundle.model, bundle.tokenizer.fingerprint, config, str(trained.folder)
-
-
-def _warn_of_first_tokens(model: Bundle, config: Config) -> None:
-    if config.data.document_border == "mask" and not model.begins_documents:
+        config = config_from_dict(values, source=where)
+        where += _origin(bundle.source)
+    else:
+        trained = read_trained(target)
+        where = str(trained.folder)
+        bundle = trained.package.open(where=where)
+        config = changed(trained.config, {"data.path": str(data) or require_corpus(trained.folder, trained.config)})
+    if bundle.document_border == "mask" and not bundle.begins_documents:
         warn_for_all(
             "this model was trained by an older program, which scored no first token of a document: here they are "
             "scored, and it never learnt to predict them"
         )
+    return bundle, config, where
 
 
 def _origin(source: dict[str, Any]) -> str:
@@ -283,10 +272,11 @@ def _table(results: dict[str, Result], units: TextUnits) -> list[str]:
     columns, digits = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char"}, 4
     if units.problem:
         columns, digits = {"ppl": f"ppl/{units.token}"}, 2
-    lines = [f"{'':<18}{''.join(f'{head:>10}' for head in columns.values())}{'nats/token':>12}{'tokens':>12}"]
+    rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
-        told = "".join(f"{values[key]:>10.{digits}f}" for key in columns)
-        lines.append(f"{name:<18}{told}{values['loss']:>12.4f}{int(values['tokens']):>12,}")
+        told = [f"{values[key]:.{digits}f}" for key in columns]
+        rows.append([name, *told, f"{values['loss']:.4f}", f"{int(values['tokens']):,}"])
+    lines = aligned(rows)
     if units.problem:
         lines.append(f"no bits per byte: {units.problem}")
     if units.unknown_pct:

@@ -17,33 +17,11 @@ from typing import Any, Literal
 
 from txl_dist.errors import DataError
 from txl_dist.files import parse_object, read_bytes
-from txl_dist.text.base import END_OF_TEXT, FORMAT_VERSION, UNKNOWN, Ids, Tokenizer, byte_symbols
+from txl_dist.text.base import FORMAT_VERSION, Tokenizer
 from txl_dist.text.characters import ByteTokenizer, CharTokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
-from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer, cut_pieces
-from txl_dist.text.words import END_OF_LINE, WordTokenizer, split_words
-
-__all__ = [
-    "END_OF_LINE",
-    "END_OF_TEXT",
-    "UNKNOWN",
-    "BpeTokenizer",
-    "ByteTokenizer",
-    "CharTokenizer",
-    "HuggingFaceTokenizer",
-    "Ids",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "TokenizerKind",
-    "UnigramTokenizer",
-    "WordTokenizer",
-    "build_tokenizer",
-    "byte_symbols",
-    "cut_pieces",
-    "load_tokenizer",
-    "read_tokenizer",
-    "split_words",
-]
+from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer
+from txl_dist.text.words import WordTokenizer
 
 TokenizerKind = Literal["byte", "char", "word", "bpe", "unigram"]
 """The kinds that can be trained here."""

@@ -15,7 +15,7 @@ from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.position import StreamState
 from txl_dist.dist import Ranks
 from txl_dist.model.memory import Memory
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.train.health import Health
 
 

@@ -26,14 +26,16 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         say("txl doctor: looking at this machine; about ten seconds", to=sys.stderr)
+    from json import dumps
+
     from txl_dist.files import write_output
-    from txl_dist.ops.doctor.doctor import examine, show, to_json
+    from txl_dist.ops.doctor.doctor import examine, show
 
     report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
     if report is None:
         return  # another rank speaks, and exits for the job
     show(report)
     if json is not None:
-        write_output(json, to_json(report))
-    if report.num_problems:
+        write_output(json, dumps(report.as_json(), indent=1, allow_nan=False).encode() + b"\n")
+    if report.count("problem"):
         raise SystemExit(1)

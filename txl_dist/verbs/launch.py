@@ -150,21 +150,14 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
 
 
 def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
-    num_local = asked.num_accelerators or asked.num_gpus
-    chosen = asked.include or asked.exclude
-    rules = [
-        (not (asked.include and asked.exclude), "--include and --exclude cannot be given together. Leave one out."),
-        (
-            not (chosen and (num_local or asked.num_nodes)),
-            "--include and --exclude choose the ranks: leave out --num_accelerators, --num_gpus and --num_nodes.",
-        ),
-        (
-            has_hosts or int(asked.num_nodes or 1) == 1,
-            f"--num_nodes {asked.num_nodes} needs the machines: give them by --hostfile.",
-        ),
-    ]
-    if broken := [message for holds, message in rules if not holds]:
-        raise ConfigError(broken[0])
+    if asked.include and asked.exclude:
+        raise ConfigError("--include and --exclude cannot be given together. Leave one out.")
+    if (asked.include or asked.exclude) and (asked.num_accelerators or asked.num_gpus or asked.num_nodes):
+        raise ConfigError(
+            "--include and --exclude choose the ranks: leave out --num_accelerators, --num_gpus and --num_nodes."
+        )
+    if not has_hosts and int(asked.num_nodes or 1) != 1:
+        raise ConfigError(f"--num_nodes {asked.num_nodes} needs the machines: give them by --hostfile.")
 
 
 def _names() -> list[str]:
@@ -176,16 +169,13 @@ def _slots(hostfile: str | None) -> list[int]:
     if hostfile is None and not os.path.isfile(DEFAULT_HOSTFILE):
         return []
     file = hostfile or DEFAULT_HOSTFILE
+    a_line = "Give each machine a line `HOST slots=N`."
     try:
         lines = [line.strip() for line in read_text(Path(file)).split("\n")]
     except OSError as error:
-        raise ConfigError(
-            f"--hostfile {file}: {error.strerror}. Name a file with a line `HOST slots=N` per machine."
-        ) from error
+        raise ConfigError(f"--hostfile {file}: {error.strerror}. Name a file that is there. {a_line}") from error
     except ValueError as error:
-        raise ConfigError(
-            f"--hostfile {file} is no hostfile: it is no text. Name one with a line `HOST slots=N` per machine."
-        ) from error
+        raise ConfigError(f"--hostfile {file} is no hostfile: it is no text. {a_line}") from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#"):
@@ -197,5 +187,5 @@ def _slots(hostfile: str | None) -> list[int]:
             raise ConfigError(f"--hostfile {file}: line {number} names {found[1]} again. Give each machine one line.")
         hosts[found[1]] = int(found[2])
     if not hosts:
-        raise ConfigError(f"--hostfile {file} names no machine. Give each a line `HOST slots=N`.")
+        raise ConfigError(f"--hostfile {file} names no machine. {a_line}")
     return list(hosts.values())

@@ -77,7 +77,7 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
     from txl_dist.ops.plan.hardware import Cluster, find_gpu
     from txl_dist.ops.plan.plan import Question, make_plan
     from txl_dist.ops.plan.scaling import picture
-    from txl_dist.ops.plan.text import curves_of, plan_lines
+    from txl_dist.ops.plan.text import plan_lines
 
     gpu = find_gpu(arguments.gpu)
     if arguments.intra_node:
@@ -101,7 +101,7 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
     elif arguments.png is not None:
         title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
-        write_output(arguments.png, picture(curves_of(facts), title=title))
+        write_output(arguments.png, picture(facts["scaling"], title=title))
 
 
 def _corpus(config: Config) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> An
     except SystemExit as stop:
         if not stop.code:
             raise  # the help was asked for
-    raise ConfigError(_explain(_sections(said.getvalue()), list(words), flags=_flags(target, **options), prog=prog))
+    raise ConfigError(_explain(_said(said.getvalue()), list(words), flags=_flags(target, **options), prog=prog))
 
 
 def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
@@ -58,10 +59,8 @@ def stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = F
     """What to say of a word that is neither a flag nor the value of one."""
     name, is_joined, value = word.lstrip("-").partition("=")
     plain = name.replace("-", "_")
-    if is_joined and plain in known:
-        return f"{word} lacks its dashes. Write --{plain.replace('_', '-')} {value}."
     if plain in known:
-        return f"{word} lacks its dashes. Write --{plain.replace('_', '-')}."
+        return f"{word} lacks its dashes. Write --{plain.replace('_', '-')}{f' {value}' if is_joined else ''}."
     if is_joined:
         return f"{word} is no flag.{did_you_mean(plain, known, spell=_spelt) or f' See {prog} --help.'}"
     reason = "it takes no further words" if not has_flag else "the flag before it takes no further value"
@@ -74,25 +73,22 @@ def _spelt(name: str) -> str:
     return f"{flag} ({name})" if "." in name and "_" in name else flag
 
 
-def _explain(sections: list[str], words: list[str], *, flags: dict[str, str], prog: str) -> str:
-    said = sections[0] if sections else "the command line cannot be understood"
-    known = [flag.replace("-", "_") for flag in flags]
+def _explain(said: str, words: list[str], *, flags: dict[str, str], prog: str) -> str:
+    known = list(flags)
     if unknown := [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) not in known]:
         return "\n".join(unknown_flag(flag, known, prog=prog) for flag in unknown)
     if strays := _between(said, "Unrecognized options: ", "$"):
         return _of_strays(strays.split(", "), words, known=known, prog=prog)
     if missing := _between(said, "Missing from .*?: ", "$"):
         return _of_missing(missing, words, flags=flags, prog=prog)
-    if flag := _between(said, r"Missing value for argument '", "'").split("/")[0]:
-        return _of_value(flag, _values_of(flag, words), flags=flags)
-    if flag := _between(said, "for argument '", "'").split("/")[0]:
-        choices = re.findall("'(.*?)'", said.rpartition("Expected one of")[2])
-        value = " ".join(_values_of(flag, words))
+    flag = (_between(said, "for argument '", "'") or _between(said, "Error parsing ", ": ")).split("/")[0]
+    values, own = _values_of(flag, words), _between(said, r"Error parsing .*?: ", "$")
+    if choices := re.findall("'(.*?)'", said.partition("Expected one of")[2]):
+        value = " ".join(values)
         return f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}"
-    if flag := _between(said, "Error parsing ", ": "):
-        own = _between(said, r"Error parsing .*?: ", "$")
-        if flag.startswith("--"):
-            return _of_value(flag.split("/")[0], _values_of(flag.split("/")[0], words), flags=flags, own=own)
+    if flag.startswith("--"):
+        return _of_value(flag, values, flags=flags, own=own)
+    if flag and own:
         return _of_settings(words) or own
     return said.rstrip(".") + f". See {prog} --help."
 
@@ -117,13 +113,13 @@ def _of_missing(missing: str, words: list[str], *, flags: dict[str, str], prog: 
         name, _, text = one.strip().partition("  ")
         text = " ".join(text.split()).rstrip(".")
         wanted.append(f"{name} ({lower(text)})" if name.startswith("--") else lower(text))
-    places = [word for number, word in enumerate(words) if not word.startswith("-") and not _is_value(words, number)]
+    places = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not word.startswith("-") and not (before.startswith("--") and "=" not in before)
+    ]
     hint = f" Did you mean --out {places[-1]}?" if "--out" in missing and len(places) > 1 else ""
     return f"missing: {'; '.join(wanted)}.{hint or f' See {prog} --help.'}"
-
-
-def _is_value(words: list[str], number: int) -> bool:
-    return number > 0 and words[number - 1].startswith("--") and "=" not in words[number - 1]
 
 
 def _of_value(flag: str, values: list[str], *, flags: dict[str, str], own: str = "") -> str:
@@ -131,7 +127,7 @@ def _of_value(flag: str, values: list[str], *, flags: dict[str, str], own: str =
     name = flag.removeprefix("--").replace("-", "_")
     if name in setting_names():
         return explain_flag(name, values)
-    meaning = flags.get(flag.removeprefix("--"), "").rstrip(".")
+    meaning = flags.get(name, "").rstrip(".")
     in_brackets = f" ({lower(meaning)})" if meaning else ""
     if not values:
         return f"{flag} needs a value{in_brackets}."
@@ -142,11 +138,8 @@ def _of_value(flag: str, values: list[str], *, flags: dict[str, str], own: str =
 
 def _of_settings(words: list[str]) -> str:
     """Every setting among the words whose value is out of range, a line each."""
-    lines = []
-    for word in words:
-        name = _name(word)
-        if word.startswith("--") and name in setting_names():
-            lines.append(explain_flag(name, _values_of(word.partition("=")[0], words)))
+    given = [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) in setting_names()]
+    lines = [explain_flag(_name(flag), _values_of(flag, words)) for flag in given]
     return "\n".join(dict.fromkeys(filter(None, lines)))
 
 
@@ -167,23 +160,18 @@ def _between(text: str, before: str, behind: str) -> str:
     return found[1].strip() if found else ""
 
 
-def _sections(box: str) -> list[str]:
-    """The texts of a box between its rules, each in one line; columns stay two blanks apart."""
+def _said(box: str) -> str:
+    """What a box says above its first rule, in one line; columns stay two blanks apart."""
     lines = _ANSI.sub("", box).splitlines()
-    has_sides = any(line.startswith(_SIDE) for line in lines)  # else a terminal without such characters
-    inner = [line.strip(_SIDE)[1:] for line in lines if line.startswith(_SIDE)] if has_sides else [*lines[2:]]
-    sections = [""]
-    for line in inner:
-        text = line.strip()
-        if text and not text.strip(f"{_RULE}-"):
-            sections.append("")
-        elif text:
-            sections[-1] += ("  " if line.startswith("    ") else " ") + text
-    return [section.strip() for section in sections]
+    # A terminal without such characters has a title and a rule in place of the sides.
+    lines = [line.strip(_SIDE)[1:] for line in lines if line.startswith(_SIDE)] or lines[2:]
+    upper = itertools.takewhile(lambda line: line.strip(f" {_RULE}-"), lines)
+    joined = "".join(f"{'  ' if line.startswith('    ') else ' '}{line.strip()}" for line in upper)
+    return joined.strip() or "the command line cannot be understood"
 
 
 def _flags(target: Any, **options: Any) -> dict[str, str]:
-    """Per flag, without its dashes, what the help says of it."""
+    """Per flag, by its name with underscores, what the help says of it."""
     help_text, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "80"  # wider help has columns side by side
     with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
@@ -191,16 +179,12 @@ def _flags(target: Any, **options: Any) -> dict[str, str]:
     os.environ.pop("COLUMNS")
     if columns is not None:
         os.environ["COLUMNS"] = columns
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in _ANSI.sub("", help_text.getvalue()).splitlines():
-        inner = line.strip(f"{_SIDE} ")
-        if re.match(r"(-\w, )?--\w", inner):
-            head, _, text = inner.partition("  ")
-            names = re.findall(r"--([\w.-]+)", head)
-            found |= dict.fromkeys(names, text.strip())
-        elif names and inner and line.startswith((f"{_SIDE}    ", "     ")):
-            found |= {name: f"{found[name]} {inner}".strip() for name in names}
-        else:
-            names = []
-    return {name: re.sub(r"\s*\((default|required|repeatable).*", "", text) for name, text in found.items()}
+    inner = re.sub(f"^{_SIDE}|{_SIDE}$", " ", _ANSI.sub("", help_text.getvalue()), flags=re.MULTILINE)
+    # A flag stands at the left, behind a short one perhaps; its text behind two blanks or below, farther in.
+    found = re.findall(r"^ {1,3}(?:-\w, )?(--\w.*(?:\n {5,}\S.*)*)", inner, flags=re.MULTILINE)
+    flags: dict[str, str] = {}
+    for one in found:
+        head, _, text = " ".join(one.split("\n", 1)).partition("  ")
+        text = re.sub(r"\s*\((default|required|repeatable).*", "", " ".join(text.split()))
+        flags |= {name.replace("-", "_"): text for name in re.findall(r"--([\w.-]+)", head)}
+    return flags

@@ -19,8 +19,9 @@ from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.text.words import WordTokenizer
 
 MEMORY_LEN = 16
 FILES = ["MANIFEST.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json", "train.toml"]

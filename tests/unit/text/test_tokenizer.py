@@ -15,16 +15,12 @@ import pytest
 
 from tests.helpers.corpora import ALPHABET, random_text, random_texts
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.tokenizer import (
-    END_OF_TEXT,
-    CharTokenizer,
-    Tokenizer,
-    TokenizerKind,
-    WordTokenizer,
-    cut_pieces,
-    load_tokenizer,
-)
+from txl_dist.text.base import END_OF_TEXT, Tokenizer
+from txl_dist.text.characters import CharTokenizer
+from txl_dist.text.subwords import cut_pieces
+from txl_dist.text.tokenizer import TokenizerKind, load_tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.text.words import WordTokenizer
 
 KINDS = ("byte", "char", "word", "bpe", "unigram")
 TEXTS = [*random_texts(count=40), "the cat sat on the mat\n" * 20, "the <unk> cat\n"]

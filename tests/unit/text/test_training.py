@@ -13,8 +13,11 @@ import pytest
 from tests.helpers.corpora import random_texts
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.base import END_OF_TEXT
-from txl_dist.text.tokenizer import CharTokenizer, UnigramTokenizer, WordTokenizer, build_tokenizer, split_words
+from txl_dist.text.characters import CharTokenizer
+from txl_dist.text.subwords import UnigramTokenizer
+from txl_dist.text.tokenizer import build_tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.text.words import WordTokenizer, split_words
 
 TEXT = " \n = The Cat = \n \n the <unk> cat , the mat \n the\u00a0end\tcat\n" * 3 + "one dog <unk> \n a\n"
 

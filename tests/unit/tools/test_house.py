@@ -83,8 +83,8 @@ def test_the_guard_leaves_out_where_things_lie() -> None:
 
 
 def test_the_picture_of_the_memory_depends_on_the_numbers_alone(tmp_path: Path) -> None:
-    rows = [{"step": step, "bits_per_byte": 3 / step, "loss_by_position": [2.0, 1.5]} for step in (1, 2)]
-    runs = {"with memory": rows, "without memory": [row | {"bits_per_byte": 2.5} for row in rows]}
+    rows = [{"step": step, "loss": 3 / step, "loss_by_position": [2.0, 1.5]} for step in (1, 2)]
+    runs = {"with memory": rows, "without memory": [row | {"loss": 2.5} for row in rows]}
     for name in ("a.svg", "b.svg"):
         draw(runs, segment_len=4, out=tmp_path / name)
     picture = (tmp_path / "a.svg").read_text(encoding="utf-8")

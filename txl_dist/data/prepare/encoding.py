@@ -41,7 +41,8 @@ from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys
 from txl_dist.data.read.lanes import hash64
 from txl_dist.errors import DataError
 from txl_dist.files import read_json, replace_file, typed, write_bytes
-from txl_dist.text.tokenizer import Ids, Tokenizer, load_tokenizer
+from txl_dist.text.base import Ids, Tokenizer
+from txl_dist.text.tokenizer import load_tokenizer
 
 PART_RECORD = np.dtype(
     [

@@ -46,9 +46,9 @@ from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.storage.places import MappedPayload
 from txl_dist.errors import DataError
 from txl_dist.files import flush_folder, replace_file, write_bytes, write_hashed_json
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.foreign import ADDED, ForeignTokenizer
 from txl_dist.text.importing import open_tokenizer
-from txl_dist.text.tokenizer import Tokenizer
 
 UNNUMBERED = "train"
 """Split of a tar whose name has no number."""

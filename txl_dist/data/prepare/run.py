@@ -70,7 +70,7 @@ from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
 from txl_dist.progress import Progress
 from txl_dist.tables import aligned
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 
 _PARTS_VERSION = 2
 """Of what the records of parts hold: parts of another version are made again."""

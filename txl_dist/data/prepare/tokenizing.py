@@ -37,8 +37,9 @@ from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.progress import Progress
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.importing import import_tokenizer
-from txl_dist.text.tokenizer import Tokenizer, load_tokenizer
+from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.text.training import DEFAULT_SUBWORDS, check_training, train_tokenizer
 
 _MIB = 1 << 20

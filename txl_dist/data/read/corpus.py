@@ -44,7 +44,8 @@ from txl_dist.data.storage.places import REMEDY, Storage
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.sections import DataSection
-from txl_dist.text.tokenizer import Tokenizer, read_tokenizer
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.tokenizer import read_tokenizer
 
 
 class Shard:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from txl_dist.ops.doctor.machine import Device, Facts
+from txl_dist.ops.doctor.machine import Facts
 
 Verdict = Literal["ok", "warning", "problem"]
 
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
     """A sentence; empty where nothing is to be done."""
 
 
-def first_of(name: str, found: str, *rules: tuple[bool, Verdict, str]) -> Finding:
+def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Finding:
     """With verdict and remedy of the first rule whose condition holds; ok if none does."""
     for holds, verdict, remedy in rules:
         if holds:
@@ -52,7 +52,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     remedy = (
         'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
     )
-    yield first_of("versions", found, (bool(facts.unmet), "problem", remedy))
+    yield first_of("versions", found, (facts.unmet, "problem", remedy))
     if facts.environment.get("TRITON_INTERPRET") == "1":
         found = "kernels run in Triton's interpreter, thousands of times slower; with triton 3.6 and numpy 2.4 it fails"
         remedy = "Unset TRITON_INTERPRET, which is for tests."
@@ -60,42 +60,32 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:
-    if not facts.devices:
-        yield _no_devices(facts)
     for index, device in enumerate(facts.devices):
-        yield _device(f"GPU {index}", device)
-
-
-def _device(name: str, device: Device) -> Finding:
-    major = device.capability[0]
-    text = f"{device.name}, {device.memory_gib:.0f} GiB, capability {major}.{device.capability[1]}"
-    if not device.has_code:
-        remedy = "Install a build of torch for this GPU (https://pytorch.org lists them)."
-        return Finding(name, "problem", f"{text}: this torch has no code for it", remedy)
-    if device.free_gib < 0.9 * device.memory_gib:
-        remedy = "nvidia-smi lists the processes; end the one that does not belong here."
-        return Finding(name, "warning", f"{text}: only {device.free_gib:.1f} GiB of it are free", remedy)
-    if major < 8:
-        return Finding(name, "warning", f"{text}: bf16 is emulated", "Use --engine.precision fp16 or fp32.")
-    if not device.peak_tflops:
-        remedy = "Set metrics.peak_tflops from the datasheet to have MFU reported."
-        return Finding(name, "warning", f"{text}: its peak is not known", remedy)
-    return Finding(name, "ok", f"{text}, peak {device.peak_tflops:g} TFLOP/s in bf16")
-
-
-def _no_devices(facts: Facts) -> Finding:
+        major, minor = device.capability
+        yield first_of(
+            f"GPU {index}",
+            f"{device.name}, capability {major}.{minor}, {device.free_gib:.1f} of {device.memory_gib:.1f} GiB free, "
+            f"peak {f'{device.peak_tflops:g} TFLOP/s in bf16' if device.peak_tflops else 'not known'}",
+            (not device.has_code, "problem", "This torch has no code for it: install one that has (pytorch.org)."),
+            (device.free_gib < 0.9 * device.memory_gib, "warning", "End whose process it is: nvidia-smi lists them."),
+            (major < 8, "warning", "It emulates bf16: use --engine.precision fp16 or fp32."),
+            (not device.peak_tflops, "warning", "Set metrics.peak_tflops from the datasheet to have MFU reported."),
+        )
+    if facts.devices:
+        return
     if not facts.num_driver_gpus:
-        return Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 is refused)")
+        yield Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 is refused)")
+        return
+    cuda = facts.torch_cuda
     seen = f"the driver {facts.driver} sees {facts.num_driver_gpus} GPUs, this process uses none"
-    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
-        if name in facts.environment:
-            value = facts.environment[name]
-            return Finding("GPU", "warning", f"{seen}: {name}={value!r}", f"Unset {name} if that is not meant.")
-    if not facts.torch_cuda:
-        remedy = "Install the build of torch with CUDA (pip install torch without the cpu index)."
-        return Finding("GPU", "problem", f"{seen}: this torch is built without CUDA", remedy)
-    remedy = f"Update the driver to one for CUDA {facts.torch_cuda}, or install a torch for an older CUDA."
-    return Finding("GPU", "problem", f"{seen}: torch for CUDA {facts.torch_cuda} cannot use it", remedy)
+    hidden = [name for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES") if name in facts.environment]
+    yield first_of(
+        "GPU",
+        f"{seen}: {', '.join(f'{name}={facts.environment[name]!r}' for name in hidden) or f'torch for CUDA {cuda}'}",
+        (hidden, "warning", f"Unset {' and '.join(hidden)} if that is not meant."),
+        (not cuda, "problem", "Install the build of torch with CUDA (pip install torch without the cpu index)."),
+        (True, "problem", f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA."),
+    )
 
 
 def _backends(facts: Facts) -> Iterator[Finding]:
@@ -103,32 +93,30 @@ def _backends(facts: Facts) -> Iterator[Finding]:
     listed = ", ".join(f"{name} {version}".removesuffix(" yes") for name, version in facts.backends.items())
     found = f"torch lacks {' and '.join(missing)}" if missing else listed
     remedy = "Install an official build of torch for Linux, which has both."
-    yield first_of("backends", found, (bool(missing), "problem", remedy))
+    yield first_of("backends", found, (missing, "problem", remedy))
 
 
 def _processors(facts: Facts) -> Iterator[Finding]:
     ranks, threads = facts.num_local_ranks, facts.environment.get("OMP_NUM_THREADS", "")
     cores = min(facts.num_cores, facts.cgroup_cores or facts.num_cores)
     limit = f", of which the control group allows {facts.cgroup_cores:g}" if facts.cgroup_cores else ""
+    own = f"Set --engine.num_threads {max(1, int(cores / ranks))}: a rank counts cores, not what it may use of them."
     yield first_of(
         "processors",
         f"{facts.num_cores} cores{limit} for {ranks} ranks",
         (cores < ranks, "warning", "Give the job a core per rank at least, or start fewer ranks."),
-        (
-            cores < facts.num_cores and not threads,
-            "warning",
-            f"Set --engine.num_threads {max(1, int(cores / ranks))}: by itself a rank counts cores, not what it may "
-            "use.",
-        ),
+        (cores < facts.num_cores and not threads, "warning", own),
     )
-    if threads and not (threads.isdigit() and int(threads) > 0):
-        yield Finding("OMP_NUM_THREADS", "problem", f"is {threads!r}", "Set it to a number of 1 or more, or unset it.")
-    elif threads and int(threads) * ranks > facts.num_cores:
-        found = f"{threads} threads for each of {ranks} ranks on {facts.num_cores} cores"
+    if threads:
+        count = int(threads) if threads.isdigit() else 0
         remedy = f"Set it to {max(1, facts.num_cores // ranks)}: threads that wait for a core slow all down."
-        yield Finding("OMP_NUM_THREADS", "warning", found, remedy)
-    elif threads:
-        yield Finding("OMP_NUM_THREADS", "ok", f"{threads}; it wins over engine.num_threads=0")
+        yield first_of(
+            "OMP_NUM_THREADS",
+            f"{threads!r} threads for each of {ranks} ranks on {facts.num_cores} cores; it wins over "
+            "engine.num_threads=0",
+            (count < 1, "problem", "Set it to a number of 1 or more, or unset it."),
+            (count * ranks > facts.num_cores, "warning", remedy),
+        )
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
@@ -136,35 +124,26 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     found = f"{facts.room_gib:.1f} GiB are left to processes, of a memory of {facts.memory_gib:.1f}"
     yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
     room = f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free"
+    more = "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there."
+    full = "Remove files of dead processes: they hold memory until the next boot."
     yield first_of(
         "/dev/shm",
         f"{room}, {facts.shm_leftovers} files of torch, nccl or Python",
-        (
-            len(facts.devices) > 1 and facts.shm_free_gib < 1,
-            "problem",
-            "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there.",
-        ),
-        (
-            facts.shm_free_gib < facts.shm_gib / 2,
-            "warning",
-            "Remove files of dead processes: they hold memory until the next boot.",
-        ),
+        (len(facts.devices) > 1 and facts.shm_free_gib < 1, "problem", more),
+        (facts.shm_free_gib < facts.shm_gib / 2, "warning", full),
     )
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
     files, locked, processes = (facts.limits[name] for name in ("nofile", "memlock", "nproc"))
+    pins = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
     yield first_of(
         "limits",
         ", ".join(f"{name} {'unlimited' if value < 0 else value}" for name, value in facts.limits.items()),
         (0 <= files < 256, "problem", "Run ulimit -n 65536: each lane may hold a shard open."),
         (0 <= files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
         (0 <= processes < 1024, "warning", "Run ulimit -u unlimited: threads count as processes."),
-        (
-            facts.has_infiniband and locked >= 0,
-            "problem",
-            "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers.",
-        ),
+        (facts.has_infiniband and locked >= 0, "problem", pins),
     )
 
 
@@ -181,27 +160,21 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         (disk.free_gib < 1, "problem", "Free some: a save that finds no room is lost."),
         (disk.free_gib < 20, "warning", fit),
     )
+    slow = "Keep checkpoint.asynchronous on and checkpoint.every_steps high, or put the run on a faster disk."
     yield first_of(
         "disk speed",
         f"write {disk.write_mib_s:.0f} MiB/s, read {disk.read_mib_s:.0f} MiB/s, force 4 KiB {disk.force_ms:.1f} ms",
-        (
-            disk.write_mib_s < 50 or disk.force_ms > 100,
-            "warning",
-            "Keep checkpoint.asynchronous on and checkpoint.every_steps high, or put the run on a faster disk.",
-        ),
+        (disk.write_mib_s < 50 or disk.force_ms > 100, "warning", slow),
     )
-    name = "disk promises"
-    if not disk.renames:
-        remedy = "Put the run on another file system: a checkpoint is committed by a rename."
-        yield Finding(name, "problem", "a rename over another file does not replace it", remedy)
-    elif disk.kind in ("tmpfs", "ramfs"):
-        remedy = "Put the run on a disk: what is here is gone after a reboot, and takes memory."
-        yield Finding(name, "warning", f"{disk.kind} is memory", remedy)
-    elif not disk.locks:
-        remedy = "Put data.cache_dir on a local disk: ranks of a node share its downloads by locks."
-        yield Finding(name, "warning", "rename works, file locks do not", remedy)
-    else:
-        yield Finding(name, "ok", "rename, force and file locks work")
+    promises = {"rename": disk.renames, "force": True, "file locking": disk.locks}
+    memory = "Put the run on a disk: what is here is memory, and gone after a reboot."
+    yield first_of(
+        "disk promises",
+        ", ".join(f"{name} {'works' if works else 'does not work'}" for name, works in promises.items()),
+        (not disk.renames, "problem", "Put the run on another file system: a checkpoint is committed by a rename."),
+        (disk.kind in ("tmpfs", "ramfs"), "warning", memory),
+        (not disk.locks, "warning", "Put data.cache_dir on a local disk: ranks share its downloads by locks."),
+    )
 
 
 def _corpus(facts: Facts) -> Iterator[Finding]:
@@ -209,57 +182,48 @@ def _corpus(facts: Facts) -> Iterator[Finding]:
     if corpus is None:
         return
     speed = f", read {corpus.read_mib_s:.0f} MiB/s" if corpus.read_mib_s else ""
-    slow = 0 < corpus.read_mib_s < 20
     yield first_of(
         "corpus",
         corpus.error or f"{corpus.location}: {corpus.tokens:,} tokens{speed}",
-        (bool(corpus.error), "problem", "Name what txl prepare wrote, as this machine sees it."),
-        (slow, "warning", "Copy it to a local disk, or raise data.prefetch_depth."),
+        (corpus.error, "problem", "Name what txl prepare wrote, as this machine sees it."),
+        (0 < corpus.read_mib_s < 20, "warning", "Copy it to a local disk, or raise data.prefetch_depth."),
     )
 
 
-SLOW = {
-    "CUDA_LAUNCH_BLOCKING": ("0", "the host waits for every kernel"),
-    "NCCL_IB_DISABLE": ("0", "NCCL does not use InfiniBand"),
-    "NCCL_P2P_DISABLE": ("0", "GPUs do not talk to each other directly"),
-    "NCCL_SHM_DISABLE": ("0", "NCCL does not use shared memory"),
-    "LD_PRELOAD": ("", "libraries are replaced in every process"),
+HARMFUL: dict[str, tuple[tuple[str, ...], Verdict, str]] = {
+    "CUDA_LAUNCH_BLOCKING": (("", "0"), "warning", "the host waits for every kernel"),
+    "NCCL_IB_DISABLE": (("", "0"), "warning", "NCCL does not use InfiniBand"),
+    "NCCL_P2P_DISABLE": (("", "0"), "warning", "GPUs do not talk to each other directly"),
+    "NCCL_SHM_DISABLE": (("", "0"), "warning", "NCCL does not use shared memory"),
+    "LD_PRELOAD": (("",), "warning", "libraries are replaced in every process"),
+    "TORCH_DISTRIBUTED_DEBUG": (("", "OFF", "INFO"), "warning", "every collective is checked"),
+    "NCCL_DEBUG": (("", "VERSION", "WARN", "INFO"), "warning", "every collective is logged"),
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": (("", "0"), "problem", "torch.load runs code that files hold"),
+    "TXL_FAULT": (("",), "problem", "faults are made to happen on purpose, as in tests"),
 }
-"""Variables that slow a run down: (the value that does nothing, what others do)."""
+"""Variables that slow a run down or endanger it: (the values that do not, verdict on others, what those do)."""
 
 
 def _environment(facts: Facts) -> Iterator[Finding]:
-    environment, found = facts.environment, []
-    for name, (harmless, effect) in SLOW.items():
-        if environment.get(name, harmless) != harmless:
-            remedy = f"Unset {name} if that is not meant."
-            found.append(Finding(name, "warning", f"is {environment[name]}: {effect}", remedy))
-    for name, loud in (("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), ("NCCL_DEBUG", "TRACE")):
-        if environment.get(name, "").upper() == loud:
-            found.append(
-                Finding(name, "warning", f"is {loud}: every collective is checked or logged", f"Unset {name}.")
-            )
-    if environment.get(name := "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") not in ("", "0"):
-        found.append(Finding(name, "problem", "torch.load runs code that files hold", f"Unset {name}."))
-    if environment.get("TXL_FAULT"):
-        found.append(
-            Finding("TXL_FAULT", "problem", "faults are made to happen on purpose", "Unset it; it is for tests.")
-        )
+    found = [
+        Finding(name, verdict, f"is {value}: {effect}", f"Unset {name} if that is not meant.")
+        for name, (harmless, verdict, effect) in HARMFUL.items()
+        if (value := facts.environment.get(name, "")).upper() not in harmless
+    ]
     yield from found or [Finding("environment", "ok", "no variable that slows a run down or endangers it")]
 
 
 def _programs(facts: Facts) -> Iterator[Finding]:
-    if "deepspeed" in facts.programs:
-        tools = ", ".join(name for name in ("pdsh", "ssh") if name in facts.programs)
-        found = f"{facts.programs['deepspeed']}; for several nodes: {tools or 'neither pdsh nor ssh, so --no_ssh'}"
-        yield Finding("launcher", "ok", found)
-    else:
-        remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
-        yield Finding("launcher", "warning", "there is no program deepspeed on PATH", remedy)
+    launcher = facts.programs.get("deepspeed")
+    tools = ", ".join(name for name in ("pdsh", "ssh") if name in facts.programs)
+    found = f"{launcher}; for several nodes: {tools or 'neither pdsh nor ssh, so --no_ssh'}"
+    remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
+    missing = "there is no program deepspeed on PATH"
+    yield first_of("launcher", found if launcher else missing, (not launcher, "warning", remedy))
     if facts.devices:
         remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
         found = facts.lacks_compiler or "Triton finds what it needs, and DeepSpeed needs none"
-        yield first_of("compiler", found, (bool(facts.lacks_compiler), "problem", remedy))
+        yield first_of("compiler", found, (facts.lacks_compiler, "problem", remedy))
     else:
         yield Finding("compiler", "ok", "none is needed on a CPU: no operator of DeepSpeed is compiled")
     if facts.hostfile:
@@ -267,29 +231,30 @@ def _programs(facts: Facts) -> Iterator[Finding]:
         found = f"{facts.hostfile} exists: the deepspeed launcher takes its nodes without being asked"
         yield Finding("hostfile", "warning", found, remedy)
     for path, lines in facts.deepspeed_env.items():
-        if any(not line.strip().endswith("=") for line in lines):
-            remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on others."
-            yield Finding(".deepspeed_env", "problem", f"{path} has a line without an equals sign", remedy)
-        else:
-            names = ", ".join(line.rstrip("=") for line in lines)
-            yield Finding(".deepspeed_env", "ok", f"{path} sets on every node: {names or 'nothing'}")
+        is_broken = any(not line.strip().endswith("=") for line in lines)
+        names = ", ".join(line.rstrip("=") for line in lines)
+        found = "has a line without an equals sign" if is_broken else f"sets on every node: {names or 'nothing'}"
+        remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on others."
+        yield first_of(".deepspeed_env", f"{path} {found}", (is_broken, "problem", remedy))
     if facts.busy_port:
         remedy = "Give --master_port to deepspeed, or use txl launch, which finds a free one."
         yield Finding("port", "warning", f"something listens at {facts.busy_port}, where ranks would meet", remedy)
     pids = ", ".join(map(str, facts.orphans[:10]))
     found = f"txl_dist runs without a parent: pid {pids}" if pids else "none of ours is left behind"
     remedy = "See what they are (ps -fp PID); a rank that hangs holds its GPU and its run directory."
-    yield first_of("processes", found, (bool(pids), "warning", remedy))
+    yield first_of("processes", found, (pids, "warning", remedy))
 
 
 def _host_name(facts: Facts, *, hurts: bool) -> Finding:
     """gloo listens at the address that the host name has, unless it is told an interface."""
-    found = f"{facts.host} resolves to {facts.host_address or 'nothing'}"
     is_local = not facts.host_address or facts.host_address.startswith("127.")
-    if is_local and hurts and "GLOO_SOCKET_IFNAME" not in facts.environment:
-        remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
-        return Finding("host name", "problem", found, remedy)
-    return Finding("host name", "ok", found + ("; several nodes may need GLOO_SOCKET_IFNAME then" if is_local else ""))
+    note = "; several nodes may need GLOO_SOCKET_IFNAME then" if is_local else ""
+    remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
+    return first_of(
+        "host name",
+        f"{facts.host} resolves to {facts.host_address or 'nothing'}{note}",
+        (is_local and hurts and "GLOO_SOCKET_IFNAME" not in facts.environment, "problem", remedy),
+    )
 
 
 def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
@@ -298,16 +263,13 @@ def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
         f"{one.name} {' '.join(one.addresses)}" + (f" {one.speed_mbit / 1000:g} Gbit/s" if one.speed_mbit > 0 else "")
         for one in real
     )
-    fastest = max((one.speed_mbit for one in real), default=0)
+    is_slow = 0 < max((one.speed_mbit for one in real), default=0) < 10_000
+    slow = "Use a faster network, or fewer, larger steps: gradients go over it at every step."
     yield first_of(
         "interfaces",
         listed or "none but lo is up with an IPv4 address",
         (is_several and not real, "problem", "Bring up the network between nodes."),
-        (
-            is_several and 0 < fastest < 10_000,
-            "warning",
-            "Use a faster network, or fewer, larger steps: gradients go over it at every step.",
-        ),
+        (is_several and is_slow, "warning", slow),
     )
     up = {interface.name for interface in facts.interfaces}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -319,7 +281,7 @@ def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
         unknown = [name for name in names if not any(one.startswith(name) if is_prefix else one == name for one in up)]
         found = f"names {', '.join(unknown)}, which is not up here" if unknown else value
         remedy = f"Set {variable} to one of {', '.join(sorted(up))}; names may differ between nodes."
-        yield first_of(variable, found, (bool(unknown), "problem", remedy))
+        yield first_of(variable, found, (unknown, "problem", remedy))
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (

@@ -15,11 +15,15 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import TxlError
+from txl_dist.files import flush_folder
 
 MIB = 2**20
 WRITTEN_MIB = 64
@@ -131,11 +135,7 @@ def _renames(folder: Path) -> bool:
     old.write_bytes(b"old")
     new.write_bytes(b"new")
     new.replace(old)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_folder(folder)
     return old.read_bytes() == b"new" and not new.exists()
 
 
@@ -154,10 +154,7 @@ def _locks(path: Path) -> bool:
 
 def _kind(folder: Path) -> str:
     """Type of the file system that is mounted nearest above a folder."""
-    try:
-        rows = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return ""
-    above = [(row[1].encode().decode("unicode_escape"), row[2]) for row in rows]
-    fitting = [(place, kind) for place, kind in above if folder.is_relative_to(place)]
-    return max(fitting, key=lambda row: len(row[0]))[1] if fitting else ""
+    with suppress(OSError):
+        above = [one for one in psutil.disk_partitions(all=True) if folder.is_relative_to(one.mountpoint)]
+        return max(above, key=lambda one: len(one.mountpoint)).fstype if above else ""
+    return ""

@@ -13,7 +13,6 @@ If ranks do not meet, the first rank of each node that came reports its own node
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 import sys
@@ -26,7 +25,7 @@ from txl_dist.console import escaped, say
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.ops.doctor import fabric
-from txl_dist.ops.doctor.checks import Finding, judge
+from txl_dist.ops.doctor.checks import Finding, Verdict, judge
 from txl_dist.ops.doctor.machine import Facts, gather
 from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce
 from txl_dist.train.watch.run_lock import prove_shared
@@ -43,10 +42,9 @@ class Report(NamedTuple):
     figures: dict[str, Any]
     """Measurements between ranks; empty for one."""
 
-    @property
-    def num_problems(self) -> int:
-        """Findings with which a run fails."""
-        return sum(finding.verdict == "problem" for _, finding in self.findings)
+    def count(self, verdict: Verdict) -> int:
+        """Findings of a verdict. With a problem a run fails."""
+        return sum(finding.verdict == verdict for _, finding in self.findings)
 
     def lines(self) -> list[str]:
         """A line per finding, and a summary."""
@@ -60,15 +58,14 @@ class Report(NamedTuple):
 
     def summary(self) -> str:
         """Counts in a sentence."""
-        num_warnings = sum(finding.verdict == "warning" for _, finding in self.findings)
         looked_at = f"{len(self.findings)} checks on {_nodes(len(self.nodes))}"
-        return f"{looked_at}: {self.num_problems} problems, {num_warnings} warnings"
+        return f"{looked_at}: {self.count('problem')} problems, {self.count('warning')} warnings"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         return {
             "time_s": time.time(),
-            "problems": self.num_problems,
+            "problems": self.count("problem"),
             "findings": [{"node": node, **finding._asdict()} for node, finding in self.findings],
             "nodes": {node: dataclasses.asdict(facts) for node, facts in self.nodes.items()},
             "figures": self.figures,
@@ -105,15 +102,14 @@ def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
     facts = gather_objects(gather(run_dir=run_dir, data=data) if ranks.local_rank == 0 else None)
     node_of = _names(facts)
     nodes = {node_of[rank]: one for rank, one in enumerate(facts) if one is not None}
+    is_several = len(nodes) > 1
     assert facts[0] is not None  # rank 0 is the first of its node
-    shared = [_judge_shared(ranks, Path(facts[0].disk.folder), num_nodes=len(nodes))] if len(nodes) > 1 else []
+    shared = [_judge_shared(ranks, Path(facts[0].disk.folder), num_nodes=len(nodes))] if is_several else []
     reduces = fabric.measure_reduce(ranks)
-    leaders = [rank for rank, one in enumerate(facts) if one is not None and rank]
-    others = leaders or list(range(1, ranks.world_size))
+    others = [rank for rank in range(1, ranks.world_size) if not is_several or facts[rank] is not None]
     peers = fabric.measure_peers(ranks, others[:MAX_PEERS])
     if not ranks.is_first:
         return None
-    is_several = len(nodes) > 1
     findings = [
         (node, finding) for node, one in nodes.items() for finding in judge(one, is_several=is_several, has_met=True)
     ]
@@ -122,12 +118,9 @@ def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
         *(differences(nodes) if is_several else ()),
         *shared,
         judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"),
-        *([judge_peers(peers, node_of=node_of)] if peers else []),
+        judge_peers(peers, node_of=node_of),
     ]
-    figures = {
-        "all_reduce": [one._asdict() for one in reduces],
-        "peers": [one._asdict() for one in peers],
-    }
+    figures = {"all_reduce": [one._asdict() for one in reduces], "peers": [one._asdict() for one in peers]}
     return Report(nodes, [*findings, *(("all", finding) for finding in between)], figures)
 
 
@@ -174,8 +167,3 @@ def show(report: Report) -> None:
         table.add_row(Text(finding.verdict, style=colours[finding.verdict]), *map(Text, map(escaped, words)))
     Console().print(table)
     say(report.summary())
-
-
-def to_json(report: Report) -> bytes:
-    """The file of --json."""
-    return json.dumps(report.as_json(), indent=1, allow_nan=False).encode() + b"\n"

@@ -9,6 +9,7 @@ import torch
 from txl_dist.config import BatchPlan, Config, config_to_toml
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
+from txl_dist.ops.plan.text import per_token
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.initial import initial_weights
@@ -48,13 +49,8 @@ def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: b
         memory_len=train.memory_len,
         microbatch_lanes=plan.microbatch_lanes,
     )
-    flops = sum(parts.values())
-    listed = ", ".join(f"{name} {100 * part / flops:.0f}%" for name, part in parts.items() if part)
-    total = flops * plan.tokens_per_step
-    yield (
-        f"cost: {flops / 1e6:,.2f} MFLOP per token ({listed}), {total / 1e9:,.1f} GFLOP per step, "
-        f"{total * train.max_steps:.3g} FLOP in all"
-    )
+    total = sum(parts.values()) * plan.tokens_per_step
+    yield (f"cost: {per_token(parts)}, {total / 1e9:,.1f} GFLOP per step, {total * train.max_steps:.3g} FLOP in all")
     held = bytes_per_rank(config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu)
     listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in held.items())
     room = room_bytes(torch.device("cuda" if on_gpu else "cpu"))

@@ -8,13 +8,12 @@ least memory. All of it is predicted, not measured. `plan_text` makes sentences 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from txl_dist.config import Config, check_config, check_vocabulary, plan_batch
+from txl_dist.config import Config, changed, check_config, check_vocabulary, config_changes, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
@@ -142,13 +141,6 @@ def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     return "kernels" if has_kernels else "fused"
 
 
-def changed(config: Config, **values: dict[str, Any]) -> Config:
-    """With other values in some sections."""
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=section) for name, section in values.items()}
-    )
-
-
 class _Planner:
     """One question about one configuration."""
 
@@ -162,13 +154,11 @@ class _Planner:
             segment_len=config.train.segment_len,
             memory_len=config.train.memory_len,
             microbatch_lanes=config.train.microbatch_lanes,
-            cluster_shares=self.shares,
         )
-        self._needed: dict[Config, dict[str, float]] = {}
         precision = config.engine.precision
         if precision == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
             precision = "bf16" if self.gpu.has_bf16 else "fp16"
-        self.base = changed(config, engine={"precision": precision, "cuda_graph": False})
+        self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": False})
 
     def work(self, config: Config) -> Work:
         """Of a rank, by these settings. Raises ConfigError if the lanes do not divide."""
@@ -196,18 +186,32 @@ class _Planner:
         """All stages and micro-batches that the settings allow; recomputed too where some micro-batch does not fit."""
         lanes = self.given.train.num_lanes // self.gpus
         sizes = [2**power for power in range(lanes.bit_length()) if lanes % 2**power == 0][-MOST_SIZES:]
-        twice_bytes = float(self.parameters * DTYPES[self.base.engine.precision].itemsize)
         for stage in range(4):
-            everything_fits = False
             for recompute in (False, True):
-                settings = {"zero_stage": stage, "activation_checkpointing": recompute}
-                config = changed(self.base, engine=settings)
-                if everything_fits or not _is_valid(config):
+                settings = {"engine.zero_stage": stage, "engine.activation_checkpointing": recompute}
+                config = changed(self.base, settings)
+                if not _is_valid(config):
                     continue
-                row = [self._option(changed(config, train={"microbatch_lanes": size})) for size in sizes]
-                row = list(_interpolated(row, self.needed_bytes, twice_bytes=twice_bytes if stage < 2 else 0.0))
-                everything_fits = all(self.fits(option) for option in row)
+                row = self._counted([self._option(changed(config, {"train.microbatch_lanes": size})) for size in sizes])
                 yield from row
+                if all(self.fits(option) for option in row):
+                    break
+
+    def _counted(self, row: list[Option]) -> list[Option]:
+        """The row, of rising micro-batches, with bytes counted at both ends and a line between, as they are convex."""
+        first, last = self.needed_bytes(row[0]), self.needed_bytes(row[-1])
+        low, high = (option.config.train.microbatch_lanes for option in (first, last))
+        engine = last.config.engine
+        # All but the last accumulate gradients, which up to stage 1 are held twice then.
+        twice_bytes = self.parameters * DTYPES[engine.precision].itemsize if engine.zero_stage < 2 else 0
+        rise = max(0.0, last.needed_bytes + twice_bytes - first.needed_bytes)
+        between = [
+            option._replace(
+                needed_bytes=first.needed_bytes + rise * (option.config.train.microbatch_lanes - low) / (high - low)
+            )
+            for option in row[1:-1]
+        ]
+        return [first, *between, last][: len(row)]
 
     def _option(self, config: Config, needed_bytes: float = math.nan) -> Option:
         work = self.work(config)
@@ -216,22 +220,15 @@ class _Planner:
 
     def needed(self, config: Config) -> dict[str, float]:
         """Bytes per rank, by what holds them."""
-        kind = attention_kind(config, gpu=self.gpu)
-        plan = plan_batch(config.train, world_size=self.gpus)
-        unfit = DTYPES[config.engine.precision].itemsize == 4
+        kind, in_fp32 = attention_kind(config, gpu=self.gpu), DTYPES[config.engine.precision].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
         # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
-        config = changed(
-            config, engine={"attention": "plain" if kind == "plain" or unfit else "auto", "cuda_graph": False}
-        )
-        if config not in self._needed:
-            vocab_size = self.question.vocab_size
-            self._needed[config] = bytes_per_rank(
-                config, plan=plan, vocab_size=vocab_size, cluster_shares=self.shares, on_gpu=True
-            )
-        needed = dict(self._needed[config])
-        kept = _kept_scores_bytes(config) if kind == "fused" and not unfit else 0.0
-        return needed | {"scores": needed.get("scores", 0.0) + kept}
+        followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "auto"})
+        plan = plan_batch(config.train, world_size=self.gpus)
+        needed = bytes_per_rank(followed, plan=plan, vocab_size=self.question.vocab_size, on_gpu=True)
+        if kind == "fused" and not in_fp32:
+            needed["scores"] += _kept_scores_bytes(config)
+        return needed
 
     def needed_bytes(self, option: Option) -> Option:
         """The option with its bytes counted."""
@@ -245,7 +242,7 @@ class _Planner:
         """The best that fits, with a CUDA graph where that helps."""
         fitting = [option for option in options if self.fits(option)]
         for option in list(fitting):
-            graphed = changed(option.config, engine={"cuda_graph": True})
+            graphed = changed(option.config, {"engine.cuda_graph": True})
             if _is_valid(graphed):
                 fitting.append(self._option(graphed, option.needed_bytes))
         if not fitting:
@@ -285,7 +282,7 @@ class _Planner:
             "epochs": tokens / self.question.corpus_tokens if self.question.corpus_tokens else None,
             "days": tokens / rate / 86_400,
             "gpu_hours": tokens / rate / 3600 * self.gpus,
-            "flags": list(_flags(self.given, config)),
+            "flags": [f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
         }
 
     def as_configured(self) -> dict[str, Any]:
@@ -357,32 +354,3 @@ def _is_valid(config: Config) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _interpolated(row: list[Option], count: Callable[[Option], Option], *, twice_bytes: float) -> Iterator[Option]:
-    """The row, of rising micro-batches, with bytes counted at both ends and a line between, as they are convex.
-
-    `twice_bytes` are held besides by all that accumulate gradients, which the last may not do.
-    """
-    first = count(row[0])
-    yield first
-    if len(row) == 1:
-        return
-    last = count(row[-1])
-    low, high = (option.config.train.microbatch_lanes for option in (first, last))
-    for option in row[1:-1]:
-        share = (option.config.train.microbatch_lanes - low) / (high - low)
-        rise = last.needed_bytes + twice_bytes - first.needed_bytes
-        yield option._replace(needed_bytes=first.needed_bytes + share * max(0.0, rise))
-    yield last
-
-
-def _flags(old: Config, new: Config) -> Iterator[str]:
-    """What to add to the command line."""
-    for section, key in itertools.chain(
-        (("engine", key) for key in ("precision", "zero_stage", "activation_checkpointing", "cuda_graph")),
-        (("train", "microbatch_lanes"),),
-    ):
-        value = getattr(getattr(new, section), key)
-        if value != getattr(getattr(old, section), key):
-            yield f"--{section}.{key} {value}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from txl_dist.ops.plan.hardware import Cluster
 from txl_dist.ops.plan.timing import StepTime, Work, step_time
@@ -88,47 +88,36 @@ def largest_divisor(number: int, *, at_most: int) -> int:
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
-def picture(curves: dict[str, list[Point]], *, title: str) -> bytes:
-    """A PNG: tokens per second and efficiency over GPUs."""
+def picture(curves: dict[str, Any], *, title: str) -> bytes:
+    """A PNG: tokens per second and efficiency over GPUs. `curves` are those of the facts of a plan."""
     import io
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     speed, efficiency = figure.subplots(1, 2)
-    first = next(iter(curves.values()))[0]
-    counts = sorted({point.gpus for points in curves.values() for point in points})
-    speed.plot(counts, [first.tokens_per_s * count for count in counts], ":", color="gray", label="ideal")
-    for name, points in curves.items():
-        gpus = [point.gpus for point in points]
-        speed.plot(gpus, [point.tokens_per_s for point in points], "o-", markersize=3, label=name)
-        (line,) = efficiency.plot(gpus, [100 * point.efficiency for point in points], "o-", markersize=3, label=name)
-        if points[-1].gpus < counts[-1]:
-            speed.annotate(
-                f"a lane per GPU at {points[-1].gpus:,}" if points[-1].lanes_per_gpu == 1 else "",
-                (points[-1].gpus, points[-1].tokens_per_s),
-                textcoords="offset points",
-                xytext=(6, -4),
-                fontsize=8,
-                color=line.get_color(),
-            )
-        if broken := breaking_point(points):
-            efficiency.annotate(
-                f"{broken.gpus:,} GPUs: {100 * broken.efficiency:.0f} %, {broken.limited_by}",
-                (broken.gpus, 100 * broken.efficiency),
-                textcoords="offset points",
-                xytext=(-4, -14),
-                ha="right",
-                fontsize=8,
-                color=line.get_color(),
-            )
+    first = curves["strong"]["points"][0]
+    counts = sorted({point["gpus"] for curve in curves.values() for point in curve["points"]})
+    speed.plot(counts, [first["tokens_per_s"] * count for count in counts], ":", color="gray", label="ideal")
+    for name, curve in curves.items():
+        gpus, rates, shares = (
+            [point[key] for point in curve["points"]] for key in ("gpus", "tokens_per_s", "efficiency")
+        )
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": f"{name} scaling"}
+        (line,) = speed.plot(gpus, rates, **style)
+        efficiency.plot(gpus, [100 * share for share in shares], **style)
+        note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": line.get_color()}
+        if gpus[-1] < counts[-1] and curve["points"][-1]["lanes_per_gpu"] == 1:
+            speed.annotate(f"a lane per GPU at {gpus[-1]:,}", (gpus[-1], rates[-1]), xytext=(6, -4), **note)
+        if broken := curve["breaks_at"]:
+            share = 100 * broken["efficiency"]
+            text = f"{broken['gpus']:,} GPUs: {share:.0f} %, {broken['limited_by']}"
+            efficiency.annotate(text, (broken["gpus"], share), xytext=(-4, -14), ha="right", **note)
     efficiency.axhline(100 * BROKEN, color="red", linewidth=0.8, label=f"{100 * BROKEN:.0f} %")
     speed.set(ylabel="tokens per second", yscale="log")
     efficiency.set(ylabel="efficiency, % of one GPU", ylim=(0, 105))
     for axes in (speed, efficiency):
-        axes.set(xlabel="GPUs", xscale="log")
+        axes.set(xlabel="GPUs")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
         axes.grid(alpha=0.3)

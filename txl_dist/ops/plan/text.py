@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point
-from txl_dist.tables import duration
+from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS
+from txl_dist.tables import aligned, duration
 
 Facts = dict[str, Any]
 SMALL_SHARE = 0.05
@@ -17,16 +17,26 @@ SHORT_S = 600.0
 
 def plan_lines(facts: Facts) -> Iterator[str]:
     """All of it, for a person."""
-    yield (f"plan for {facts['gpus_used']} x {facts['gpu']}: predicted, not measured (docs/planning.md says from what)")
-    if facts["gpus_used"] > 1 or not _is_small(facts):
-        yield _machines(facts)
+    chosen, rows, memory = facts["chosen"], facts["options"], facts["memory_gib"]
+    host_share = chosen["step_by_part_ms"]["host"] / chosen["step_ms"] if chosen else 0.0
+    # A model that is nothing to such a GPU: what would be said of its use and of scaling is of the host.
+    is_small = host_share > 0.5 and max(row["needed_gib"] for row in rows) < SMALL_SHARE * memory["usable"]
+    # The run is over before failures or saving matter.
+    is_short = bool(chosen) and 86_400 * chosen["days"] < SHORT_S
+    yield f"plan for {facts['gpus_used']} x {facts['gpu']}: predicted, not measured (docs/planning.md says from what)"
+    if facts["gpus_used"] > 1 or not is_small:
+        yield (
+            f"machines: {facts['gpus_per_node']} GPUs each, bus bandwidth {facts['bus_gb_s']:g} GB/s among them, "
+            f"network {facts['network_gb_s']:g} GB/s per machine"
+        )
     yield from (f"note: {note}" for note in facts["notes"])
-    yield from _model(facts)
+    yield f"model: {facts['parameters']:,} parameters with a vocabulary of {facts['vocab_size']:,}"
+    yield f"work: {per_token(facts['flops_per_token'])}; {facts['tokens_per_step']:,} tokens per step"
     yield ""
-    yield from _memory_at_a_glance(facts) if _is_small(facts) else _memory(facts)
+    yield from _memory(facts, is_small=is_small)
     yield ""
-    if facts["chosen"] is None:
-        least = min(facts["options"], key=lambda row: row["needed_gib"])
+    if chosen is None:
+        least = min(rows, key=lambda row: row["needed_gib"])
         yield (
             f"nothing fits: at least {least['needed_gib']:.1f} GiB per GPU are needed (ZeRO {least['zero_stage']}). "
             "Take more GPUs, larger ones, or --engine.offload_optimizer True."
@@ -34,102 +44,54 @@ def plan_lines(facts: Facts) -> Iterator[str]:
         return
     yield from _choice(facts)
     yield ""
-    yield from _time(facts)
+    yield from _time(chosen, is_small=is_small, is_short=is_short)
     yield ""
-    if not _is_short(facts):
-        yield from _checkpoint(facts)
+    if not is_short:
+        yield from _checkpoint(facts["checkpoint"])
         yield ""
-    if not _is_small(facts):
-        yield from _scaling(facts)
-    yield from _left_out(facts)
-
-
-def _is_small(facts: Facts) -> bool:
-    """Whether the model is nothing to such a GPU: what would then be said of its use and of scaling is of the host."""
-    chosen = facts["chosen"]
-    if chosen is None:
-        return False
-    needed = max(row["needed_gib"] for row in facts["options"])
-    return bool(needed < SMALL_SHARE * facts["memory_gib"]["usable"] and _host_share(chosen) > 0.5)
-
-
-def _host_share(chosen: Facts) -> float:
-    return float(chosen["step_by_part_ms"]["host"] / chosen["step_ms"])
-
-
-def _is_short(facts: Facts) -> bool:
-    """Whether the run is over before failures, or saving matter."""
-    return bool(86_400 * facts["chosen"]["days"] < SHORT_S)
-
-
-def _left_out(facts: Facts) -> Iterator[str]:
-    chosen = facts["chosen"]
-    if _is_small(facts):
-        share = f"{100 * _host_share(chosen):.0f}% of a step is the host's"
+    if not is_small:
+        yield from (_scaling(name, curve) for name, curve in facts["scaling"].items())
+    else:
+        share = f"{100 * host_share:.0f}% of a step is the host's"
         yield f"left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU ({share})"
-    if _is_short(facts):
-        yield (
-            "left out: GPU-hours, failures and how often to save, as the run takes "
-            f"{duration(86_400 * chosen['days'])} only"
-        )
+    if is_short:
+        took = duration(86_400 * chosen["days"])
+        yield f"left out: GPU-hours, failures and how often to save, as the run takes {took} only"
 
 
-def _machines(facts: Facts) -> str:
-    return (
-        f"machines: {facts['gpus_per_node']} GPUs each, bus bandwidth {facts['bus_gb_s']:g} GB/s among them, network "
-        f"{facts['network_gb_s']:g} GB/s per machine"
-    )
+def per_token(flops_by_part: Mapping[str, float]) -> str:
+    """Operations of a training step per token, and what they are for."""
+    total = sum(flops_by_part.values())
+    listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in flops_by_part.items() if part)
+    return f"{total / 1e6:,.2f} MFLOP per token ({listed})"
 
 
-def _model(facts: Facts) -> Iterator[str]:
-    parts = facts["flops_per_token"]
-    total = sum(parts.values())
-    listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts.items() if part)
-    yield f"model: {facts['parameters']:,} parameters with a vocabulary of {facts['vocab_size']:,}"
-    yield f"work: {total / 1e6:,.1f} MFLOP per token ({listed}); {facts['tokens_per_step']:,} tokens per step"
-
-
-def _memory_at_a_glance(facts: Facts) -> Iterator[str]:
-    rows, stages = facts["options"], sorted({row["zero_stage"] for row in facts["options"]})
-    sizes = [row["microbatch_lanes"] for row in rows]
-    yield (
-        f"memory: every micro-batch of {min(sizes):,} to {max(sizes):,} lanes fits at ZeRO "
-        f"{', '.join(map(str, stages))}, in {max(row['needed_gib'] for row in rows):.2f} GiB at most of "
-        f"{facts['memory_gib']['usable']:.1f}"
-    )
-    yield from _ruled_out(stages)
-
-
-def _memory(facts: Facts) -> Iterator[str]:
-    memory = facts["memory_gib"]
-    yield (
-        f"memory: {memory['gpu']:.1f} GiB, less {memory['context']:.1f} for CUDA and its libraries and "
-        f"{memory['fragmentation']:.1f} for fragments: {memory['usable']:.1f} GiB. GiB per GPU needed, and tokens/s "
-        "(without CUDA graphs, which the choice below may have):"
-    )
-    rows = facts["options"]
+def _memory(facts: Facts, *, is_small: bool) -> Iterator[str]:
+    memory, rows = facts["memory_gib"], facts["options"]
     sizes = sorted({row["microbatch_lanes"] for row in rows})
-    yield "  micro-batch, lanes" + "".join(f"{size:>16,}" for size in sizes)
-    kinds = sorted({(row["zero_stage"], row["activation_checkpointing"]) for row in rows})
-    for stage, recomputed in kinds:
-        cells = {row["microbatch_lanes"]: row for row in rows if _kind(row) == (stage, recomputed)}
-        name = f"  ZeRO {stage}" + (", recomputed" if recomputed else "")
-        yield f"{name:<20}" + "".join(f"{_cell(cells[size]) if size in cells else '':>16}" for size in sizes)
-    yield from _ruled_out(stage for stage, _ in kinds)
-
-
-def _ruled_out(stages: Iterable[int]) -> Iterator[str]:
+    stages = sorted({row["zero_stage"] for row in rows})
+    if is_small:
+        yield (
+            f"memory: every micro-batch of {sizes[0]:,} to {sizes[-1]:,} lanes fits at ZeRO "
+            f"{', '.join(map(str, stages))}, in {max(row['needed_gib'] for row in rows):.2f} GiB at most of "
+            f"{memory['usable']:.1f}"
+        )
+    else:
+        yield (
+            f"memory: {memory['gpu']:.1f} GiB, less {memory['context']:.1f} for CUDA and its libraries and "
+            f"{memory['fragmentation']:.1f} for fragments: {memory['usable']:.1f} GiB. GiB per GPU needed, and "
+            "tokens/s (without CUDA graphs, which the choice below may have):"
+        )
+        table: dict[str, dict[int, str]] = {}
+        for row in rows:
+            name = f"ZeRO {row['zero_stage']}" + (", recomputed" if row["activation_checkpointing"] else "")
+            speed = f"{row['tokens_per_s']:,.0f}" if row["fits"] else "too large"
+            table.setdefault(name, {})[row["microbatch_lanes"]] = f"{row['needed_gib']:.1f} {speed}"
+        head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
+        lines = [[name, *(cells.get(size, "") for size in sizes)] for name, cells in table.items()]
+        yield from (f"  {line}" for line in aligned([head, *lines]))
     if absent := sorted(set(range(4)) - set(stages)):
         yield f"  (the settings rule out ZeRO {', '.join(map(str, absent))})"
-
-
-def _kind(row: Facts) -> tuple[int, bool]:
-    return row["zero_stage"], row["activation_checkpointing"]
-
-
-def _cell(row: Facts) -> str:
-    speed = f"{row['tokens_per_s']:,.0f}" if row["fits"] else "too large"
-    return f"{row['needed_gib']:.1f} {speed}"
 
 
 def _choice(facts: Facts) -> Iterator[str]:
@@ -167,22 +129,20 @@ def _reasons(facts: Facts) -> Iterator[str]:
         yield f"attention is {chosen['attention']}: the Triton kernels need bf16 or fp16, and Ampere or later"
 
 
-def _time(facts: Facts) -> Iterator[str]:
-    chosen = facts["chosen"]
+def _time(chosen: Facts, *, is_small: bool, is_short: bool) -> Iterator[str]:
     step = chosen["step_ms"]
     parts = ", ".join(
         f"{name} {part:.1f} ({100 * part / step:.0f}%)" for name, part in chosen["step_by_part_ms"].items() if part
     )
-    mfu = "" if chosen["mfu_pct"] is None or _is_small(facts) else f", MFU {chosen['mfu_pct']:.0f}%"
+    mfu = "" if chosen["mfu_pct"] is None or is_small else f", MFU {chosen['mfu_pct']:.0f}%"
     yield f"step: {step:.1f} ms, {chosen['tokens_per_s']:,.0f} tokens/s{mfu}"
     yield f"  ms: {parts}"
     epochs = "" if chosen["epochs"] is None else f" ({chosen['epochs']:.1f} epochs)"
-    hours = "" if _is_short(facts) else f", {chosen['gpu_hours']:,.0f} GPU-hours"
+    hours = "" if is_short else f", {chosen['gpu_hours']:,.0f} GPU-hours"
     yield f"run: {chosen['budget_tokens']:,} tokens{epochs} in {duration(86_400 * chosen['days'])}{hours}"
 
 
-def _checkpoint(facts: Facts) -> Iterator[str]:
-    saved = facts["checkpoint"]
+def _checkpoint(saved: Facts) -> Iterator[str]:
     yield (
         f"checkpoint: {saved['size_gib']:.1f} GiB; save every {saved['every_steps']:,} steps "
         f"({duration(saved['interval_s'])}), a step waiting about {saved['wait_s']:.0f} s"
@@ -193,23 +153,15 @@ def _checkpoint(facts: Facts) -> Iterator[str]:
     )
 
 
-def _scaling(facts: Facts) -> Iterator[str]:
-    for name, what in (("strong", "the global batch fixed"), ("weak", "lanes per GPU fixed")):
-        curve = facts["scaling"][name]
-        last, broken = curve["points"][-1], curve["breaks_at"]
-        if broken:
-            why = REASONS.get(broken["limited_by"], "nothing in particular")
-            pct = math.floor(1000 * broken["efficiency"]) / 10  # rounded it might be the 50 that it is not
-            end = f"under 50% from {broken['gpus']:,} GPUs on ({pct:.1f}%): {why}"
-        else:
-            most = "" if last["gpus"] == MOST_GPUS else ", the most among which the lanes divide"
-            why = REASONS.get(last["limited_by"], "nothing")
-            end = f"still {100 * last['efficiency']:.0f}% at {last['gpus']:,} GPUs{most}; what takes most there: {why}"
-        yield f"{name} scaling ({what}): {end}"
-
-
-def curves_of(facts: Facts) -> dict[str, list[Point]]:
-    """The curves of the facts, for `scaling.picture`."""
-    return {
-        f"{name} scaling": [Point(**point) for point in facts["scaling"][name]["points"]] for name in ("strong", "weak")
-    }
+def _scaling(name: str, curve: Facts) -> str:
+    what = {"strong": "the global batch fixed", "weak": "lanes per GPU fixed"}[name]
+    last, broken = curve["points"][-1], curve["breaks_at"]
+    if broken:
+        why = REASONS.get(broken["limited_by"], "nothing in particular")
+        pct = math.floor(1000 * broken["efficiency"]) / 10  # rounded it might be the 50 that it is not
+        end = f"under 50% from {broken['gpus']:,} GPUs on ({pct:.1f}%): {why}"
+    else:
+        most = "" if last["gpus"] == MOST_GPUS else ", the most among which the lanes divide"
+        why = REASONS.get(last["limited_by"], "nothing")
+        end = f"still {100 * last['efficiency']:.0f}% at {last['gpus']:,} GPUs{most}; what takes most there: {why}"
+    return f"{name} scaling ({what}): {end}"

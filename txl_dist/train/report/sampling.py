@@ -13,7 +13,7 @@ import torch
 from txl_dist.config import Config
 from txl_dist.infer.generate import sample
 from txl_dist.model.transformer_xl import Batch
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.train.engine.protocol import Engine
 
 _NOT_A_NUMBER = -1

@@ -17,7 +17,7 @@ from txl_dist.data.read.position import first_state
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.rng import derive_seed
-from txl_dist.text.tokenizer import CharTokenizer
+from txl_dist.text.characters import CharTokenizer
 
 NUM_LANES, SEGMENT_LEN = 4, 150
 

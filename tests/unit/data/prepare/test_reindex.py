@@ -20,7 +20,7 @@ from txl_dist.data.check.verify import strangers, verify_corpus
 from txl_dist.data.prepare.reindex import find_tars, reindex_corpus
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import DataError
-from txl_dist.text.tokenizer import CharTokenizer
+from txl_dist.text.characters import CharTokenizer
 
 END = 3
 

@@ -24,7 +24,7 @@ from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.lanes import hash64
 from txl_dist.data.read.units import text_units
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.tokenizer import WordTokenizer
+from txl_dist.text.words import WordTokenizer
 
 
 @pytest.fixture

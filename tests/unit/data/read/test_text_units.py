@@ -25,7 +25,8 @@ from txl_dist.data.read.position import StreamState, continued, first_state
 from txl_dist.data.read.stream import LaneStream, plain_segment
 from txl_dist.data.read.units import text_units
 from txl_dist.files import canonical_hash, write_hashed_json
-from txl_dist.text.tokenizer import CharTokenizer, WordTokenizer
+from txl_dist.text.characters import CharTokenizer
+from txl_dist.text.words import WordTokenizer
 from txl_dist.train.batch import BatchMaker
 
 CARRY, MASK = (BatchMaker((0, 300), (0, 300), mask_documents) for mask_documents in (False, True))

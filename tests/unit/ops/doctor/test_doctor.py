@@ -107,19 +107,19 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
     [
         (changed(unmet=("torch>=2.10 (is 2.9.1)",)), "versions", "problem", "torch>=2.10 (is 2.9.1)"),
         (variable("TRITON_INTERPRET", "1"), "TRITON_INTERPRET", "problem", "interpreter"),
-        (gpu(has_code=False), "GPU 1", "problem", "no code for it"),
-        (gpu(free_gib=20.0), "GPU 1", "warning", "only 20.0 GiB"),
-        (gpu(capability=(7, 0)), "GPU 1", "warning", "bf16 is emulated"),
-        (gpu(peak_tflops=0.0), "GPU 1", "warning", "peak is not known"),
-        (no_gpu(torch_cuda=""), "GPU", "problem", "built without CUDA"),
-        (no_gpu(), "GPU", "problem", "CUDA 13.0 cannot use it"),
+        (gpu(has_code=False), "GPU 1", "problem", "has no code for it"),
+        (gpu(free_gib=20.0), "GPU 1", "warning", "20.0 of 79.0 GiB free"),
+        (gpu(capability=(7, 0)), "GPU 1", "warning", "emulates bf16"),
+        (gpu(peak_tflops=0.0), "GPU 1", "warning", "peak not known"),
+        (no_gpu(torch_cuda=""), "GPU", "problem", "build of torch with CUDA"),
+        (no_gpu(), "GPU", "problem", "driver to one for CUDA 13.0"),
         (no_gpu(environment={"CUDA_VISIBLE_DEVICES": ""}), "GPU", "warning", "CUDA_VISIBLE_DEVICES=''"),
         (no_gpu(environment={"DS_ACCELERATOR": "cpu"}), "GPU", "warning", "DS_ACCELERATOR='cpu'"),
         (changed(backends={"gloo": "yes"}), "backends", "problem", "nccl"),
         (changed(backends={}), "backends", "problem", "gloo and nccl"),
         (changed(num_cores=1), "processors", "warning", "1 cores"),
         (changed(cgroup_cores=4.0), "processors", "warning", "control group allows 4"),
-        (variable("OMP_NUM_THREADS", "64"), "OMP_NUM_THREADS", "warning", "64 threads for each of 2"),
+        (variable("OMP_NUM_THREADS", "64"), "OMP_NUM_THREADS", "warning", "'64' threads for each of 2"),
         (variable("OMP_NUM_THREADS", "many"), "OMP_NUM_THREADS", "problem", "'many'"),
         (changed(room_gib=2.0), "memory", "problem", "2.0 GiB are left to processes"),
         (changed(shm_gib=0.06, shm_free_gib=0.06), "/dev/shm", "problem", "0.06 of 0.06"),
@@ -133,9 +133,9 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (on_disk(free_gib=10.0), "disk space", "warning", "10.0 GiB"),
         (on_disk(write_mib_s=20.0), "disk speed", "warning", "write 20 MiB/s"),
         (on_disk(force_ms=500.0), "disk speed", "warning", "500.0 ms"),
-        (on_disk(renames=False), "disk promises", "problem", "rename"),
-        (on_disk(kind="tmpfs"), "disk promises", "warning", "tmpfs is memory"),
-        (on_disk(locks=False), "disk promises", "warning", "file locks do not"),
+        (on_disk(renames=False), "disk promises", "problem", "rename does not work"),
+        (on_disk(kind="tmpfs"), "disk promises", "warning", "what is here is memory"),
+        (on_disk(locks=False), "disk promises", "warning", "file locking does not work"),
         (changed(corpus=Corpus(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
         (changed(corpus=Corpus(location="/d", tokens=9, read_mib_s=5.0)), "corpus", "warning", "read 5 MiB/s"),
         (variable("CUDA_LAUNCH_BLOCKING", "1"), "CUDA_LAUNCH_BLOCKING", "warning", "waits for every kernel"),
@@ -157,7 +157,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
 def test_what_is_wrong_is_found_and_nothing_else(facts: Facts, name: str, verdict: str, words: str) -> None:
     complaints = [finding for finding in judge(facts) if finding.verdict != "ok"]
     assert [(finding.name, finding.verdict) for finding in complaints] == [(name, verdict)]
-    assert words in complaints[0].found
+    assert words in complaints[0].found + complaints[0].remedy
     assert complaints[0].remedy.endswith(".")
 
 

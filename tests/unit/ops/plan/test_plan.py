@@ -15,12 +15,18 @@ import pytest
 
 from txl_dist.cli import main
 from txl_dist.config import Config, plan_batch
+from txl_dist.config import changed as with_settings
 from txl_dist.errors import ConfigError
 from txl_dist.ops.plan import plan
 from txl_dist.ops.plan.hardware import GPUS, Cluster
-from txl_dist.ops.plan.plan import Question, attention_kind, changed, make_plan, usable_gpus
+from txl_dist.ops.plan.plan import Question, attention_kind, make_plan, usable_gpus
 from txl_dist.ops.plan.text import plan_lines
 from txl_dist.train.footprint.rank import bytes_per_rank
+
+
+def changed(config: Config, **sections: dict[str, Any]) -> Config:
+    return with_settings(config, {f"{name}.{key}": one for name, keys in sections.items() for key, one in keys.items()})
+
 
 CONFIG = changed(
     Config(),

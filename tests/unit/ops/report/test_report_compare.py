@@ -15,8 +15,9 @@ from txl_dist.data.read.units import text_units
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.ops.report.compare import Unit, unit_of, write_comparison
 from txl_dist.ops.report.summary import facts_of, read_run
-from txl_dist.text.tokenizer import Tokenizer, WordTokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.text.words import WordTokenizer
 from txl_dist.train.report.observer import text_facts
 
 

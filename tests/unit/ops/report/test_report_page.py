@@ -260,6 +260,7 @@ def test_the_straggler_is_the_rank_that_is_slowest_most_often(tmp_path: Path) ->
     assert sentence.startswith("Rank 3 on h3 was the slowest in 75 % of the records, there by 12.0 %")
 
 
+@pytest.mark.slow
 def test_a_million_records_make_a_small_page(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = lengthened(read_history(run), 1_000_000)
     monkeypatch.setattr("txl_dist.ops.report.summary.read_history", lambda path: long)

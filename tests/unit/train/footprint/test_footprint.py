@@ -96,9 +96,8 @@ def kib(field: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("recomputed" in name)) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_a_micro_step_are_foreseen_within_a_tenth(name: str) -> None:
     program = f"from tests.unit.train.footprint.test_footprint import measure; measure({name!r})"
     # Each tensor apart: what the C library keeps of freed pieces is its own affair.
