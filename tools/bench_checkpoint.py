@@ -104,7 +104,7 @@ class Bench:
 
     def _saving(self, job: Job) -> Saving:
         job.run_dir.mkdir(exist_ok=True)
-        reporter = Reporter(job.config, start_step=0, ranks=job.ranks)
+        reporter = Reporter(job, start_step=0)
         silent: Any = SimpleNamespace(beat=lambda phase: None)
         saver = Saver(job, Watch(self.stops, silent, lock=None, nonce="bench"))
         return Saving(saver, self.engine, self.maker, reporter, newest=None, evaluated={})
