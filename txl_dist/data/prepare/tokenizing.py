@@ -215,7 +215,7 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
 
 def _train_texts(job: Preparation) -> Iterator[str]:
     """One pass over the texts that a tokenizer is learnt from."""
-    job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+    _spool(job)
     reading, fraction = job.reading, job.settings.tokenizer_fraction
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
     for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
@@ -233,9 +233,12 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     if not job.reading.shares:
         return
     if job.settings.tokenizer_path is None:
-        job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+        _spool(job)
     else:
-        job.files = [_begun(job, number, file, streams) for number, file in enumerate(job.files)]
+        for number, file in enumerate(job.files):
+            if file.is_stream and file.split == TRAIN:
+                copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
+                job.files[number] = begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
     files = [file for file in job.files if file.split == TRAIN]
     if any(file.rest for file in files):
         _check_number(files, [*job.reading.shares])
@@ -272,22 +275,14 @@ def _each_document(
             progress.reach(part.stored_bytes)
 
 
-def _begun(job: Preparation, number: int, file: SourceFile, streams: ExitStack) -> SourceFile:
-    """Stdin, or what a command prints, given for train, with its beginning kept."""
-    if not file.is_stream or file.split != TRAIN:
-        return file
-    copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
-    return begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
-
-
-def _spooled(job: Preparation, number: int, file: SourceFile) -> SourceFile:
-    """Stdin, or what a command prints, as a file: a tokenizer is learnt from it, and then it is encoded."""
-    if not file.is_stream or (file.spooled and not file.rest):
-        return file
-    path = job.scratch / f"spooled-{number}"
-    with open_new(path) as stream:
-        stream.writelines(chunks_of(file, job.settings.allow_protocols))
-    return file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
+def _spool(job: Preparation) -> None:
+    """Make stdin, and what commands print, files: a tokenizer is learnt from them, and then they are encoded."""
+    for number, file in enumerate(job.files):
+        if file.is_stream and (not file.spooled or file.rest):
+            path = job.scratch / f"spooled-{number}"
+            with open_new(path) as stream:
+                stream.writelines(chunks_of(file, job.settings.allow_protocols))
+            job.files[number] = file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
 
 
 def _total_bytes(files: Sequence[SourceFile]) -> int:
