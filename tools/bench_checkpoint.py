@@ -24,29 +24,31 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch.multiprocessing as mp
 
-from txl_dist.config import Config, plan_batch
+from txl_dist.config import Config
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.data.read.lanes import lanes_of_rank
-from txl_dist.data.read.position import first_state
 from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
-from txl_dist.train.checkpoint.read import corpus_facts, load_checkpoint, problems_together
+from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
+from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
+from txl_dist.train.preflight import check_job
 from txl_dist.train.report.sinks import Reporter
-from txl_dist.train.state import TrainState
+from txl_dist.train.state import Job, TrainState
 from txl_dist.train.step import Stepper
 from txl_dist.train.watch.stopping import StopRequests
 from txl_dist.train.watch.stragglers import StepClock
+from txl_dist.train.watch.watch import Watch
 
 MODES = ("asynchronous", "synchronous")
 STEPS_BETWEEN = 3
@@ -82,60 +84,30 @@ class Bench:
     def __init__(self, folder: Path, ranks: Ranks, *, layers: int) -> None:
         configs = {mode: config_of(folder, mode=mode, layers=layers, ranks=ranks.world_size) for mode in MODES}
         self.ranks, self.config = ranks, configs[MODES[0]]
-        self.plan = plan_batch(self.config.train, world_size=ranks.world_size)
-        self.lanes = lanes_of_rank(self.config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
-        self.corpus = open_corpus(folder / "corpus")
+        self.jobs = {mode: check_job(config, ranks=ranks) for mode, config in configs.items()}
+        self.job = self.jobs[MODES[0]]
         self.engine = self.new_engine()
         self.maker = batch_maker(self.engine.model, mask_documents=False)
         self.clock = StepClock(ranks.device, sees_forward=True)
-        self.stepper = Stepper(
-            self.engine,
-            config=self.config,
-            plan=self.plan,
-            lanes=self.lanes,
-            ranks=ranks,
-            masks_documents=False,
-            clock=self.clock,
-        )
-        splits = [self.corpus.split(self.config.data.train_split)]
-        stream = first_state(splits, num_lanes=self.config.train.num_lanes, seed=0)
+        self.stepper = Stepper(self.engine, self.job, self.clock)
+        stream = self.job.corpora.begin
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
-        self.state = TrainState(0, 0, Health(), stream, (empty,) * self.plan.num_microbatches)
-        self.inputs = read_inputs(
-            splits,
-            stream,
-            config=self.config,
-            plan=self.plan,
-            lanes=self.lanes,
-            maker=self.maker,
-            damage=DamagePolicy(),
-            device=ranks.device,
-        )
+        self.state = TrainState(0, 0, Health(), stream, (empty,) * self.job.plan.num_microbatches)
+        self.inputs = read_inputs(self.job, stream, maker=self.maker, damage=DamagePolicy())
         self.stops = StopRequests()
-        self.savings = {mode: self._saving(config, self.corpus) for mode, config in configs.items()}
+        self.savings = {mode: self._saving(job) for mode, job in self.jobs.items()}
         self.written = False
 
     def new_engine(self) -> ZeroEngine:
         """As at the start of a run."""
-        return ZeroEngine(self.config, vocab_size=self.corpus.vocab_size, plan=self.plan, ranks=self.ranks)
+        return ZeroEngine(self.config, vocab_size=self.job.vocab_size, plan=self.job.plan, ranks=self.ranks)
 
-    def _saving(self, config: Config, corpus: Corpus) -> Saving:
-        run_dir, ranks = Path(config.run.dir), self.ranks
-        run_dir.mkdir(exist_ok=True)
-        reporter = Reporter(config, start_step=0, ranks=ranks)
-        facts = corpus_facts(corpus)
-        return Saving(
-            Saver(run_dir, config=config, corpus=facts, lanes=self.lanes, ranks=ranks, nonce="bench"),
-            self.engine,
-            self.maker,
-            config=config,
-            ranks=ranks,
-            reporter=reporter,
-            newest=None,
-            stops=self.stops,
-            evaluated=dict,
-            beat=lambda phase: None,
-        )
+    def _saving(self, job: Job) -> Saving:
+        job.run_dir.mkdir(exist_ok=True)
+        reporter = Reporter(job.config, start_step=0, ranks=job.ranks)
+        silent: Any = SimpleNamespace(beat=lambda phase: None)
+        saver = Saver(job, Watch(self.stops, silent, lock=None, nonce="bench"))
+        return Saving(saver, self.engine, self.maker, reporter, newest=None, evaluated={})
 
     def step(self, saving: Saving | None = None) -> float:
         """One training step; returns its seconds."""
@@ -177,15 +149,7 @@ class Bench:
 
     def load(self, folder: Path) -> None:
         """What a start reads once the engine is built."""
-        load_checkpoint(
-            folder,
-            self.engine,
-            stream=self.state.stream,
-            lanes=self.lanes,
-            microbatch_lanes=1,
-            memory_len=self.config.train.memory_len,
-            ranks=self.ranks,
-        )
+        load_checkpoint(read_state(folder), self.engine, self.job, stream=self.state.stream)
 
 
 def seconds(action: Callable[[], object]) -> float:

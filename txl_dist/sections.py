@@ -110,6 +110,11 @@ class DataSection(Section):
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
     """URL schemes to allow beyond the usual ones, for instance pipe, which runs a shell command."""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all corpora, `path` first."""
+        return self.path, *self.more_paths
+
 
 class ModelSection(Section):
     """The network (Dai et al. 2019). The vocabulary size comes from the corpus."""

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.checkpoints import golden_at, sign
+from tests.helpers.jobs import TOKENIZER, in_folder, job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
@@ -23,12 +25,10 @@ from txl_dist.manifest import problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.ops.export import export_bundle
 from txl_dist.run_files import retained
-from txl_dist.text.training import train_tokenizer
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.policy import prune_checkpoints
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import (
-    CorpusFacts,
     check_checkpoint,
     choose_checkpoint,
     consolidated_weights,
@@ -43,6 +43,7 @@ from txl_dist.train.checkpoint.write import Saved, Saver
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health
 from txl_dist.train.state import TrainState
+from txl_dist.train.watch.watch import Watch
 
 pytestmark = pytest.mark.dist
 
@@ -84,29 +85,18 @@ class Job:
         stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=8 * step),))
         state = TrainState(step=step, tokens_seen=32 * step, health=Health(), stream=stream, memories=self.memories)
         run.mkdir(exist_ok=True)
-        saver = Saver(run, config=self.config, corpus=facts(), lanes=self.lanes, ranks=self.ranks, nonce="test")
+        silent: Any = SimpleNamespace(beat=lambda phase: None)
+        saver = Saver(job_of(in_folder(self.config, run), self.ranks), Watch(silent, silent, lock=None, nonce="test"))
         saver.begin(state, self.engine, probe=make_probe(self.engine, self.maker, memory_len=12))
         return saver.finish()
 
     def load(self, checkpoint: Path) -> TrainState:
         """Continue from a checkpoint."""
-        state = load_checkpoint(
-            checkpoint,
-            self.engine,
-            stream=StreamState.from_dict(read_state(checkpoint)["stream"]),
-            lanes=self.lanes,
-            microbatch_lanes=self.config.train.microbatch_lanes,
-            memory_len=self.config.train.memory_len,
-            ranks=self.ranks,
-        )
+        saved = read_state(checkpoint)
+        state = load_checkpoint(saved, self.engine, job_of(self.config, self.ranks), stream=saved.stream)
         self.memories = state.memories
         check_probe(self.engine, self.maker, checkpoint, precision=self.config.engine.precision)
         return state
-
-
-def facts() -> CorpusFacts:
-    tokenizer = train_tokenizer("byte", lambda: ["some text"])
-    return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
 
 
 def save_and_continue(ranks: Ranks, folder: str) -> Results:
@@ -116,13 +106,13 @@ def save_and_continue(ranks: Ranks, folder: str) -> Results:
             model={"dropout": 0.1, "cutoffs": [50, 150]}, engine={"zero_stage": stage, "precision": precision}
         )
         run = Path(folder) / f"{stage}-{precision}"
-        job = Job(ranks, config, vocab_size=facts().vocab_size)
+        job = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
         for step in range(3):
             job.step(step)
         assert job.save(run, step=3).error == ""
         going_on = [job.step(step) for step in (3, 4, 5)]
 
-        resumed = Job(ranks, config, vocab_size=facts().vocab_size)
+        resumed = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
         checkpoint, rejected = newest_checkpoint(run)
         assert checkpoint is not None
         assert not rejected
@@ -263,7 +253,8 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_built(save
     def check(world_size: int = 2, **sections: Any) -> list[str]:
         model = {"dropout": 0.1, **sections.pop("model", {})}
         config = tiny_config(model=model, **({"engine": {"zero_stage": 1}} | sections))
-        return check_checkpoint(checkpoint, config=config, corpus=facts(), world_size=world_size)
+        ranks = Ranks(0, world_size, 0, torch.device("cpu"), num_threads=1)
+        return check_checkpoint(read_state(checkpoint), job_of(config, ranks))
 
     assert check() == []
     assert check(optim={"lr": 0.5}) == ["optim.lr changed from 0.002 to 0.5"]
@@ -284,7 +275,7 @@ def go_on_elsewhere(ranks: Ranks, folder: str, stage: int, precision: str) -> li
     )
     results = []
     for source in ("0-fp32", "1-fp32", "2-bf16", "3-fp32"):
-        job = Job(ranks, config, vocab_size=facts().vocab_size)
+        job = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
         checkpoint = newest_checkpoint(Path(folder) / source)[0]
         assert checkpoint is not None
         job.load(checkpoint)
@@ -318,7 +309,7 @@ def assert_same_values(one: Path, other: Path) -> None:
     """Weights, moments and counts are bit for bit the same, however they are cut."""
     ours, theirs = FragmentFiles(one / "engine"), FragmentFiles(other / "engine")
     assert ours.kinds == theirs.kinds == ["exp_avg", "exp_avg_sq", "weight"]
-    for name, shape in read_state(one)["parameters"].items():
+    for name, shape in read_state(one).values["parameters"].items():
         length = torch.Size(shape).numel()
         assert ours.step_of(name) == theirs.step_of(name)
         for kind in ours.kinds:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.test_checkpoint import CASES, Job, facts
+from tests.dist.test_checkpoint import CASES, Job
+from tests.helpers.jobs import TOKENIZER
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.data.read.stream import plain_segment
@@ -71,7 +72,7 @@ def skipping_worker(ranks: Ranks) -> list[tuple[str, bool]]:
         config = tiny_config(engine={"zero_stage": stage, "precision": precision})
         expected: dict[str, Any] = {}
         for wrong in ("skip", "loss", "memory", "infinite"):
-            job = Job(ranks, config, vocab_size=facts().vocab_size)
+            job = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
             skipped, state = trained(job, wrong=wrong)
             assert skipped == [False, False, True, False], (stage, precision, wrong)
             assert all(tensor.isfinite().all() for tensor in state.values())

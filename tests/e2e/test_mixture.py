@@ -40,7 +40,7 @@ def test_a_mixture_goes_on_with_more_lanes_and_other_weights(
     mixture = [str(config_file), "--data.more_paths", str(second), "--run.dir", "run"]
     train(*mixture, "--data.weights", "6", "2", "--train.max_steps", "10", cwd=tmp_path)
     run = tmp_path / "run"
-    before = read_state(list_checkpoints(run)[-1])["stream"]
+    before = read_state(list_checkpoints(run)[-1]).values["stream"]
     assert [(one["name"], one["num_lanes"], one["position"]) for one in before["corpora"]] == [
         ("corpus", 6, 10 * 24),
         ("more", 2, 10 * 24),
@@ -54,7 +54,7 @@ def test_a_mixture_goes_on_with_more_lanes_and_other_weights(
     assert "train.num_lanes changed from 8 to 16" in log
     assert "cut anew" in log
     checkpoint = list_checkpoints(run)[-1]
-    after = read_state(checkpoint)
+    after = read_state(checkpoint).values
     for one, folder, old_lanes in zip(after["stream"]["corpora"], (corpus, second), (6, 2), strict=True):
         assert (one["num_lanes"], one["position"]) == (2 * old_lanes, 4 * 24)
         lengths = [int(step) for step in one["rest"].split()][1::2]

@@ -25,7 +25,6 @@ from torch import Tensor
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.launch import train
 from txl_dist.config import config_from_dict, config_to_toml
-from txl_dist.data.read.position import StreamState
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.checkpoint.read import load_memory
 from txl_dist.train.checkpoint.soundness import read_state
@@ -64,23 +63,22 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
     """What a reader must find in a checkpoint, whatever the format of its files."""
-    state, files = read_state(checkpoint), FragmentFiles(checkpoint / "engine")
-    lengths = {name: torch.Size(shape).numel() for name, shape in state["parameters"].items()}
-    stream = StreamState.from_dict(state["stream"])
+    saved, files = read_state(checkpoint), FragmentFiles(checkpoint / "engine")
+    lengths = {name: torch.Size(shape).numel() for name, shape in saved.values["parameters"].items()}
     memory = load_memory(checkpoint, lanes=range(SETTINGS["train"]["num_lanes"]))
     return {
-        "step": state["step"],
-        "tokens_seen": state["tokens_seen"],
+        "step": saved.step,
+        "tokens_seen": saved.values["tokens_seen"],
         "values": {
             kind: sha256_of(files.read(kind, name, start=0, length=lengths[name]) for name in sorted(lengths))
             for kind in files.kinds
         },
         "updates": files.step_of(min(lengths)),
         "memory": sha256_of([memory.hidden_LBMD, memory.document_BM]),
-        "position": [one.position for one in stream.corpora],
-        "left_out": [list(map(list, one.skips)) for one in stream.corpora],
-        "skipped_steps": state["health"]["skipped_steps"],
-        "rewinds": state["health"]["rewinds"],
+        "position": [one.position for one in saved.stream.corpora],
+        "left_out": [list(map(list, one.skips)) for one in saved.stream.corpora],
+        "skipped_steps": saved.health.skipped_steps,
+        "rewinds": saved.health.rewinds,
         "probe_losses": load_file(checkpoint / "probe.safetensors")["losses"].view(-1).tolist(),
     }
 

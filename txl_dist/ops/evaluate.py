@@ -29,8 +29,9 @@ from txl_dist.ops.evaluation_settings import Overrides
 from txl_dist.ops.export import read_trained
 from txl_dist.progress import Progress
 from txl_dist.run_files import Kind, kind_of
+from txl_dist.tables import aligned
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint.places import require_corpus
+from txl_dist.train.checkpoint.read import require_corpus
 from txl_dist.train.report.evaluate import evaluate
 
 Result = dict[str, Any]
@@ -271,10 +272,11 @@ def _table(results: dict[str, Result], units: TextUnits) -> list[str]:
     columns, digits = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char"}, 4
     if units.problem:
         columns, digits = {"ppl": f"ppl/{units.token}"}, 2
-    lines = [f"{'':<18}{''.join(f'{head:>10}' for head in columns.values())}{'nats/token':>12}{'tokens':>12}"]
+    rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
-        told = "".join(f"{values[key]:>10.{digits}f}" for key in columns)
-        lines.append(f"{name:<18}{told}{values['loss']:>12.4f}{int(values['tokens']):>12,}")
+        told = [f"{values[key]:.{digits}f}" for key in columns]
+        rows.append([name, *told, f"{values['loss']:.4f}", f"{int(values['tokens']):,}"])
+    lines = aligned(rows)
     if units.problem:
         lines.append(f"no bits per byte: {units.problem}")
     if units.unknown_pct:

@@ -63,7 +63,7 @@ def read_trained(run: Path) -> Trained:
 
 def _read_checkpoint(folder: Path, *, name: str) -> Trained:
     """`name` says of which run it is, for those who get the model."""
-    state, config = read_state(folder), load_config(folder / "config.toml")
+    saved, config = read_state(folder), load_config(folder / "config.toml")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     precision = config.engine.precision
     package = Package(
@@ -73,8 +73,8 @@ def _read_checkpoint(folder: Path, *, name: str) -> Trained:
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,
         document_border=config.data.document_border,
-        begins_documents=scores_first_tokens(config, state),
-        source={"run": name, "step": state["step"], "precision": precision},
+        begins_documents=scores_first_tokens(config, saved),
+        source={"run": name, "step": saved.step, "precision": precision},
         probe=read_probe(folder, vocab_size=tokenizer.vocab_size),
         probe_dtype=precision,
     )

@@ -1,4 +1,4 @@
-"""What a run and its checkpoints hold, and what its lanes read at a step, for `txl inspect`.
+"""`txl inspect`: what a run and its checkpoints hold, and what its lanes read at a step; a corpus answers itself.
 
 From configuration and checkpoints alone: no ranks, no GPU, no DeepSpeed; a checkpoint may have been copied elsewhere.
 Facts are JSON values, for programs; lines are for people. What is damaged is shown as damaged, beside the rest.
@@ -16,18 +16,21 @@ from typing import Any
 from safetensors import SafetensorError
 
 from txl_dist.config import load_config
+from txl_dist.data.check import inspect as of_corpus
 from txl_dist.data.read.corpora import open_corpora
-from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.corpus import Corpus, Split, open_corpus
 from txl_dist.data.read.lanes import epochs_read
-from txl_dist.data.read.position import StreamState
-from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.run_files import list_checkpoints, step_of
-from txl_dist.tables import aligned
-from txl_dist.train.checkpoint.places import with_corpora_found
-from txl_dist.train.checkpoint.read import continued_stream
+from txl_dist.data.read.position import StreamState, first_state
+from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.ops.inspect_settings import Question
+from txl_dist.rng import derive_seed
+from txl_dist.run_files import Kind, list_checkpoints, step_of
+from txl_dist.sections import DataSection, RunSection, TrainSection
+from txl_dist.tables import aligned, size
+from txl_dist.text.clusters import best_cutoffs
+from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
-from txl_dist.train.health import Health
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {
@@ -37,15 +40,73 @@ _BESIDE = {
 }
 
 
+Answer = tuple[dict[str, Any], list[str]]
+"""(facts for programs, lines for people)."""
+
+
+def answer(path: str, kind: Kind, question: Question) -> Answer:
+    """What a corpus, a run or a checkpoint has to say to a question that was checked. Raises TxlError."""
+    if kind is Kind.CHECKPOINT:
+        facts = checkpoint_facts(Path(path))
+        return facts, checkpoint_lines(facts, max_parameters=question.max_documents)
+    if question.lane >= 0:
+        where = stream_before_step(Path(path), question.step) if kind is Kind.RUN else _stream_of_corpus(path, question)
+        facts = of_corpus.lane_facts(*where, lane=question.lane)
+        return facts, of_corpus.lane_lines(facts)
+    if kind is Kind.RUN:
+        facts = run_facts(Path(path))
+        return facts, run_lines(facts)
+    corpus = _open(path, question)
+    return _shard(question, corpus) if question.shard else _corpus(question, corpus)
+
+
+def _open(path: str, question: Question) -> Corpus:
+    return open_corpus(path, DataSection(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols))
+
+
+def _stream_of_corpus(path: str, question: Question) -> tuple[tuple[Split, ...], StreamState, int]:
+    """As of a run with the default settings, but for those that are asked for."""
+    splits, train = (_open(path, question).split(question.split),), TrainSection()
+    seed = derive_seed(question.seed or RunSection().seed, "documents")
+    start = first_state(splits, num_lanes=question.num_lanes or train.num_lanes, seed=seed)
+    segment_len = question.segment_len or train.segment_len
+    return splits, start.advanced((question.step - 1) * segment_len), segment_len
+
+
+def _shard(question: Question, corpus: Corpus) -> Answer:
+    split, index = of_corpus.find_shard(corpus, question.shard)
+    if question.document < 0:
+        facts = of_corpus.shard_facts(split, index, max_documents=question.max_documents)
+        return facts, of_corpus.shard_lines(facts)
+    facts = of_corpus.document_facts(split, index, question.document, max_tokens=question.max_tokens)
+    return facts, of_corpus.document_lines(facts)
+
+
+def _corpus(question: Question, corpus: Corpus) -> Answer:
+    facts = of_corpus.corpus_facts(corpus)
+    lines, cutoffs = of_corpus.corpus_lines(facts), question.cutoffs
+    if question.num_clusters:
+        cutoffs = best_cutoffs(
+            corpus.split(question.split).counts(),
+            num_clusters=question.num_clusters,
+            width=question.width,
+            div_value=question.div_value,
+        )
+    if cutoffs:
+        facts["clusters"] = of_corpus.cluster_facts(corpus.split(question.split), cutoffs)
+        lines += ["", *of_corpus.cluster_lines(facts["clusters"])]
+    if question.num_clusters:
+        lines.append("These cost least work per token; wider clusters, as in the papers' recipes, cost less loss.")
+    return facts, lines
+
+
 def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], StreamState, int]:
     """(splits, where the stream was when a step began, tokens per lane and step). Step 1 is the first.
 
     The lanes of a run may have been cut anew and its segments have got another length. The newest checkpoint before
     the step knows where they were; the settings are those of the checkpoint behind it, else of the run.
-    Raises TxlError if the corpora of the run are not there, ConfigError for a step below 1.
+    Raises TxlError if the corpora of the run are not there.
     """
-    if step < 1:
-        raise ConfigError(f"there is no step {step}: 1 is the first. Name the step as the log does.")
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]
     behind = [folder for folder in checkpoints if step_of(folder) >= step]
@@ -55,11 +116,11 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     splits, state, start = corpora.train, corpora.begin, 0
     if before:
-        state, _ = continued_stream(before[-1], state, splits)
-        start = read_state(before[-1])["step"]
+        last = read_state(before[-1])
+        state, start = continued_stream(last, state, splits)[0], last.step
     segment_len = config.train.segment_len
     if behind:
-        saved = StreamState.from_dict(read_state(behind[0])["stream"])
+        saved = read_state(behind[0]).stream
         state = state.skipping(saved, saved)  # the run may have come back to `before` and left out what went wrong
         reached = state.advanced((step_of(behind[0]) - start) * segment_len)
         if [(one.cut(), one.position) for one in reached.corpora] != [
@@ -98,7 +159,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     keys = ("tokens_seen", "world_size", "zero_stage", "precision")
     facts |= dict.fromkeys(keys) | {"bytes": _bytes_of(folder)}
     try:
-        state = read_state(folder)
+        state = read_state(folder).values
     except CheckpointError as error:
         return facts | {"problems": facts["problems"] or [str(error)]}
     return facts | {key: state.get(key) for key in keys}
@@ -139,7 +200,7 @@ def _or_dash(value: Any) -> str:
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """What a checkpoint holds, and what is wrong with it by its manifest. Raises CheckpointError without state.json."""
-    state, problems = read_state(folder), checkpoint_problems(folder)
+    saved, problems = read_state(folder), checkpoint_problems(folder)
     kinds: list[str] = []
     lanes: list[dict[str, Any]] = []
     try:
@@ -147,8 +208,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
     except CheckpointError as error:
         problems.append(str(error))
-    stream = StreamState.from_dict(state["stream"])
-    health = Health.from_dict(state["health"])
+    state, health = saved.values, saved.health
     own = ("format_version", "code_version", "step", "tokens_seen", "world_size", "zero_stage", "precision")
     return {
         "checkpoint": str(folder),
@@ -157,7 +217,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         **{key: state[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
         "kinds": kinds,
         "lanes": lanes,
-        "stream": _stream_facts(folder, stream),
+        "stream": _stream_facts(folder, saved.stream),
         "health": {
             "skipped_steps": health.skipped_steps,
             "num_spikes": health.num_spikes,
@@ -185,7 +245,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
         config = with_corpora_found(load_config(folder / "config.toml"), folder)
-        if all(Path(path).is_dir() for path in (config.data.path, *config.data.more_paths)):
+        if all(Path(path).is_dir() for path in config.data.paths):
             corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
             tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in corpora.train}
     found = []
@@ -214,7 +274,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
     hidden = len(counts) - max_parameters
     health = facts["health"]
     return [
-        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {facts['bytes'] / 2**20:,.1f} MiB, "
+        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {size(facts['bytes'])}, "
         f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}",
         *(f"  {problem}" for problem in facts["problems"]),
         f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {facts['world_size']} ranks, ZeRO "

@@ -6,20 +6,19 @@ the prefetch thread, `pinned` too; `to_device` is the only part on the training 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream, Segment
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster
+from txl_dist.train.state import Job
 
 
 class StepInput(NamedTuple):
@@ -95,32 +94,23 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch if device.type == "cpu" else _mapped(batch, lambda value: value.to(device, non_blocking=True))
 
 
-def read_inputs(
-    splits: Sequence[Split],
-    stream: StreamState,
-    *,
-    config: Config,
-    plan: BatchPlan,
-    lanes: range,
-    maker: BatchMaker,
-    damage: DamagePolicy,
-    device: torch.device,
-) -> Iterator[StepInput]:
-    """The steps behind a position. Runs in the reader thread."""
+def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
+    """The steps of this rank behind a position. Runs in the reader thread."""
+    config, device = job.config, job.ranks.device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
     segments = LaneStream(
-        splits,
+        job.corpora.train,
         stream,
         segment_len=config.train.segment_len,
-        lanes=lanes,
+        lanes=job.lanes,
         damage=damage,
         mark_documents=maker.mask_documents,
         # Those that wait, the one that is trained on and the one that is being filled.
         num_buffers=config.data.prefetch_depth + 2,
     )
     for segment, state in segments:
-        batches = maker.microbatches(segment, lanes=plan.microbatch_lanes)
+        batches = maker.microbatches(segment, lanes=job.plan.microbatch_lanes)
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpus import Split
+from txl_dist.config import Config
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState
 from txl_dist.dist import uses_gpu
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.kernels.launch import obstacle
+from txl_dist.train.state import Job
 
 
-def describe_batch(config: Config, *, plan: BatchPlan, vocab_size: int) -> Iterator[str]:
+def describe_batch(job: Job) -> Iterator[str]:
     """Lines for the log at the start of a run."""
+    config, plan, vocab_size = job.config, job.plan, job.vocab_size
     train, engine = config.train, config.engine
     yield (
         f"batch: {train.num_lanes} lanes x {train.segment_len} tokens = {plan.tokens_per_step:,} tokens per step; "
@@ -45,12 +46,13 @@ def _attention(config: Config) -> str:
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
 
 
-def describe_data(config: Config, *, splits: Sequence[Split], stream: StreamState, step: int = 0) -> Iterator[str]:
-    """A line per corpus: its lanes, and how often the run will have read it when it goes on at this step."""
-    end = stream.advanced((config.train.max_steps - step) * config.train.segment_len)
-    for split, one in zip(splits, end.corpora, strict=True):
+def describe_data(job: Job, stream: StreamState, *, step: int = 0) -> Iterator[str]:
+    """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
+    train = job.config.train
+    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    for split, one in zip(job.corpora.train, end.corpora, strict=True):
         read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         yield (
             f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
-            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {config.train.max_steps:,}"
+            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {train.max_steps:,}"
         )

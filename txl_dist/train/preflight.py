@@ -7,30 +7,30 @@ from collections.abc import Sequence
 import torch
 
 from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.data.read.corpora import Corpora, lacks_eval_split, open_corpora
+from txl_dist.data.read.corpora import lacks_eval_split, open_corpora
 from txl_dist.data.read.corpus import Corpus, Split
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState
+from txl_dist.dist import Ranks
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.train.report.sinks import check_sinks
+from txl_dist.train.state import Job
 
 MANY_EPOCHS = 100
 LARGE_SHARE = 0.1
 """Of a corpus, in one step."""
 
 
-def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple[BatchPlan, Corpora]:
-    """Check settings against each other, the hardware, the ranks and the corpora. Raises TxlError.
-
-    Returns the batch arithmetic and the corpora.
-    """
+def check_job(config: Config, *, ranks: Ranks) -> Job:
+    """The job that these ranks are to do. Raises TxlError where its settings, the hardware, the number of ranks and the
+    corpora do not go together."""
     check_config(config)
-    check_hardware(config, device=device)
+    check_hardware(config, device=ranks.device)
     check_sinks(config)
-    plan = plan_batch(config.train, world_size=world_size)
+    plan = plan_batch(config.train, world_size=ranks.world_size)
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
     for split, state in zip(corpora.train, corpora.begin.corpora, strict=True):
@@ -49,12 +49,12 @@ def check_job(config: Config, *, device: torch.device, world_size: int) -> tuple
                 f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
-    return plan, corpora
+    return Job(config, plan, ranks, corpora)
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
     try:
-        corpus.load_tokenizer().encode_prompt(prompt)
+        corpus.tokenizer.encode_prompt(prompt)
     except TxlError as error:
         raise ConfigError(
             f"metrics.sample_prompt={prompt!r} is nothing that the tokenizer of {corpus.location} can write: {error} "

@@ -10,24 +10,19 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpora import Corpora
-from txl_dist.dist import Ranks, joined_ranks, on_first, together
+from txl_dist.config import Config
+from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
-from txl_dist.log import logger, note_in_file, start_logging
+from txl_dist.files import replace_file
+from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.text.tokenizer import read_tokenizer
-from txl_dist.train.checkpoint.read import (
-    check_checkpoint,
-    choose_together,
-    continued_stream,
-    corpus_facts,
-)
+from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.loop import Job, Run, Start
+from txl_dist.train.loop import Run, Start
 from txl_dist.train.preflight import (
     check_job,
     remarks,
@@ -37,8 +32,10 @@ from txl_dist.train.preflight import (
 )
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
+from txl_dist.train.state import Job, TrainState
 from txl_dist.train.watch.run_lock import RunLock, prove_shared
 from txl_dist.train.watch.stopping import StopRequests
+from txl_dist.train.watch.watch import Watch
 from txl_dist.train.watch.watchdog import Watchdog
 
 
@@ -95,11 +92,11 @@ def _train(
     *,
     resume: str,
 ) -> bool:
-    run_dir = Path(config.run.dir)
-    plan, corpora = together(lambda: check_job(config, device=ranks.device, world_size=ranks.world_size))
+    job = together(lambda: check_job(config, ranks=ranks))
+    run_dir = job.run_dir
     on_first(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        on_first(lambda: check_fits(config, plan=plan, vocab_size=corpora.first.vocab_size, device=ranks.device))
+        on_first(lambda: check_fits(config, plan=job.plan, vocab_size=job.vocab_size, device=ranks.device))
     stack.callback(_remove_if_empty, run_dir)
     lock = together(lambda: RunLock.acquire(run_dir) if ranks.is_first else None)
     if lock is not None:
@@ -107,66 +104,81 @@ def _train(
     nonce = on_first(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
-    start = on_first(lambda: _check_run(config, corpora, plan, checkpoint, chosen_because))
-    tokenizer = read_tokenizer(start.facts.tokenizer_json.encode(), name="the tokenizer")
-    for corpus in corpora.opened:
+    start = on_first(lambda: _check_run(job, checkpoint, chosen_because))
+    tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
+    for corpus in job.corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
     begins_with = config.run.init and checkpoint is None
-    weights = together(lambda: initial_weights(config, corpora.first)) if begins_with else None
-    on_first(lambda: _open_run(config, start, warnings=start.warnings + remarks(config, plan=plan)))
+    weights = together(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
+    on_first(lambda: _open_run(job, start))
     watchdog.write_stacks_to(run_dir / "stacks")
-    for line in (
-        *describe_batch(config, plan=plan, vocab_size=start.facts.vocab_size),
-        *describe_data(config, splits=corpora.train, stream=start.stream, step=start.step),
-    ):
+    for line in (*describe_batch(job), *describe_data(job, start.stream, step=start.step)):
         logger.info(line)
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
-    engine = ZeroEngine(config, vocab_size=start.facts.vocab_size, plan=plan, ranks=ranks, weights=weights)
-    job = Job(config, plan, ranks, corpora, start, stops, watchdog, lock, nonce, profile)
-    return Run(job, engine).go()
+    engine = ZeroEngine(config, vocab_size=job.vocab_size, plan=job.plan, ranks=ranks, weights=weights)
+    watch = Watch(stops, watchdog, lock, nonce)
+    run = Run(job, start, engine, watch, profile)
+    state = run.go()
+    _leave(job, state, watch, stopped=run.stopped)
+    return not run.stopped
 
 
-def _check_run(
-    config: Config, corpora: Corpora, plan: BatchPlan, checkpoint: Path | None, chosen_because: list[str]
-) -> Start:
+def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> Start:
     """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
-    splits, warnings = corpora.train, []
-    for split in (*splits, *corpora.eval):
+    config, warnings = job.config, []
+    for split in (*job.corpora.train, *job.corpora.eval):
         try:
             split.check_files()
         except UnreachableError:
             raise
         except DataError as error:
-            if split not in splits or config.data.on_damage == "fail":
+            if split not in job.corpora.train or config.data.on_damage == "fail":
                 raise
             warnings.append(str(error))
-    facts, stream = corpus_facts(corpora.first), corpora.begin
-    step = read_state(checkpoint)["step"] if checkpoint else 0
+    tokenizer_json, stream, saved, step = job.tokenizer.to_json(), job.corpora.begin, None, 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
-    warnings += remarks_on_cache(config, splits, lanes_per_rank=plan.lanes_per_rank)
-    warnings += remarks_on_evaluation(config, corpora.first)
+    warnings += remarks_on_cache(config, job.corpora.train, lanes_per_rank=job.plan.lanes_per_rank)
+    warnings += remarks_on_evaluation(config, job.corpora.first)
     if checkpoint is not None:
-        warnings += check_checkpoint(checkpoint, config=config, corpus=facts, world_size=plan.world_size)
-        stream, remarks_on_lanes = continued_stream(checkpoint, stream, splits)
+        saved = read_state(checkpoint)
+        step = saved.step
+        warnings += check_checkpoint(saved, job)
+        stream, remarks_on_lanes = continued_stream(saved, stream, job.corpora.train)
         warnings += remarks_on_lanes
-    warnings += remarks_on_repetition(config, splits, stream, step=step)
-    return Start(checkpoint, step, stream, facts, evaluated_losses(Path(config.run.dir), up_to=step), warnings)
+    warnings += remarks_on_repetition(config, job.corpora.train, stream, step=step)
+    warnings += remarks(config, plan=job.plan)
+    return Start(saved, stream, tokenizer_json, evaluated_losses(job.run_dir, up_to=step), warnings)
 
 
-def _open_run(config: Config, start: Start, *, warnings: list[str]) -> None:
+def _open_run(job: Job, start: Start) -> None:
     """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
-    run_dir = Path(config.run.dir)
-    open_run_dir(run_dir, config)
-    if start.checkpoint is not None and start.checkpoint.parent == run_dir / "checkpoints":
+    run_dir, checkpoint = job.run_dir, start.saved.folder if start.saved else None
+    open_run_dir(run_dir, job.config)
+    if checkpoint is not None and checkpoint.parent == run_dir / "checkpoints":
         # Those that were passed over: they are not to count among the ones that are kept.
-        set_aside(run_dir, newer_than=start.checkpoint, word="damaged")
+        set_aside(run_dir, newer_than=checkpoint, word="damaged")
     start_logging(rank=0, file=run_dir / "log.txt")
-    logger.info(
-        "resume: %s", f"from {start.checkpoint}" if start.checkpoint else "nothing to resume, starting at step 0"
-    )
-    for sentence in warnings:
+    logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
+    for sentence in start.warnings:
         logger.warning(sentence)
+
+
+def _leave(job: Job, state: TrainState, watch: Watch, *, stopped: bool) -> None:
+    """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
+    if stopped:
+        reasons = {reason: None for reason in gather_objects(watch.stops.reason) if reason}
+        warn_for_all("stopped at step %d by %s; the same command goes on", state.step, ", ".join(reasons))
+    if job.ranks.is_first:
+        try:
+            watch.stops.clear()
+            if not stopped:
+                replace_file(job.run_dir / "DONE", f"{state.step}\n".encode())
+        except OSError as error:
+            warn_for_all("the state is saved, but %s cannot be written: %s", job.run_dir, error.strerror)
+        if not stopped:
+            logger.info("done: %d steps, %s tokens, in %s", state.step, f"{state.tokens_seen:,}", job.run_dir)
+    barrier()
 
 
 def _remove_if_empty(run_dir: Path) -> None:

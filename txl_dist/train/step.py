@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, Votes, all_reduce_sum, waiting
+from txl_dist.dist import Votes, all_reduce_sum, waiting
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import StepInput, to_device
 from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.state import Job
 from txl_dist.train.watch.stragglers import StepClock
 
 
@@ -40,29 +40,12 @@ class Decision(NamedTuple):
 class Stepper:
     """Makes steps; holds nothing that changes but the engine."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        config: Config,
-        plan: BatchPlan,
-        lanes: range,
-        ranks: Ranks,
-        masks_documents: bool,
-        clock: StepClock,
-    ) -> None:
+    def __init__(self, engine: Engine, job: Job, clock: StepClock) -> None:
         """`clock` began before the data of a step were asked for."""
-        self._engine, self._config, self._plan, self._lanes, self._ranks = engine, config, plan, lanes, ranks
-        self._clock = clock
-        self._counts_tokens = masks_documents or config.data.on_damage == "skip"
+        self._engine, self._job, self._clock = engine, job, clock
 
     def __call__(
-        self,
-        step_input: StepInput,
-        memories: Sequence[Memory],
-        *,
-        step: int,
-        votes: Votes,
+        self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: Votes
     ) -> tuple[tuple[Memory, ...], Decision]:
         """Make step number `step`, counted from 1, but for its update. `votes` are this rank's.
 
@@ -72,13 +55,14 @@ class Stepper:
         if fault == "flip":
             _flip_bit(next(iter(self._engine.named_values()))[1])
         self._clock.is_prepared()
+        job = self._job
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
         after: list[Memory] = []
         for index, (batch, memory) in enumerate(zip(step_input.batches, memories, strict=True)):
-            first_lane = self._lanes.start + index * self._plan.microbatch_lanes
-            torch.manual_seed(derive_seed(self._config.run.seed, "dropout", step - 1, first_lane))
-            batch = to_device(batch, self._ranks.device)
+            first_lane = job.lanes.start + index * job.plan.microbatch_lanes
+            torch.manual_seed(derive_seed(job.config.run.seed, "dropout", step - 1, first_lane))
+            batch = to_device(batch, job.ranks.device)
             if index == 0:
                 self._clock.forward_begins()
             with record_function("forward"):
@@ -97,7 +81,7 @@ class Stepper:
             grad_norm,
             skip=fault == "skip",
             votes=votes,
-            world_size=self._ranks.world_size,
+            world_size=job.ranks.world_size,
         )
         return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
 
@@ -105,10 +89,11 @@ class Stepper:
         """What a micro-batch's summed loss is divided by, so that the mean over micro-batches and ranks is the mean
         over all scored tokens. With document masks, or damage skipped, ranks score different numbers of tokens."""
         wrong = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
-        if not self._counts_tokens:
-            return wrong * self._plan.microbatch_lanes * self._config.train.segment_len
-        scored = torch.tensor(float(step_input.num_scored), device=self._ranks.device)
-        parts = self._plan.num_microbatches * self._plan.world_size
+        config, plan = self._job.config, self._job.plan
+        if not self._job.masks_documents and config.data.on_damage != "skip":
+            return wrong * plan.microbatch_lanes * config.train.segment_len
+        scored = torch.tensor(float(step_input.num_scored), device=self._job.ranks.device)
+        parts = plan.num_microbatches * plan.world_size
         return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
 
 

@@ -67,7 +67,7 @@ def require_corpora(settings: Config) -> None:
     """Raises ConfigError if a path of `data` is no corpus."""
     its = "Its own corpus is the data.path in {path}/config.toml."
     init = "Begin with its weights by --init {path}, beside the corpus."
-    for path in (settings.data.path, *settings.data.more_paths):
+    for path in settings.data.paths:
         require(path, Kind.CORPUS, what="data.path", remedies={Kind.RUN: its, Kind.CHECKPOINT: its, Kind.BUNDLE: init})
 
 

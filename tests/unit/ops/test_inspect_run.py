@@ -20,7 +20,8 @@ from txl_dist.data.read.position import StreamState, continued
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.ops.inspect_run import checkpoint_facts, stream_before_step
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.ops.inspect_settings import Question
+from txl_dist.run_files import Kind, checkpoint_folder
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: lis
     run.read = longer.read
     assert tokens_shown(run, step=9, lane=3) == longer.read[8][3][:-1]
     with pytest.raises(ConfigError, match="1 is the first"):
-        stream_before_step(run.folder, 0)
+        Question(lane=0, step=0).check(str(run.folder), Kind.RUN)
 
 
 def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_path: Path, corpora: list[Path]) -> None:
@@ -265,7 +266,7 @@ def test_a_checkpoint_copied_elsewhere_shows_what_it_holds(tmp_path: Path, capsy
     (corpus,) = facts["stream"]
     # 16 steps of 8 tokens and 2 steps' worth that the rewind left out; where the corpus lies is not known here.
     assert (corpus["position"], corpus["skips"], corpus["epochs_read"]) == (144, [[72, 88]], None)
-    assert "whole, 0.1 MiB, format version 2" in out
+    assert "whole, 117 KiB, format version 2" in out
     assert "step 16, 480 tokens; 2 ranks, ZeRO 1, fp32" in out
     assert "skipped steps: 1; spikes: 2; rewinds: 1" in out
     assert "and 36 more" in out

@@ -29,7 +29,7 @@ EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
 def test_it_is_whole_and_small_and_holds_every_part_of_the_format() -> None:
     assert problems_of(CHECKPOINT) == []
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 200_000
-    config, state = load_config(CHECKPOINT / "config.toml"), read_state(CHECKPOINT)
+    config, state = load_config(CHECKPOINT / "config.toml"), read_state(CHECKPOINT).values
     assert (state["zero_stage"], state["world_size"], len(config.model.cutoffs)) == (1, 2, 2)
     assert len(list((CHECKPOINT / "lanes").iterdir())) == 2
     assert state["stream"]["corpora"][0]["skips"]

@@ -7,14 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.helpers.jobs import job_of
 from txl_dist.config import load_config
+from txl_dist.dist import Ranks
 from txl_dist.errors import CheckpointError
 from txl_dist.infer import load
 from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
 from txl_dist.ops.export import export_bundle
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.checkpoint.read import CorpusFacts, check_checkpoint
+from txl_dist.train.checkpoint.read import check_checkpoint
+from txl_dist.train.checkpoint.soundness import read_state
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "checkpoint_v2" / "step_000000016"
 
@@ -32,8 +36,8 @@ def with_masks(folder: Path, *, is_old: bool) -> Path:
 
 def check(folder: Path) -> list[str]:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    facts = CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, tokenizer.vocab_size)
-    return check_checkpoint(folder, config=load_config(folder / "config.toml"), corpus=facts, world_size=2)
+    ranks = Ranks(0, 2, 0, torch.device("cpu"), num_threads=1)
+    return check_checkpoint(read_state(folder), job_of(load_config(folder / "config.toml"), ranks, tokenizer=tokenizer))
 
 
 def test_a_masked_run_of_before_is_refused_with_the_reason_and_one_of_today_goes_on(tmp_path: Path) -> None:

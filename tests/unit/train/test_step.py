@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
-from txl_dist.config import plan_batch
 from txl_dist.data.read.position import CorpusState, StreamState
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, Votes, poll
@@ -121,13 +121,11 @@ class FakeEngine:
 def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     """Per step: (memories of this rank after it, norms that the engine was given so far)."""
     config = tiny_config(train={"microbatch_lanes": 1})
-    plan = plan_batch(config.train, world_size=ranks.world_size)
     # Rank 1 meets something that is not finite in its second micro-batch of the second step.
     losses = [1.0, 1.0, 1.0, math.nan if ranks.rank == 1 else 1.0, 1.0, 1.0]
     engine: Any = FakeEngine(losses)
-    lanes = range(2 * ranks.rank, 2 * ranks.rank + 2)
     clock = StepClock(ranks.device, sees_forward=True)
-    stepper = Stepper(engine, config=config, plan=plan, lanes=lanes, ranks=ranks, masks_documents=False, clock=clock)
+    stepper = Stepper(engine, job_of(config, ranks), clock)
     maker = batch_maker(TransformerXL(config.model, vocab_size=VOCAB_SIZE), mask_documents=False)
     batches = maker.microbatches(plain_segment(np.zeros((2, 9), np.int64)), lanes=1)
     stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4),))

@@ -30,7 +30,7 @@ from txl_dist.data.prepare.named import materialise
 from txl_dist.data.prepare.opening import begin, chunks_of
 from txl_dist.data.prepare.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.prepare.sources import Listing, SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.prepare.sources import SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.prepare.split_names import split_by_name
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.workers import num_cores
@@ -51,7 +51,7 @@ nearly always documents enough for the hash; a book is a MiB, and a disk that ho
 
 
 @dataclass
-class Job:
+class Preparation:
     """One preparation at work."""
 
     settings: PrepareSettings
@@ -75,8 +75,7 @@ class Job:
     def splits(self) -> list[str]:
         """Splits that the corpus is to have."""
         given = {file.split for file in self.files}
-        held_out = {VALID: self.reading.valid_fraction, TEST: self.reading.test_fraction}
-        return [split for split in SPLITS if split in given or held_out.get(split)]
+        return [split for split in SPLITS if split in given or split in self.reading.shares]
 
     def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
         """What some files hold, from a cursor on."""
@@ -100,10 +99,9 @@ def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
     """
     if not settings.inputs:
         raise DataError("there are no inputs. Give files, folders, globs, URLs, or stdlib for the built-in text.")
-    listing = _listing(settings)
-    found = [(str(one), list_sources([one], listing, split=TRAIN)) for one in settings.inputs]
+    found = [(str(one), list_sources([one], settings, split=TRAIN)) for one in settings.inputs]
     others = {VALID: settings.valid_inputs, TEST: settings.test_inputs}
-    held_out = [(str(one), list_sources([one], listing, split=split)) for split, own in others.items() for one in own]
+    held_out = [(str(one), list_sources([one], settings, split=split)) for split, own in others.items() for one in own]
     remarks: list[str] = []
     if not settings.ignore_split_names:
         given = {os.path.realpath(file.path) for _, files in held_out for file in files}
@@ -120,10 +118,6 @@ def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
     return files, remarks
 
 
-def _listing(settings: PrepareSettings) -> Listing:
-    return Listing(settings.documents, settings.stdin_format, tuple(settings.allow_protocols))
-
-
 def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]:
     """The files of a named corpus, whose content is proven: made anew they are the same input."""
     name = settings.name
@@ -132,11 +126,11 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
         paths = materialise(
             name, scratch / DOWNLOADS, source=settings.source, progress=lambda done, _: progress.reach(done)
         )
-    files = [file for split, own in paths.items() for file in list_sources(own, _listing(settings), split=split)]
+    files = [file for split, own in paths.items() for file in list_sources(own, settings, split=split)]
     return [file._replace(identity=name) for file in files]
 
 
-def check_in_the_way(job: Job, target: Path) -> None:
+def check_in_the_way(job: Preparation, target: Path) -> None:
     """Refuse to replace a corpus that is surely another one, before the work and not after it.
 
     Another one has other splits or another kind of tokenizer, or its held-out text begins with another document.
@@ -146,7 +140,7 @@ def check_in_the_way(job: Job, target: Path) -> None:
         return
     try:
         corpus = open_corpus(target)
-        tokenizer = corpus.load_tokenizer()
+        tokenizer = corpus.tokenizer
         is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job.settings)
         is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
     except DataError:  # damaged: to prepare it again is the remedy
@@ -162,7 +156,7 @@ def _is_like(tokenizer: Tokenizer, settings: PrepareSettings) -> bool:
     return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
 
 
-def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
+def _begins_alike(job: Preparation, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
     """Whether a held-out split, which keeps the order of the input, may be that of these inputs."""
     files = [file for file in job.files if file.split == split] or [file for file in job.files if file.split == TRAIN]
     if split == TRAIN or job.settings.duplicates == "drop" or any(file.is_stream for file in files):
@@ -177,14 +171,15 @@ def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) ->
     return True
 
 
-def make_tokenizer(job: Job) -> Tokenizer:
+def make_tokenizer(job: Preparation) -> Tokenizer:
     """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
     settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
     if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
         return load_tokenizer(path)
     if settings.tokenizer_path is None:
-        tokenizer = _learn(job)
+        assert settings.kind != "auto"
+        tokenizer = train_tokenizer(settings.kind, lambda: _train_texts(job), **_learning(settings))
     elif settings.encoding_errors == "keep":
         tokenizer = load_tokenizer(settings.tokenizer_path)
         _check_keeps(settings, tokenizer.kind)
@@ -194,12 +189,6 @@ def make_tokenizer(job: Job) -> Tokenizer:
     replace_file(path, tokenizer.to_json().encode("utf-8"))
     replace_file(done, inputs.encode())
     return tokenizer
-
-
-def _learn(job: Job) -> Tokenizer:
-    settings = job.settings
-    assert settings.kind != "auto"
-    return train_tokenizer(settings.kind, lambda: _train_texts(job), **_learning(settings))
 
 
 def check_learning(settings: PrepareSettings) -> None:
@@ -230,7 +219,7 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
         )
 
 
-def _train_texts(job: Job) -> Iterator[str]:
+def _train_texts(job: Preparation) -> Iterator[str]:
     """One pass over the texts that a tokenizer is learnt from."""
     job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
     reading, fraction = job.reading, job.settings.tokenizer_fraction
@@ -241,15 +230,13 @@ def _train_texts(job: Job) -> Iterator[str]:
                 yield piece.document.text
 
 
-def choose_held_out(job: Job, streams: ExitStack) -> None:
+def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     """Settle what is held out of the train files. Raises DataError if a split would get no text.
 
     What can be read but once is kept: whole if a tokenizer is to be learnt from it, else its beginning, whose rest is
     open until `streams` ends. What is longer than that goes by the hash.
     """
-    shares = {VALID: job.reading.valid_fraction, TEST: job.reading.test_fraction}
-    wanted = [split for split, share in shares.items() if share]
-    if not wanted:
+    if not job.reading.shares:
         return
     if job.settings.tokenizer_path is None:
         job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
@@ -257,7 +244,7 @@ def choose_held_out(job: Job, streams: ExitStack) -> None:
         job.files = [_begun(job, number, file, streams) for number, file in enumerate(job.files)]
     files = [file for file in job.files if file.split == TRAIN]
     if any(file.rest for file in files):
-        _check_number(files, wanted)
+        _check_number(files, [*job.reading.shares])
         return
     job.reading, remark = hold_out(
         lambda: (document for _, document in _each_document(job, files, "looking for text to hold out", {TRAIN})),
@@ -280,7 +267,7 @@ def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
 
 
 def _each_document(
-    job: Job, files: Sequence[SourceFile], what: str, splits: Collection[str]
+    job: Preparation, files: Sequence[SourceFile], what: str, splits: Collection[str]
 ) -> Iterator[tuple[str, Document]]:
     """One pass over the documents of files given for these splits, each with its file's split."""
     with Progress(what, total=_total_bytes(files)) as progress:
@@ -291,7 +278,7 @@ def _each_document(
             progress.reach(part.stored_bytes)
 
 
-def _begun(job: Job, number: int, file: SourceFile, streams: ExitStack) -> SourceFile:
+def _begun(job: Preparation, number: int, file: SourceFile, streams: ExitStack) -> SourceFile:
     """Stdin, or what a command prints, given for train, with its beginning kept."""
     if not file.is_stream or file.split != TRAIN:
         return file
@@ -299,7 +286,7 @@ def _begun(job: Job, number: int, file: SourceFile, streams: ExitStack) -> Sourc
     return begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
 
 
-def _spooled(job: Job, number: int, file: SourceFile) -> SourceFile:
+def _spooled(job: Preparation, number: int, file: SourceFile) -> SourceFile:
     """Stdin, or what a command prints, as a file: a tokenizer is learnt from it, and then it is encoded."""
     if not file.is_stream or (file.spooled and not file.rest):
         return file

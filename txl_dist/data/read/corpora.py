@@ -35,7 +35,7 @@ def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
     Raises DataError where a corpus cannot be read or lacks a split that is wanted, ConfigError if they do not go
     together, or the weights leave one without a lane.
     """
-    opened = tuple(open_corpus(path, data) for path in (data.path, *data.more_paths))
+    opened = tuple(open_corpus(path, data) for path in data.paths)
     for corpus in opened[1:]:
         if corpus.tokenizer_sha256 != opened[0].tokenizer_sha256:
             raise ConfigError(

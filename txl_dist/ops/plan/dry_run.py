@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from txl_dist.config import BatchPlan, Config, config_to_toml
-from txl_dist.dist import uses_gpu
+from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
 from txl_dist.ops.plan.text import per_token
 from txl_dist.train.describe import describe_batch, describe_data
@@ -20,15 +20,15 @@ from txl_dist.train.preflight import check_job, remarks, remarks_on_evaluation, 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
-    plan, corpora = check_job(config, device=device, world_size=world_size)
-    corpus = corpora.first
+    job = check_job(config, ranks=Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads()))
+    plan, corpora = job.plan, job.corpora
     if config.run.init:
-        initial_weights(config, corpus)
+        initial_weights(config, corpora.first)
     yield config_to_toml(config)
-    yield from describe_batch(config, plan=plan, vocab_size=corpus.vocab_size)
-    yield from describe_data(config, splits=corpora.train, stream=corpora.begin)
-    yield from describe_cost(config, plan=plan, vocab_size=corpus.vocab_size, on_gpu=device.type == "cuda")
-    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpus)
+    yield from describe_batch(job)
+    yield from describe_data(job, corpora.begin)
+    yield from describe_cost(config, plan=plan, vocab_size=job.vocab_size, on_gpu=device.type == "cuda")
+    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpora.first)
     warnings += remarks_on_repetition(config, corpora.train, corpora.begin)
     yield from (f"warning: {sentence}" for sentence in warnings)
 

@@ -1,6 +1,6 @@
 """When to save, and what to keep: one save in flight, failed ones tried again, old ones removed behind a new one.
 
-`saver` writes; this decides. All methods are called by all ranks together.
+`write` writes; this decides. All methods are called by all ranks together.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from txl_dist.config import Config
-from txl_dist.dist import Ranks, Votes, gather_objects, on_first, poll
+from txl_dist.dist import Votes, gather_objects, on_first, poll
 from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
@@ -28,7 +27,6 @@ from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.metrics import check_finite
 from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import TrainState
-from txl_dist.train.watch.stopping import StopRequests
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
 _POLL_S = 0.2
@@ -42,22 +40,16 @@ class Saving:
         saver: Saver,
         engine: Engine,
         maker: BatchMaker,
-        *,
-        config: Config,
-        ranks: Ranks,
         reporter: Reporter,
+        *,
         newest: Path | None,
-        stops: StopRequests,
-        evaluated: Callable[[], Mapping[int, float]],
-        beat: Callable[[str], None],
+        evaluated: Mapping[int, float],
     ) -> None:
-        """`newest` is the checkpoint that the run began with; `evaluated` knows the validation loss of steps
-        so far; `beat` is told what is being done."""
-        self._saver, self._engine, self._maker, self._config = saver, engine, maker, config
-        self._ranks, self._reporter, self._evaluated, self._beat = ranks, reporter, evaluated, beat
-        self._stops = stops
-        self._run_dir = Path(config.run.dir)
-        self._newest = newest
+        """`newest` is the checkpoint that the run began with; `evaluated` has the validation loss of steps as the run
+        goes on."""
+        self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
+        self._job, self._watch, self._run_dir = saver.job, saver.watch, saver.job.run_dir
+        self._newest, self._evaluated = newest, evaluated
         self._retry_at = 0
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
@@ -75,7 +67,7 @@ class Saving:
 
     def is_due(self, step: int) -> bool:
         """By the interval, or because a save has failed."""
-        every = self._config.checkpoint.every_steps
+        every = self._job.config.checkpoint.every_steps
         return step == self._retry_at or (every > 0 and step % every == 0)
 
     def begin(self, state: TrainState) -> None:
@@ -85,34 +77,34 @@ class Saving:
         if checkpoint_folder(self._run_dir, state.step) == self._newest:
             return
         start_s = time.perf_counter()
-        self._beat("save")
+        self._watch.beat("save")
         self._wait_for_removal()  # the room that it makes may be needed
-        probe = make_probe(self._engine, self._maker, memory_len=self._config.train.memory_len)
+        probe = make_probe(self._engine, self._maker, memory_len=self._job.config.train.memory_len)
         # A last update that went wrong shows here, though its own loss was still finite.
         check_finite(
             gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
         )
         self._saver.begin(state, self._engine, probe=probe)
         self._stall_s = time.perf_counter() - start_s
-        if not self._config.checkpoint.asynchronous:
+        if not self._job.config.checkpoint.asynchronous:
             self.finish(state.step)
 
     def finish(self, step: int) -> bool:
         """Commit what is in flight, if anything is. Returns False if that failed: it is tried again, behind `step`."""
         if not self._saver.in_flight:
             return True
-        self._beat("commit")
+        self._watch.beat("commit")
         start_s = time.perf_counter()
         result = self._saver.finish()
         if result.error:
-            self._retry_at = step + max(1, self._config.checkpoint.every_steps // 10)
+            self._retry_at = step + max(1, self._job.config.checkpoint.every_steps // 10)
             warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
-            if self._ranks.is_first and self._newest is not None:
+            if self._job.ranks.is_first and self._newest is not None:
                 self._prune(self._newest)  # who has lowered what is kept wants the room now
             return False
         self._newest = result.folder
-        if self._ranks.is_first:
+        if self._job.ranks.is_first:
             self._prune(result.folder)
         fault_point("saved", step=result.step)
         stall_s = self._stall_s + time.perf_counter() - start_s
@@ -130,7 +122,7 @@ class Saving:
         self._heeded = None if stopped else 0
         is_saved, is_asked = self._save(state), False
         # What has led here, and what the launcher repeats of it.
-        self._heeded = self._stops.count if stopped else 0
+        self._heeded = self._watch.stops.count if stopped else 0
         for number, rest_s in enumerate(_rests(patience_s)):
             if is_saved or is_asked:
                 break
@@ -141,11 +133,11 @@ class Saving:
         if is_saved:
             self._wait_for_removal()
             return
-        reasons = dict.fromkeys(reason for reason in gather_objects(self._stops.reason) if reason)
+        reasons = dict.fromkeys(reason for reason in gather_objects(self._watch.stops.reason) if reason)
         when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
-        if self._ranks.is_first:
+        if self._job.ranks.is_first:
             with suppress(OSError):
-                self._stops.clear()  # it was obeyed
+                self._watch.stops.clear()  # it was obeyed
         raise of_all(
             CheckpointError(
                 f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
@@ -175,10 +167,10 @@ class Saving:
         """Wait, all ranks equally long. Returns whether any was asked to leave (`_is_asked_to_leave`)."""
         end_s, is_over, is_asked = time.monotonic() + seconds, False, False
         while not is_over and not is_asked:
-            self._beat("wait for the disk")
+            self._watch.beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
             own = Votes(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
-            is_asked, is_over = poll(own, world_size=self._ranks.world_size)
+            is_asked, is_over = poll(own, world_size=self._job.ranks.world_size)
         return is_asked
 
     def newest_is(self, folder: Path) -> None:
@@ -187,13 +179,13 @@ class Saving:
 
     def _is_asked_to_leave(self) -> bool:
         """Whether this rank was asked to stop in the last save, more often than what led to it."""
-        return self._heeded is not None and self._stops.count > self._heeded
+        return self._heeded is not None and self._watch.stops.count > self._heeded
 
     def _wait_for_removal(self) -> bool:
         """Of older checkpoints, on rank 0. Returns whether it is done: in the last save not for whoever asks to stop,
         since the next start removes what is left."""
         while self._removal is not None and self._removal.is_alive():
-            self._beat("prune")
+            self._watch.beat("prune")
             if self._is_asked_to_leave():
                 return False
             self._removal.join(_POLL_S)
@@ -201,12 +193,12 @@ class Saving:
 
     def _prune(self, newest: Path) -> None:
         """On rank 0. A file system that cannot is no reason to stop."""
-        checkpoint = self._config.checkpoint
+        checkpoint = self._job.config.checkpoint
         if not self._wait_for_removal():
             return
         try:
             steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
-            losses = {step: loss for step, loss in self._evaluated().items() if step in steps and checkpoint.keep_best}
+            losses = {step: loss for step, loss in self._evaluated.items() if step in steps and checkpoint.keep_best}
             best = {min(losses, key=losses.__getitem__)} if losses else ()
             keep = retained(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
             leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)

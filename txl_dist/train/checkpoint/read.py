@@ -1,4 +1,4 @@
-"""The checkpoint: its folder, which one to start from, and how a rank takes its part of it. `saver` writes it.
+"""The checkpoint: its folder, which one to start from, and how a rank takes its part of it. `write` writes it.
 
     checkpoints/step_000001200/
       engine/00000.safetensors        per rank: its pieces of fp32 weights and optimizer state, by name of the parameter
@@ -10,6 +10,9 @@
 Nothing in it depends on how many ranks there were, or on the ZeRO stage: a memory belongs to a lane, a weight to a
 parameter, and each rank reads the slices it needs. Nothing in it is a pickle. The newest folder that its manifest
 proves whole is the one to start from, ordered by step, never by clock.
+
+Settings keep the paths of the corpora as they were given, which may be relative; state.json has them absolute, for
+whoever looks from another working directory. No comparison of settings looks at these.
 """
 
 from __future__ import annotations
@@ -19,41 +22,25 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl_dist.config import Config, load_config
-from txl_dist.data.read.corpus import Corpus, Split
+from txl_dist.config import Config, changed, load_config
+from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.position import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import EMPTY, Memory
-from txl_dist.run_files import list_checkpoints, step_of
-from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
+from txl_dist.run_files import Kind, is_url, kind_of, list_checkpoints, step_of
+from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.health import Health
 from txl_dist.train.run_dir import refuse_frozen_changes
-from txl_dist.train.state import TrainState
-
-
-class CorpusFacts(NamedTuple):
-    """What a checkpoint must remember of the corpus it was trained on."""
-
-    tokenizer_json: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-
-
-def corpus_facts(corpus: Corpus) -> CorpusFacts:
-    """The facts of an opened corpus. Raises DataError if its tokenizer is missing or another one."""
-    tokenizer = corpus.load_tokenizer()
-    return CorpusFacts(tokenizer.to_json(), tokenizer.fingerprint, corpus.vocab_size)
+from txl_dist.train.state import Job, TrainState
 
 
 @contextmanager
@@ -157,80 +144,65 @@ def problems_together(folder: Path, ranks: Ranks) -> list[str]:
     return [problem for part in parts for problem in part]
 
 
-def check_checkpoint(folder: Path, *, config: Config, corpus: CorpusFacts, world_size: int) -> list[str]:
+def check_checkpoint(saved: SavedState, job: Job) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
     Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
     ConfigError if a frozen setting is another one.
     """
-    state = read_state(folder)
-    if state["tokenizer_fingerprint"] != corpus.tokenizer_fingerprint:
+    folder, config = saved.folder, load_config(saved.folder / "config.toml")
+    theirs, ours = saved.values["tokenizer_fingerprint"], job.tokenizer.fingerprint
+    if theirs != ours:
         raise CheckpointError(
-            f"{folder} was trained with another tokenizer than {config.data.path} was prepared with "
-            f"({state['tokenizer_fingerprint'][:12]} and {corpus.tokenizer_fingerprint[:12]}). "
+            f"{folder} was trained with another tokenizer than {job.config.data.path} was prepared with "
+            f"({theirs[:12]} and {ours[:12]}). "
             f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
         )
-    saved = load_config(folder / "config.toml")
-    remarks = refuse_frozen_changes(saved, config, made=str(folder))
-    if not scores_first_tokens(saved, state):
+    remarks = refuse_frozen_changes(config, job.config, made=str(folder))
+    if not scores_first_tokens(config, saved):
         raise CheckpointError(
             f"{folder} was trained with document masks by a program that did not score the first token of a document: "
             "losses before and after would be over other tokens. Continue with the program that wrote it, or begin a "
             f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
         )
-    if state["world_size"] != world_size:
-        remarks.append(f"{world_size} ranks go on where {state['world_size']} saved; sums are rounded in another order")
+    before, now = saved.values["world_size"], job.ranks.world_size
+    if before != now:
+        remarks.append(f"{now} ranks go on where {before} saved; sums are rounded in another order")
     return remarks
 
 
-def scores_first_tokens(config: Config, state: dict[str, Any]) -> bool:
-    """Whether what wrote a checkpoint trained on the first tokens of documents that follow an end-of-text.
-
-    `config` and `state` are the checkpoint's. With document masks older programs did not.
-    """
-    return config.data.document_border != "mask" or bool(state.get("scores_first_tokens"))
+def scores_first_tokens(config: Config, saved: SavedState) -> bool:
+    """Whether what wrote a checkpoint, whose settings are `config`, trained on the first tokens of documents that
+    follow an end-of-text. With document masks older programs did not."""
+    return config.data.document_border != "mask" or bool(saved.values.get("scores_first_tokens"))
 
 
-def continued_stream(folder: Path, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
+def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
     """(where the stream goes on, what the user should know) for the first state of the present settings.
 
     Raises CheckpointError if the checkpoint's data or seed are others.
     """
-    saved = StreamState.from_dict(read_state(folder)["stream"])
-    state = continued(saved, wanted, splits)
-    if state.has_lanes_of(saved):
+    state = continued(saved.stream, wanted, splits)
+    if state.has_lanes_of(saved.stream):
         return state, []
     return state, ["the lanes are cut anew: each goes on with text that none has read, with an empty memory"]
 
 
-def load_checkpoint(
-    folder: Path,
-    engine: Engine,
-    *,
-    stream: StreamState,
-    lanes: range,
-    microbatch_lanes: int,
-    memory_len: int,
-    ranks: Ranks,
-) -> TrainState:
+def load_checkpoint(saved: SavedState, engine: Engine, job: Job, *, stream: StreamState) -> TrainState:
     """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
 
     `stream` is that of `continued_stream`. If its lanes were cut anew, memories are empty.
     """
+    folder, state, train = saved.folder, saved.values, job.config.train
     fault_point("load", step=step_of(folder))
-    state = together(lambda: read_state(folder))
-    files = together(lambda: FragmentFiles(folder / "engine", near=ranks.rank))
+    files = together(lambda: FragmentFiles(folder / "engine", near=job.ranks.rank))
     engine.load(files, loss_scale=state["loss_scale"])
-    empty = engine.empty_memory(num_lanes=microbatch_lanes, memory_len=memory_len)
-    memories = tuple(empty for _ in range(0, len(lanes), microbatch_lanes))
-    if stream.has_lanes_of(StreamState.from_dict(state["stream"])):
-        memories = together(lambda: _load_memories(folder, lanes=lanes, like=empty))
+    empty = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
+    memories = (empty,) * job.plan.num_microbatches
+    if stream.has_lanes_of(saved.stream):
+        memories = together(lambda: _load_memories(folder, lanes=job.lanes, like=empty))
     return TrainState(
-        step=state["step"],
-        tokens_seen=state["tokens_seen"],
-        health=Health.from_dict(state["health"]),
-        stream=stream,
-        memories=memories,
+        step=saved.step, tokens_seen=state["tokens_seen"], health=saved.health, stream=stream, memories=memories
     )
 
 
@@ -291,5 +263,37 @@ def consolidated_weights(folder: Path) -> dict[str, Tensor]:
     files = FragmentFiles(folder / "engine")
     return {
         name: files.read(WEIGHT, name, start=0, length=torch.Size(shape).numel()).view(shape)
-        for name, shape in read_state(folder)["parameters"].items()
+        for name, shape in read_state(folder).values["parameters"].items()
     }
+
+
+def absolute_paths(corpora: Sequence[str]) -> list[str]:
+    """Corpora as they are found from any working directory."""
+    return [path if is_url(path) else os.path.abspath(path) for path in corpora]
+
+
+def with_corpora_found(config: Config, checkpoint: Path) -> Config:
+    """The settings of a checkpoint with its corpora where they are: as they were given, else where it knows them."""
+    try:
+        known = read_state(checkpoint).values.get("corpora")
+    except TxlError:
+        return config
+    given = config.data.paths
+    if not known or len(known) != len(given):
+        return config  # a checkpoint of before, which knows none
+    path, *more = (
+        other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one
+        for one, other in zip(given, known, strict=True)
+    )
+    return changed(config, {"data.path": path, "data.more_paths": tuple(more)})
+
+
+def require_corpus(checkpoint: Path, config: Config) -> str:
+    """The corpus that a checkpoint was trained on. Raises DataError, which names the places, if it is not there."""
+    path = with_corpora_found(config, checkpoint).data.path
+    if kind_of(path) is Kind.CORPUS:
+        return path
+    known = read_state(checkpoint).values.get("corpora")
+    kept = known[0] if known else os.path.abspath(path)
+    places = " or ".join(dict.fromkeys([kept, os.path.abspath(path)]))
+    raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")

@@ -83,8 +83,20 @@ class _State(_Section):
     corpora: tuple[str, ...] = ()
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint. Raises CheckpointError if it cannot be read, has another form or version."""
+class SavedState(NamedTuple):
+    """What the state.json of a checkpoint says: read once, and handed on."""
+
+    folder: Path
+    """Of the checkpoint."""
+    step: int
+    stream: StreamState
+    health: Health
+    values: dict[str, Any]
+    """All of it, by name."""
+
+
+def read_state(folder: Path) -> SavedState:
+    """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
     path = folder / "state.json"
     try:
         data = read_bytes(path)
@@ -103,8 +115,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}. Use another checkpoint.") from error
-    StreamState.from_dict(state["stream"])
-    return dict(state)
+    stream, health = StreamState.from_dict(state["stream"]), Health.from_dict(state["health"])
+    return SavedState(folder, state["step"], stream, health, state)
 
 
 class _OtherVersionError(CheckpointError):
@@ -121,7 +133,7 @@ def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> l
     if found or part:
         return found
     try:
-        return list(_contradictions(folder, read_state(folder)))
+        return list(_contradictions(read_state(folder)))
     except _OtherVersionError:
         return []
     except CheckpointError as error:
@@ -139,9 +151,10 @@ def run_problems(run_dir: Path) -> Iterator[str]:
             yield from (f"{checkpoint}: {problem}" for problem in problems)
 
 
-def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
-    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
-        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {state['step']}"
+def _contradictions(saved: SavedState) -> Iterator[str]:
+    folder, state = saved.folder, saved.values
+    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
+        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
     if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / "config.toml")):
         yield "config.toml is not the one of this state.json"
     if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
@@ -164,7 +177,7 @@ def _contradictions(folder: Path, state: dict[str, Any]) -> Iterator[str]:
     for name in sorted(held.keys() | wanted.keys()):
         if held[name] != wanted.get(name, 0):
             yield f"engine/ has {held[name]} values of {name} instead of {wanted.get(name, 0)}"
-    yield from _problems_of_lanes(lanes, StreamState.from_dict(state["stream"]).num_lanes)
+    yield from _problems_of_lanes(lanes, saved.stream.num_lanes)
 
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:

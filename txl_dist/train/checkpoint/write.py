@@ -23,20 +23,20 @@ import torch
 from torch import Tensor
 
 import txl_dist
-from txl_dist.config import Config, config_fingerprint, config_to_toml
-from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
+from txl_dist.config import config_fingerprint, config_to_toml
+from txl_dist.dist import from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
 from txl_dist.run_files import FORMAT_VERSION, checkpoint_folder
 from txl_dist.tables import size
-from txl_dist.train.checkpoint.places import absolute_paths
-from txl_dist.train.checkpoint.read import CorpusFacts
+from txl_dist.train.checkpoint.read import absolute_paths
 from txl_dist.train.checkpoint.soundness import LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.checkpoint.tensor_files import file_bytes, fragment_tensors, write_tensors
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.state import TrainState
+from txl_dist.train.state import Job, TrainState
+from txl_dist.train.watch.watch import Watch
 
 Content = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors and metadata of one file."""
@@ -61,26 +61,11 @@ class Saved(NamedTuple):
 class Saver:
     """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        config: Config,
-        corpus: CorpusFacts,
-        lanes: range,
-        ranks: Ranks,
-        nonce: str,
-        beat: Callable[[], None] = lambda: None,
-        before_commit: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`nonce` is the same on every rank and no other run's: it names temporary folders. `beat` is called while
-        something is waited for that makes progress, `before_commit` on rank 0: it may raise CheckpointError."""
-        self._beat, self._before_commit = beat, before_commit
-        self._run_dir, self._config, self._corpus, self._lanes = run_dir, config, corpus, lanes
-        self._ranks, self._nonce = ranks, nonce
+    def __init__(self, job: Job, watch: Watch) -> None:
+        self.job, self.watch = job, watch
+        on_gpu = job.ranks.device.type == "cuda"
         # A GPU's state must be copied anyway before it can be written.
-        copies = config.checkpoint.asynchronous or ranks.device.type == "cuda"
-        self._host = HostCopy(pin=ranks.device.type == "cuda") if copies else None
+        self._host = HostCopy(pin=on_gpu) if job.config.checkpoint.asynchronous or on_gpu else None
         self._thread: threading.Thread | None = None
         self._step = -1
         self._needed = 0
@@ -104,7 +89,7 @@ class Saver:
         fault_point("save-begin", step=state.step)
         self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
-        own = self._own_files(state, engine) if self._ranks.is_first else {}
+        own = self._own_files(state, engine) if self.job.ranks.is_first else {}
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
         self._needed = sum(gather_objects(needed))
         # All files of this save name its state.json, so that none is ever taken for one of another save.
@@ -127,7 +112,7 @@ class Saver:
         """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
         self._wait()
         step, self._step, self._thread = self._step, -1, None
-        final, temporary = checkpoint_folder(self._run_dir, step), self._temporary(step)
+        final, temporary = checkpoint_folder(self.job.run_dir, step), self._temporary(step)
         parts = gather_objects(
             (self._written, None if self._error is None else _explained(self._error, temporary, needed=self._needed))
         )
@@ -136,7 +121,7 @@ class Saver:
         def commit() -> None:
             if reasons:
                 raise CheckpointError(reasons[0])
-            self._before_commit()
+            self.watch.confirm_lock()
             fault_point("save-manifest", step=step)
             write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
             fault_point("save-manifest-done", step=step)
@@ -147,7 +132,7 @@ class Saver:
         try:
             on_first(lambda: _in_file_system(commit, temporary, needed=self._needed))
         except CheckpointError as error:
-            together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._ranks.is_first else None)
+            together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self.job.ranks.is_first else None)
             return Saved(step, final, self._needed / 2**30, str(error))
         return Saved(step, final, self._needed / 2**30, "")
 
@@ -158,15 +143,15 @@ class Saver:
         while not all(gather_objects(self.is_written)):
             if self.is_written or self._num_bytes > seen:
                 seen = self._num_bytes
-                self._beat()
+                self.watch.beat("commit")
             if self._thread is not None and self._thread.is_alive():
                 self._thread.join(_POLL_S)
             else:
                 time.sleep(_POLL_S)
 
     def _temporary(self, step: int) -> Path:
-        final = checkpoint_folder(self._run_dir, step)
-        return final.with_name(f"{final.name}.tmp-{self._nonce}")
+        final = checkpoint_folder(self.job.run_dir, step)
+        return final.with_name(f"{final.name}.tmp-{self.watch.nonce}")
 
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
         """(tensors, metadata) of each file of this rank, as views where they can be."""
@@ -174,12 +159,12 @@ class Saver:
             "hidden": torch.cat([memory.hidden_LBMD for memory in state.memories], dim=1),
             "document": torch.cat([memory.document_BM for memory in state.memories]),
         }
-        lanes = f"{self._lanes.start:05d}-{self._lanes.stop - 1:05d}"
+        ranks, lanes = self.job.ranks, f"{self.job.lanes.start:05d}-{self.job.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
         # At stage 0 all ranks hold the same.
-        if self._config.engine.zero_stage > 0 or self._ranks.is_first:
-            files[f"engine/{self._ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
-        if self._ranks.is_first:
+        if self.job.config.engine.zero_stage > 0 or ranks.is_first:
+            files[f"engine/{ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
+        if ranks.is_first:
             files["probe.safetensors"] = (probe, {})
         return files
 
@@ -190,7 +175,8 @@ class Saver:
 
     def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
         """What rank 0 writes besides tensors."""
-        settings = config_to_toml(self._config).encode()
+        config, tokenizer = self.job.config, self.job.tokenizer
+        settings = config_to_toml(config).encode()
         content = {
             "format_version": FORMAT_VERSION,
             "code_version": txl_dist.__version__,
@@ -198,29 +184,29 @@ class Saver:
             "tokens_seen": state.tokens_seen,
             "health": state.health.to_dict(),
             "stream": state.stream.to_dict(),
-            "world_size": self._ranks.world_size,
-            "zero_stage": self._config.engine.zero_stage,
-            "precision": self._config.engine.precision,
+            "world_size": self.job.ranks.world_size,
+            "zero_stage": config.engine.zero_stage,
+            "precision": config.engine.precision,
             "loss_scale": engine.loss_scale(),
             "parameters": engine.shapes,
-            "corpora": absolute_paths(self._config),
-            "vocab_size": self._corpus.vocab_size,
-            "tokenizer_fingerprint": self._corpus.tokenizer_fingerprint,
-            "config_fingerprint": config_fingerprint(self._config),
+            "corpora": absolute_paths(config.data.paths),
+            "vocab_size": self.job.vocab_size,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "config_fingerprint": config_fingerprint(config),
             "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
         }
         return {
             "config.toml": settings,
-            "tokenizer.json": self._corpus.tokenizer_json.encode(),
+            "tokenizer.json": tokenizer.to_json().encode(),
             "state.json": json.dumps(content, indent=1).encode() + b"\n",
         }
 
     def _check_space(self) -> None:
-        folder = self._run_dir / "checkpoints"
+        folder = self.job.run_dir / "checkpoints"
         if not folder.is_dir():
             folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
-            flush_folder(self._run_dir)
+            flush_folder(self.job.run_dir)
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(

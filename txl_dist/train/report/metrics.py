@@ -21,11 +21,15 @@ import torch
 
 import txl_dist
 from txl_dist.config import BatchPlan, Config
+from txl_dist.data.read.lanes import epochs_read
+from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.observer import labelled
 from txl_dist.train.report.sinks import Record
+from txl_dist.train.state import Job, TrainState
 
 
 class Interval:
@@ -145,6 +149,28 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
 def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     """Seconds to the end of the run at the present speed."""
     return (max_steps - step) * step_ms / 1000
+
+
+def train_record(job: Job, state: TrainState, values: Record, *, waited: Record, mfu: Record) -> Record:
+    """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
+    what was `waited` for checkpoints, and how far the run has come."""
+    shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
+    units = text_units(job.corpora.train, shares=shares, mask_documents=job.masks_documents)
+    epochs = {
+        labelled("epoch", split, job.corpora.train): epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+        for one, split in zip(state.stream.corpora, job.corpora.train, strict=True)
+    }
+    return {
+        "step": state.step,
+        **values,
+        **mfu,
+        **waited,
+        **units.bits(values["loss"]),
+        "tokens_seen": state.tokens_seen,
+        "skipped_steps": state.health.skipped_steps,
+        **epochs,
+        "eta_s": eta_s(state.step, max_steps=job.config.train.max_steps, step_ms=values["step_ms"]),
+    }
 
 
 def start_facts(engine: Engine, ranks: Ranks) -> Record:

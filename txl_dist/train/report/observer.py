@@ -7,20 +7,18 @@ together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from txl_dist.config import Config
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.units import text_units
-from txl_dist.dist import Ranks
 from txl_dist.rng import derive_seed
-from txl_dist.text.base import Tokenizer
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.evaluate import evaluate
 from txl_dist.train.report.memory_use import look
 from txl_dist.train.report.sampling import sample_text
 from txl_dist.train.report.sinks import Record, Reporter
+from txl_dist.train.state import Job
 
 
 class StopAskedError(Exception):
@@ -32,37 +30,29 @@ class Observer:
 
     def __init__(
         self,
+        job: Job,
         engine: Engine,
         maker: BatchMaker,
-        *,
-        config: Config,
-        ranks: Ranks,
-        splits: Sequence[Split],
-        tokenizer: Tokenizer,
         reporter: Reporter,
-        evaluated: Mapping[int, float],
+        *,
+        evaluated: dict[int, float],
         before_segment: Callable[[int], None],
     ) -> None:
-        """`splits` are held out, that of data.path first; `evaluated` are the losses on it so far, by step.
+        """`evaluated` are the losses on the first held-out split so far, by step, and gets what is evaluated.
         `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
-        self._engine, self._maker, self._config, self._ranks = engine, maker, config, ranks
-        self.splits, self._tokenizer, self._reporter = splits, tokenizer, reporter
-        self._before_segment = before_segment
-        self.evaluated = dict(evaluated)
-
-    def text_facts(self, splits: Sequence[Split]) -> Record:
-        """Of these splits to train on and the held-out ones, as `text_facts` below has them."""
-        masked, most = self._maker.mask_documents, self._config.eval.max_tokens
-        return text_facts(splits, self.splits, mask_documents=masked, max_tokens=most)
+        self._job, self._engine, self._maker, self._reporter = job, engine, maker, reporter
+        self._config, self._ranks, self._splits = job.config, job.ranks, job.corpora.eval
+        self._evaluated, self._before_segment = evaluated, before_segment
 
     def should_evaluate(self, step: int) -> bool:
         """By the interval, and at the end."""
         every = self._config.eval.every_steps
-        return bool(self.splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
+        return bool(self._splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
 
     def forget(self, *, after: int) -> None:
         """After a rewind to that step."""
-        self.evaluated = {step: loss for step, loss in self.evaluated.items() if step <= after}
+        for step in [step for step in self._evaluated if step > after]:
+            del self._evaluated[step]
 
     def evaluate(self, step: int) -> bool:
         """Score every split and look at the memory. Returns whether the first split's loss is the best so far.
@@ -79,22 +69,22 @@ class Observer:
                 ranks=self._ranks,
                 before_segment=lambda: self._before_segment(step),
             )
-            for split in self.splits
+            for split in self._splits
         ]
         if self._config.train.memory_len and (record := self._look(step)) is not None:
             self._reporter.write("look", record)
-        pairs = list(zip(self.splits, results, strict=True))
+        pairs = list(zip(self._splits, results, strict=True))
         for split, result in reversed(pairs):  # that of the first corpus says that all are done
-            self._reporter.write(labelled("eval", split, self.splits), result.record(step))
-        best = min(self.evaluated.values(), default=math.inf)
+            self._reporter.write(labelled("eval", split, self._splits), result.record(step))
+        best = min(self._evaluated.values(), default=math.inf)
         if math.isfinite(results[0].loss):
-            self.evaluated[step] = results[0].loss
-        return self.evaluated.get(step, math.inf) < best
+            self._evaluated[step] = results[0].loss
+        return self._evaluated.get(step, math.inf) < best
 
     def _look(self, step: int) -> Record | None:
         return look(
             self._engine,
-            self.splits[0],
+            self._splits[0],
             maker=self._maker,
             config=self._config,
             ranks=self._ranks,
@@ -111,7 +101,7 @@ class Observer:
         """Let the model write."""
         text = sample_text(
             self._engine,
-            self._tokenizer,
+            self._job.tokenizer,
             self._config,
             device=self._ranks.device,
             seed=derive_seed(self._config.run.seed, "sample", step, 0),

@@ -12,8 +12,6 @@ operations on host and device, their shapes, the memory allocated, and a range a
 
 The ranges are `record_function`s of the loop and of the step, which cost microseconds where nothing is traced.
 
-The ranges are `record_function`s of the loop and of the step, which cost microseconds where nothing is traced.
-
 On a GPU also `..._memory.pickle`, every allocation with its stack, for https://docs.pytorch.org/memory_viz. A trace
 begins when its first step asks for data and ends when the step after its last one does: what a run does between two
 steps (log, save, evaluate) is in it. It changes no number of a training, only its speed while it lasts.

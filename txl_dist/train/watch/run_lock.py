@@ -101,6 +101,11 @@ class RunLock:
                 self._is_lost = True
 
     @property
+    def run_dir(self) -> Path:
+        """That is locked."""
+        return self._path.parent
+
+    @property
     def is_lost(self) -> bool:
         """Another job has taken the directory over: this one must stop and write nothing more."""
         return self._is_lost

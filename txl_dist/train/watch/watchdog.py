@@ -86,9 +86,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    def beat(self, phase: str, *, step: int) -> None:
-        """The main thread has begun this phase of this step. Costs nothing."""
-        self._last = (time.monotonic(), step, phase)
+    def beat(self, phase: str, *, step: int | None = None) -> None:
+        """The main thread has begun this phase, of the same step as before if none is named. Costs nothing."""
+        self._last = (time.monotonic(), self._last[1] if step is None else step, phase)
 
     def limit(self, limit_s: float) -> None:
         """Another limit from now on: long for the start, shorter once a step has been made."""

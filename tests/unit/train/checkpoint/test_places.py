@@ -10,7 +10,7 @@ import pytest
 
 from txl_dist.config import Config, config_fingerprint, config_from_dict
 from txl_dist.errors import DataError
-from txl_dist.train.checkpoint.places import absolute_paths, require_corpus, with_corpora_found
+from txl_dist.train.checkpoint.read import absolute_paths, require_corpus, with_corpora_found
 
 GOLDEN = Path(__file__).parents[3] / "golden/checkpoint_v2/step_000000016/state.json"
 STATE = json.loads(GOLDEN.read_text(encoding="utf-8"))
@@ -23,7 +23,7 @@ def config_of(path: str, *more: str) -> Config:
 def checkpoint_of(folder: Path, config: Config | None) -> Path:
     """The state.json of a checkpoint that knows its corpora, or of one of before."""
     folder.mkdir(parents=True)
-    state = STATE | ({"corpora": absolute_paths(config)} if config else {})
+    state = STATE | ({"corpora": absolute_paths(config.data.paths)} if config else {})
     (folder / "state.json").write_text(json.dumps(state))
     return folder
 

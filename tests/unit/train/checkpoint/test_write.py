@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers.checkpoints import sign
+from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config
-from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.position import CorpusState, StreamState
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import CheckpointError
@@ -33,20 +33,18 @@ from txl_dist.log import logger
 from txl_dist.manifest import files_of, problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.run_files import checkpoint_folder, list_checkpoints
-from txl_dist.text.training import train_tokenizer
 from txl_dist.train.checkpoint import policy as saving_module
 from txl_dist.train.checkpoint.policy import Saving
-from txl_dist.train.checkpoint.read import CorpusFacts, choose_checkpoint
+from txl_dist.train.checkpoint.read import choose_checkpoint
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 from txl_dist.train.checkpoint.write import HostCopy, Saver
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.health import Health
 from txl_dist.train.state import TrainState
 from txl_dist.train.watch.stopping import StopRequests
+from txl_dist.train.watch.watch import Watch
 
 PROBE = {"tokens": torch.arange(4), "losses": torch.ones(1, 4)}
-TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
-FACTS = CorpusFacts(TOKENIZER.to_json(), TOKENIZER.fingerprint, TOKENIZER.vocab_size)
 
 
 class FakeEngine:
@@ -90,8 +88,8 @@ class Parts(NamedTuple):
 
 def parts(ranks: Ranks, run_dir: Path, *, size: int = 1000, **checkpoint: Any) -> Parts:
     config = tiny_config(run={"dir": str(run_dir)}, engine={"zero_stage": 1}, checkpoint=checkpoint)
-    lanes = lanes_of_rank(4, rank=ranks.rank, world_size=ranks.world_size)
-    saver = Saver(run_dir, config=config, corpus=FACTS, lanes=lanes, ranks=ranks, nonce="nonce")
+    silent: Any = SimpleNamespace(beat=lambda phase: None)
+    saver = Saver(job_of(config, ranks), Watch(silent, silent, lock=None, nonce="nonce"))
     return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank, world_size=ranks.world_size), saver)
 
 
@@ -367,19 +365,9 @@ def saving(
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
     records: Any = Records()
     maker: Any = None
-    one = Saving(
-        it.saver,
-        it.engine,
-        maker,
-        config=it.config,
-        ranks=it.ranks,
-        reporter=records,
-        newest=None,
-        stops=requests or Requests(),
-        evaluated=lambda: losses or {},
-        beat=beat,
-    )
-    return one, records
+    watchdog: Any = SimpleNamespace(beat=beat)
+    it.saver.watch = it.saver.watch._replace(stops=requests or Requests(), watchdog=watchdog)
+    return Saving(it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}), records
 
 
 def test_a_synchronous_save_is_committed_before_training_goes_on(
@@ -409,7 +397,7 @@ def test_the_save_in_flight_is_committed_before_the_next_one_begins_and_none_is_
     one.begin(it.state(2))
     assert one.finish(2)
     assert records.events == [("saved", 1), ("saved", 2)]
-    assert [read_state(folder)["step"] for folder in list_checkpoints(tmp_path)] == [1, 2]
+    assert [read_state(folder).step for folder in list_checkpoints(tmp_path)] == [1, 2]
 
 
 def test_old_checkpoints_leave_behind_a_new_one_but_for_the_best_and_the_milestones(
@@ -421,7 +409,7 @@ def test_old_checkpoints_leave_behind_a_new_one_but_for_the_best_and_the_milesto
         one.begin(it.state(step))
         assert one.finish(step)
     one.finish_last(it.state(8), patience_s=0.0)
-    assert [read_state(folder)["step"] for folder in list_checkpoints(tmp_path)] == [3, 4, 7, 8]
+    assert [read_state(folder).step for folder in list_checkpoints(tmp_path)] == [3, 4, 7, 8]
     assert files_below(tmp_path / "checkpoints")[0] == "step_000000003"
     assert not list(tmp_path.rglob("*.tmp-*"))
 

@@ -1,0 +1,26 @@
+"""A job without a corpus: what parts of a run need to know of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from txl_dist.config import Config, plan_batch
+from txl_dist.dist import Ranks
+from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.training import train_tokenizer
+from txl_dist.train.state import Job
+
+TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
+
+
+def job_of(config: Config, ranks: Ranks, *, tokenizer: Tokenizer = TOKENIZER) -> Job:
+    """The job of these settings; its corpora have a tokenizer and no text."""
+    corpus: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+    corpora: Any = SimpleNamespace(first=corpus)
+    return Job(config, plan_batch(config.train, world_size=ranks.world_size), ranks, corpora)
+
+
+def in_folder(config: Config, folder: object) -> Config:
+    """The same settings of a run that lies there."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})

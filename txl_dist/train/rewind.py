@@ -1,0 +1,53 @@
+"""Back to a checkpoint from before a spike, and past the text that made it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from txl_dist.config import load_config
+from txl_dist.data.read.position import StreamState
+from txl_dist.dist import on_first
+from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.train.checkpoint.read import problems_together
+from txl_dist.train.checkpoint.soundness import SavedState, read_state
+from txl_dist.train.state import Job, TrainState
+
+
+class Rewind(NamedTuple):
+    """Where a run goes back to."""
+
+    saved: SavedState
+    stream: StreamState
+    """That of the checkpoint, past the text that is left out."""
+
+
+def find_rewind(job: Job, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]) -> Rewind | None:
+    """To the newest whole checkpoint from before the step `first_bad`, leaving out what has been read since that step;
+    None if there is none. All ranks call it. `began`: step and stream that this process began with."""
+    before = on_first(lambda: [path for path in list_checkpoints(job.run_dir) if step_of(path) < first_bad])
+    whole = (path for path in reversed(before) if not problems_together(path, job.ranks))
+    target = next(whole, None)
+    if target is None:
+        return None
+    saved = on_first(lambda: read_state(target))
+    base = on_first(lambda: stream_of(saved, job, began=began, now=state.stream))
+    if base is None:
+        return None
+    begin = base.advanced((first_bad - 1 - saved.step) * job.config.train.segment_len)
+    return Rewind(saved, base.skipping(begin, state.stream))
+
+
+def stream_of(saved: SavedState, job: Job, *, began: tuple[int, StreamState], now: StreamState) -> StreamState | None:
+    """The stream of a checkpoint to rewind to, leaving out what earlier rewinds did; None if its lanes were others.
+
+    Raises CheckpointError.
+    """
+    step, stream = began
+    if saved.step != step:
+        stream = saved.stream
+    saved_len = load_config(saved.folder / "config.toml").train.segment_len
+    if saved.step < step and saved_len != job.config.train.segment_len:
+        return None  # its steps are not to be counted in segments of today
+    if [one.cut() for one in stream.corpora] != [one.cut() for one in now.corpora]:
+        return None
+    return stream.skipping(now, now)
