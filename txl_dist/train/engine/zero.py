@@ -80,7 +80,7 @@ class ZeroEngine(Engine):
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(((one.slots[0].name, one.tensor) for one in self.stored), config.optim),
-            config=deepspeed_config(config, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
+            config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
         )
         limit_waiting(timeout_s=config.engine.start_timeout_s)
         self._model, self._device = model, ranks.device

@@ -24,11 +24,12 @@ from typing import Any, Protocol
 import numpy as np
 from typing_extensions import override
 
-from txl_dist.config import Config, flat
-from txl_dist.dist import Ranks
+from txl_dist.config import flat
 from txl_dist.errors import ConfigError
 from txl_dist.log import FIT, GrowingFile, logger
+from txl_dist.sections import MetricsSection
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
+from txl_dist.train.state import Job
 
 Record = dict[str, Any]
 
@@ -51,10 +52,10 @@ class Sink(Protocol):
 class Reporter:
     """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
 
-    def __init__(self, config: Config, *, start_step: int, ranks: Ranks) -> None:
-        run_dir, metrics = Path(config.run.dir), config.metrics
+    def __init__(self, job: Job, *, start_step: int) -> None:
+        config, run_dir, metrics = job.config, job.run_dir, job.config.metrics
         self._sinks: list[Sink] = []
-        if ranks.is_first:
+        if job.ranks.is_first:
             self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / "metrics.jsonl")]
             if metrics.tensorboard:
                 folder, settings = run_dir / "tensorboard", dict(flat(config))
@@ -90,11 +91,11 @@ class Reporter:
                 logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
 
 
-def check_sinks(config: Config) -> None:
+def check_sinks(metrics: MetricsSection) -> None:
     """Refuse what could not be written at all. Raises ConfigError."""
-    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+    if metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"metrics.wandb={config.metrics.wandb!r} needs the library wandb, which is not installed. "
+            f"metrics.wandb={metrics.wandb!r} needs the library wandb, which is not installed. "
             'pip install "txl_dist[wandb]", or leave the setting out.'
         )
 
