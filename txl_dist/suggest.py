@@ -42,7 +42,7 @@ def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str]
 
 def _likeness(name: str, other: str) -> tuple[float, bool]:
     """(how alike, whether by the key of a setting alone)."""
-    whole = SequenceMatcher(None, name, other, autojunk=False).ratio()
+    whole = SequenceMatcher(None, name, other).ratio()
     if "." not in other:
         return whole, False
     by_key = ELSEWHERE * SequenceMatcher(None, name.rpartition(".")[2], other.rpartition(".")[2]).ratio()
