@@ -57,19 +57,9 @@ INSIDE = {
 STRANGERS = {("infer", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = (
-    "__init__",
-    "__main__",
-    "allocator",
-    "cli",
-    "config",
-    "errors",
-    "files",
-    "progress",
-    "run_files",
-    "sections",
-    "suggest",
-)
-LIGHT += ("tables", "text", "data", "verbs")
+    "__init__ __main__ allocator cli config console errors files manifest processes progress rng run_files sections "
+    "suggest tables text data verbs"
+).split()
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 BUDGETS = {
