@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from measuring import add_measure_options, interleaved, write_json
@@ -28,6 +29,7 @@ from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.report.metrics import Interval, eta_s
 from txl_dist.train.report.sinks import Reporter
+from txl_dist.train.state import Job
 from txl_dist.train.watch.stragglers import StepClock
 
 VOCAB_SIZE = 4096
@@ -45,7 +47,8 @@ class Bench:
         ids = torch.randint(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)).numpy()
         self.batch = batch_maker(self.engine.model, mask_documents=False).batch(plain_segment(ids))
         self.memory = self.engine.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
-        self.reporter = Reporter(config, start_step=0, ranks=ranks)
+        no_corpora: Any = None
+        self.reporter = Reporter(Job(config, plan, ranks, no_corpora), start_step=0)
         self.clock, self.interval = StepClock(ranks.device, sees_forward=True), Interval()
         self.tokens, self.num_reports, self.max_steps = train.num_lanes * train.segment_len, 0, train.max_steps
         self.step()
@@ -56,7 +59,7 @@ class Bench:
         self.engine.backward(loss)
         norm = float(self.engine.grad_norm())
         self.engine.step(lr=1e-3, grad_norm=norm)
-        self.interval.add(loss=float(loss), grad_norm=norm, lr=1e-3, num_scored=self.tokens, skipped=False)
+        self.interval.add(loss=float(loss.detach()), grad_norm=norm, lr=1e-3, num_scored=self.tokens, skipped=False)
 
     def clocks(self) -> None:
         """The clock of `REPORTS` steps."""

@@ -68,7 +68,7 @@ def train(argv: Sequence[str]) -> int:
 
         say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
-    from txl_dist.train.allocator import give_memory_back
+    from txl_dist.allocator import give_memory_back
 
     give_memory_back()  # before torch is imported
     from txl_dist.train.report.profile import parse_steps

@@ -1,8 +1,8 @@
-"""Everything that can be refused before anything expensive is built or anything is written."""
+"""All that can be refused before anything expensive is built or anything is written, and what is said of the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,11 +11,11 @@ from txl_dist.data.read.corpora import lacks_eval_split, open_corpora
 from txl_dist.data.read.corpus import Corpus, Split
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState
-from txl_dist.dist import Ranks
+from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
-from txl_dist.model.flops import has_projections
-from txl_dist.model.kernels.launch import mismatch
+from txl_dist.model.flops import count_parameters, has_projections
+from txl_dist.model.kernels.launch import mismatch, obstacle
 from txl_dist.train.report.sinks import check_sinks
 from txl_dist.train.state import Job
 
@@ -29,7 +29,7 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
     corpora do not go together."""
     check_config(config)
     check_hardware(config, device=ranks.device)
-    check_sinks(config)
+    check_sinks(config.metrics)
     plan = plan_batch(config.train, world_size=ranks.world_size)
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
@@ -147,3 +147,45 @@ def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank:
         f"the {lanes_per_rank} lanes of a rank may need {needed_gib:.1f} GiB of shards at once, for each rank of a "
         f"node, and data.cache_gib={config.data.cache_gib:g}; the run ends where there is no room"
     ]
+
+
+def describe_batch(job: Job) -> Iterator[str]:
+    """Lines for the log at the start of a run."""
+    config, plan, vocab_size = job.config, job.plan, job.vocab_size
+    train, engine = config.train, config.engine
+    yield (
+        f"batch: {train.num_lanes} lanes x {train.segment_len} tokens = {plan.tokens_per_step:,} tokens per step; "
+        f"{plan.world_size} ranks x {plan.num_microbatches} micro-batches x {plan.microbatch_lanes} lanes"
+    )
+    parameters = count_parameters(config.model, vocab_size=vocab_size)
+    yield (
+        f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
+        f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
+    )
+
+
+def _attention(config: Config) -> str:
+    """How it will be computed, and on a GPU why not by the kernels."""
+    model, chosen = config.model, config.engine.attention
+    if not model.scheme.has_distance_terms:
+        return "by torch"
+    if chosen != "auto":
+        return chosen
+    shape, device = (1, 1, model.num_heads, model.head_width), torch.device("cuda" if uses_gpu() else "cpu")
+    query = torch.empty(shape, dtype=DTYPES[config.engine.precision], device=device)
+    reason = obstacle(query, has_position_bias=model.scheme.has_position_bias)
+    if reason is None:
+        return "triton"
+    return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
+
+
+def describe_data(job: Job, stream: StreamState, *, step: int = 0) -> Iterator[str]:
+    """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
+    train = job.config.train
+    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    for split, one in zip(job.corpora.train, end.corpora, strict=True):
+        read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+        yield (
+            f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
+            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {train.max_steps:,}"
+        )

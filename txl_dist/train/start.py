@@ -18,13 +18,14 @@ from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
-from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.loop import Run, Start
 from txl_dist.train.preflight import (
     check_job,
+    describe_batch,
+    describe_data,
     remarks,
     remarks_on_cache,
     remarks_on_evaluation,

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -80,7 +79,7 @@ class Preparation:
     def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
         """What some files hold, from a cursor on."""
         settings = self.settings
-        part_bytes = settings.part_bytes or _choose_part_bytes(files)
+        part_bytes = settings.part_bytes or _choose_part_bytes(_total_bytes(files))
         allowed, column = settings.allow_protocols, settings.jsonl_field
         return read_parts(files, part_bytes=part_bytes, begin=begin, allow_protocols=allowed, jsonl_field=column)
 
@@ -179,7 +178,7 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
         return load_tokenizer(path)
     if settings.tokenizer_path is None:
         assert settings.kind != "auto"
-        tokenizer = train_tokenizer(settings.kind, lambda: _train_texts(job), **_learning(settings))
+        tokenizer = train_tokenizer(settings.kind, lambda: _train_texts(job), **settings.learning())
     elif settings.encoding_errors == "keep":
         tokenizer = load_tokenizer(settings.tokenizer_path)
         _check_keeps(settings, tokenizer.kind)
@@ -195,7 +194,7 @@ def check_learning(settings: PrepareSettings) -> None:
     """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
     if settings.tokenizer_path is None:
         _check_keeps(settings, settings.kind)
-        check_training(settings.kind, **_learning(settings))
+        check_training(settings.kind, **settings.learning())
 
 
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
@@ -204,11 +203,6 @@ def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str
     if settings.tokenizer_path or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
         return []
     return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
-
-
-def _learning(settings: PrepareSettings) -> dict[str, Any]:
-    names = ("vocab_size", "min_frequency", "lower_case", "end_of_text", "only_seen", "sentence_marks")
-    return {name: getattr(settings, name) for name in names}
 
 
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:
@@ -221,7 +215,7 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
 
 def _train_texts(job: Preparation) -> Iterator[str]:
     """One pass over the texts that a tokenizer is learnt from."""
-    job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+    _spool(job)
     reading, fraction = job.reading, job.settings.tokenizer_fraction
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
     for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
@@ -239,9 +233,12 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     if not job.reading.shares:
         return
     if job.settings.tokenizer_path is None:
-        job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+        _spool(job)
     else:
-        job.files = [_begun(job, number, file, streams) for number, file in enumerate(job.files)]
+        for number, file in enumerate(job.files):
+            if file.is_stream and file.split == TRAIN:
+                copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
+                job.files[number] = begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
     files = [file for file in job.files if file.split == TRAIN]
     if any(file.rest for file in files):
         _check_number(files, [*job.reading.shares])
@@ -278,22 +275,14 @@ def _each_document(
             progress.reach(part.stored_bytes)
 
 
-def _begun(job: Preparation, number: int, file: SourceFile, streams: ExitStack) -> SourceFile:
-    """Stdin, or what a command prints, given for train, with its beginning kept."""
-    if not file.is_stream or file.split != TRAIN:
-        return file
-    copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
-    return begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
-
-
-def _spooled(job: Preparation, number: int, file: SourceFile) -> SourceFile:
-    """Stdin, or what a command prints, as a file: a tokenizer is learnt from it, and then it is encoded."""
-    if not file.is_stream or (file.spooled and not file.rest):
-        return file
-    path = job.scratch / f"spooled-{number}"
-    with open_new(path) as stream:
-        stream.writelines(chunks_of(file, job.settings.allow_protocols))
-    return file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
+def _spool(job: Preparation) -> None:
+    """Make stdin, and what commands print, files: a tokenizer is learnt from them, and then they are encoded."""
+    for number, file in enumerate(job.files):
+        if file.is_stream and (not file.spooled or file.rest):
+            path = job.scratch / f"spooled-{number}"
+            with open_new(path) as stream:
+                stream.writelines(chunks_of(file, job.settings.allow_protocols))
+            job.files[number] = file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
 
 
 def _total_bytes(files: Sequence[SourceFile]) -> int:
@@ -302,9 +291,6 @@ def _total_bytes(files: Sequence[SourceFile]) -> int:
     return 0 if None in sizes else sum(size or 0 for size in sizes)
 
 
-def _choose_part_bytes(files: Sequence[SourceFile]) -> int:
+def _choose_part_bytes(total_bytes: int) -> int:
     """About two thousand parts, of 4 to 256 MiB; powers of 2, so that a mended file seldom moves their borders."""
-    sizes = [file.size for file in files]
-    if None in sizes:
-        return 32 * _MIB
-    return min(max(1 << (sum(size or 0 for size in sizes) // 2000).bit_length(), 4 * _MIB), 256 * _MIB)
+    return min(max(1 << (total_bytes // 2000).bit_length(), 4 * _MIB), 256 * _MIB) if total_bytes else 32 * _MIB

@@ -10,11 +10,17 @@ from txl_dist.config import BatchPlan, Config, config_to_toml
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
 from txl_dist.ops.plan.text import per_token
-from txl_dist.train.describe import describe_batch, describe_data
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.initial import initial_weights
-from txl_dist.train.preflight import check_job, remarks, remarks_on_evaluation, remarks_on_repetition
+from txl_dist.train.preflight import (
+    check_job,
+    describe_batch,
+    describe_data,
+    remarks,
+    remarks_on_evaluation,
+    remarks_on_repetition,
+)
 
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:

@@ -239,7 +239,8 @@ def _subject(run: Run) -> list[Fact]:
     notes = [_joined({f"model.{name}": form for name, form in shape.items()}, known)]
     notes = [f"{run.parameters:,}", *notes] if run.parameters else notes
     versions = {"torch": "torch {}", "deepspeed": "DeepSpeed {}", "zero_stage": "ZeRO-{}", "precision": "{}"}
-    version = known.get("txl_dist", known.get("code_version"))
+    tools = _joined(versions, known)
+    version, commit = known.get("txl_dist", known.get("code_version")), known.get("commit")
     by = f"txl_dist {version}" if version else ""
     return [
         Fact("Corpus", _listed(corpora), _listed(paths)),
@@ -250,9 +251,8 @@ def _subject(run: Run) -> list[Fact]:
             _joined({"train.memory_len": "{} tokens"}, known),
             _joined({"train.segment_len": "behind segments of {}", "train.num_lanes": "{} lanes"}, known),
         ),
-        Fact("Commit", _joined({"commit": "{}"}, known), by),
+        Fact("Commit", str(commit), _listed([by, tools])) if commit else Fact("Made by", by, tools),
         Fact("Command", shlex.join(map(str, _list_of(known.get("command"))))),
-        Fact("Made by", by, _joined(versions, known)),
     ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from txl_dist.config import BatchPlan, Config
+from txl_dist.config import BatchPlan
+from txl_dist.sections import EngineSection
 
 BUCKET_LEN = 1 << 25
 """Gradients that are exchanged at once, while the backward pass goes on, and weights that are gathered at once."""
@@ -12,14 +13,14 @@ PERSISTENT_LEN = 1 << 14
 """Parameters as small as biases and norms are not worth gathering: at stage 3 every rank keeps them."""
 
 
-def deepspeed_config(config: Config, *, plan: BatchPlan, block_len: int, on_gpu: bool) -> dict[str, Any]:
+def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, on_gpu: bool) -> dict[str, Any]:
     """The DeepSpeed dictionary, derived from ours; a pure function, so that nobody writes DeepSpeed's JSON.
 
     `block_len` is how many parameters a block of the model has.
 
     DeepSpeed silently ignores misspelt top-level keys; a test holds the keys of this function to those it reads.
     """
-    engine, precision = config.engine, config.engine.precision
+    precision = engine.precision
     # On a CPU there is no stream to overlap on; a rank alone has nothing to exchange.
     overlaps = on_gpu and plan.world_size > 1
     zero: dict[str, Any] = {

@@ -26,13 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from txl_dist.allocator import MAPPED_BYTES
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.text.clusters import ClusterRows
-from txl_dist.train.allocator import MAPPED_BYTES
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 import txl_dist
-from txl_dist.config import BatchPlan, Config
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
@@ -106,14 +105,15 @@ class Interval:
 class MfuMeter:
     """Model FLOPs utilization: what share of the devices' peak the model's own operations take."""
 
-    def __init__(self, config: Config, *, plan: BatchPlan, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, job: Job) -> None:
+        config, plan, device = job.config, job.plan, job.ranks.device
         train, uses_tf32 = config.train, torch.backends.cuda.matmul.allow_tf32
         precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
         flops = flops_by_part(
             config.model,
-            vocab_size=vocab_size,
+            vocab_size=job.vocab_size,
             segment_len=train.segment_len,
             memory_len=train.memory_len,
             microbatch_lanes=plan.microbatch_lanes,

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from typing_extensions import override
 
-from txl_dist.config import Config, flat
-from txl_dist.dist import Ranks
+from txl_dist.config import flat
 from txl_dist.errors import ConfigError
 from txl_dist.log import FIT, GrowingFile, logger
+from txl_dist.sections import MetricsSection
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
+from txl_dist.train.state import Job
 
 Record = dict[str, Any]
 
@@ -50,10 +52,10 @@ class Sink(Protocol):
 class Reporter:
     """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
 
-    def __init__(self, config: Config, *, start_step: int, ranks: Ranks) -> None:
-        run_dir, metrics = Path(config.run.dir), config.metrics
+    def __init__(self, job: Job, *, start_step: int) -> None:
+        config, run_dir, metrics = job.config, job.run_dir, job.config.metrics
         self._sinks: list[Sink] = []
-        if ranks.is_first:
+        if job.ranks.is_first:
             self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / "metrics.jsonl")]
             if metrics.tensorboard:
                 folder, settings = run_dir / "tensorboard", dict(flat(config))
@@ -89,28 +91,28 @@ class Reporter:
                 logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
 
 
-def check_sinks(config: Config) -> None:
+def check_sinks(metrics: MetricsSection) -> None:
     """Refuse what could not be written at all. Raises ConfigError."""
-    if config.metrics.wandb and importlib.util.find_spec("wandb") is None:
+    if metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"metrics.wandb={config.metrics.wandb!r} needs the library wandb, which is not installed. "
+            f"metrics.wandb={metrics.wandb!r} needs the library wandb, which is not installed. "
             'pip install "txl_dist[wandb]", or leave the setting out.'
         )
 
 
-class JsonLines:
+class JsonLines(Sink):
     """`metrics.jsonl`: one record per line with the time it was written, complete numbers, always."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, separator=b"\n")
 
+    @override
     def write(self, kind: str, record: Record) -> None:
-        """See `Sink`."""
         finite = {name: _finite(value) for name, value in record.items()}
         self._file.append(json.dumps({"kind": kind, "time_s": round(time.time(), 3), **finite}).encode())
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         self._file.close()
 
 
@@ -121,7 +123,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
     the first error ends."""
 
@@ -132,8 +134,8 @@ class TensorBoard:
         self._step, self._settings = start_step, settings
         self._again_from = start_step + 1
 
+    @override
     def write(self, kind: str, record: Record) -> None:
-        """See `Sink`."""
         # Slow to import.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -157,8 +159,8 @@ class TensorBoard:
         self._file.append(piece.getvalue())
         self._again_from = 0
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         self._file.close()
 
 
@@ -218,7 +220,7 @@ def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
     return [summary_v2.hparams_config_pb(names, metrics), summary_v2.hparams_pb(plain)]
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """The same records as a run at wandb.ai, or, with WANDB_MODE=offline, in RUN/wandb for `wandb sync`.
 
     A run that goes on is the same run there. Nothing that goes wrong in that library or on the way ends a training.
@@ -229,8 +231,8 @@ class WeightsAndBiases:
         self._run: Any = None
         self._next_try_s = 0.0
 
+    @override
     def write(self, kind: str, record: Record) -> None:
-        """See `Sink`."""
         try:
             if self._run is None:
                 if time.monotonic() < self._next_try_s:
@@ -257,8 +259,8 @@ class WeightsAndBiases:
         run.define_metric("*", step_metric="step")
         return run
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         if self._run is not None:
             try:
                 self._run.finish()
@@ -266,7 +268,7 @@ class WeightsAndBiases:
                 raise OSError(f"Weights & Biases: {error}") from error
 
 
-class Console:
+class Console(Sink):
     """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
 
     def __init__(self, *, max_steps: int) -> None:
@@ -281,15 +283,15 @@ class Console:
             with suppress(OSError):  # the terminal may be gone
                 self._bar.start()
 
+    @override
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """See `Sink`."""
         cells = record_cells(kind, record, max_steps=self._max_steps)
         logger.info(line_of(cells), extra={FIT: lambda width: line_of(cells, width=width)})
         if self._bar is not None and kind == "train":
             self._bar.update(self._task, completed=record["step"])
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -17,7 +17,8 @@ from txl_dist.train.preflight import check_hardware
 def settings_of(*, world_size: int = 2, on_gpu: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
     values = {"train": {"num_lanes": 32, "microbatch_lanes": 4}, **sections}
     config = config_from_dict(values, source="test")
-    return deepspeed_config(config, plan=plan_batch(config.train, world_size=world_size), block_len=5000, on_gpu=on_gpu)
+    plan = plan_batch(config.train, world_size=world_size)
+    return deepspeed_config(config.engine, plan=plan, block_len=5000, on_gpu=on_gpu)
 
 
 def each_engine() -> Iterator[dict[str, Any]]:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.jobs import job_of
 from tests.helpers.logs import recorded_log
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
@@ -156,7 +156,7 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
 
 def meter(peak_tflops: float, *, ranks: int = 1) -> MfuMeter:
     config = tiny_config(metrics={"peak_tflops": peak_tflops})
-    return MfuMeter(config, plan=plan_batch(config.train, world_size=ranks), vocab_size=300, device=torch.device("cpu"))
+    return MfuMeter(job_of(config, Ranks(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300))
 
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
@@ -216,7 +216,7 @@ RANK = Ranks(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), num
 def reporter(run_dir: Path, *, rank: int = 0, tensorboard: bool = False, start_step: int = 0) -> Reporter:
     ranks = replace(RANK, rank=rank, local_rank=rank)
     config = tiny_config(run={"dir": str(run_dir)}, train={"max_steps": 1000}, metrics={"tensorboard": tensorboard})
-    return Reporter(config, start_step=start_step, ranks=ranks)
+    return Reporter(job_of(config, ranks), start_step=start_step)
 
 
 def test_every_record_is_one_json_line_that_can_be_read_at_once(tmp_path: Path) -> None:

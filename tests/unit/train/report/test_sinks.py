@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.jobs import job_of
 from tests.helpers.logs import recorded_log
 from tests.helpers.tiny import tiny_config
 from tests.unit.train.report.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
@@ -182,7 +183,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 def wandb_reporter(run_dir: Path) -> Reporter:
     config = tiny_config(run={"dir": str(run_dir)}, metrics={"wandb": "papers", "tensorboard": False})
-    return Reporter(config, start_step=0, ranks=RANK)
+    return Reporter(job_of(config, RANK), start_step=0)
 
 
 def test_weights_and_biases_gets_every_record_in_one_run_that_goes_on(tmp_path: Path, wandb: FakeWandb) -> None:
@@ -231,5 +232,5 @@ def test_weights_and_biases_that_fails_never_ends_a_run(
 def test_weights_and_biases_without_its_library_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"metrics\.wandb='papers'.*pip install"):
-        check_sinks(tiny_config(metrics={"wandb": "papers"}))
-    check_sinks(tiny_config())
+        check_sinks(tiny_config(metrics={"wandb": "papers"}).metrics)
+    check_sinks(tiny_config().metrics)
