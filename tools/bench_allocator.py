@@ -1,9 +1,9 @@
 """What giving memory back costs a step on a CPU: `python tools/bench_allocator.py`.
 
-`train/allocator.py` tells the C library, once per process, to map large blocks apart and to return them. So a variant
-needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine and wait;
-the parent lets them make a step in turn, so that a busy machine is busy for both. Times are CPU time, the system's for
-fresh pages included.
+`txl_dist/allocator.py` tells the C library, once per process, to map large blocks apart and to return them. So a
+variant needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine
+and wait; the parent lets them make a step in turn, so that a busy machine is busy for both. Times are CPU time, the
+system's for fresh pages included.
 
     x by min, x by median   a step as the C library comes over a step as training sets it up
     peak MiB                resident, the program included
@@ -74,7 +74,7 @@ def measure(*, size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str
 
 def make_steps(variant: str, *, size: int) -> None:
     """A step for each line on standard input; its milliseconds and the peak in MiB so far on standard output."""
-    from txl_dist.train.allocator import give_memory_back
+    from txl_dist.allocator import give_memory_back
 
     if variant == VARIANTS[1] and not give_memory_back():
         sys.exit("the C library was not told: no huge pages, or it was set up by the environment")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from txl_dist.config import Config
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
+from txl_dist.meeting import free_port
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
@@ -263,10 +263,7 @@ def main() -> None:
         folder = Path(scratch)
         (folder / "text.txt").write_text("".join(f"{number} times {number}\n" for number in range(20_000)))
         prepare_corpus(folder / "corpus", inputs=[folder / "text.txt"], kind="byte", valid_fraction=0.0)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(work, args=(folder, port, arguments), nprocs=arguments.ranks)
+        mp.spawn(work, args=(folder, free_port(), arguments), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import itertools
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from measuring import print_table, write_json
 from txl_dist.config import Config, config_from_dict, config_to_toml, plan_batch
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.meeting import free_port
 from txl_dist.model.flops import count_parameters
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -166,7 +166,7 @@ def _baseline_bytes() -> float:
 def _measured_bytes(ranks: int, *, folder: Path) -> float:
     """The peak of the fullest rank of a run."""
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks)]
-    command += ["--master_port", str(_free_port()), "--module", "txl_dist", "train", str(folder / "config.toml")]
+    command += ["--master_port", str(free_port()), "--module", "txl_dist", "train", str(folder / "config.toml")]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         launcher = subprocess.Popen(command, env=_environment(), stdout=log, stderr=subprocess.STDOUT)
         peak, looked_at = 0.0, 0.0
@@ -216,13 +216,6 @@ def _environment() -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

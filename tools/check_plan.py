@@ -24,8 +24,7 @@ from txl_dist.model.flops import count_parameters, typical_shares
 from txl_dist.ops.plan.hardware import GPUS, Cluster
 from txl_dist.ops.plan.timing import OURS, Precision, Program, Work, step_time
 
-NVIDIA = Program(
-    name="NVIDIA's Transformer-XL (PyTorch)",
+NVIDIA = Program(  # its Transformer-XL for PyTorch
     memory_products=(3, 3),
     skips_masked=False,
     score_passes={"plain": 21},

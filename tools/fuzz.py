@@ -267,7 +267,7 @@ def _read_corpus(folder: Path) -> bool:
         split.counts()
         for document in split.each_document():
             assert len(document)
-    corpus.load_tokenizer()
+    assert corpus.tokenizer.vocab_size
     return not verify_corpus(folder)
 
 

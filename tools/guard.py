@@ -173,13 +173,16 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
 def run_shown(run: Path) -> dict[str, Any]:
     """Numbers of the log, and all files and the state of every checkpoint."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    last = {f"{row['kind']} {row['step']}": {key: row[key] for key in NUMBERS if key in row} for row in rows}
+    # Events tell of the machine too: who was slow, how long a save took. A step made again has a later row.
+    told = [row for row in rows if row["kind"] != "event"]
+    last = {f"{row['kind']} {row['step']}": {key: row[key] for key in NUMBERS if key in row} for row in told}
     shown: dict[str, Any] = {
         "losses": digest(json.dumps(last, sort_keys=True).encode()),
         "loss": {key: row["loss"] for key, row in last.items() if "loss" in row},
     }
     for checkpoint in sorted((run / "checkpoints").glob("step_*")):
         state = plain(read(checkpoint / "state.json"))
+        del state["corpora"]  # their paths
         shown[checkpoint.name] = files_of(checkpoint, "*.safetensors", "tokenizer.json") | {
             "stream": digest(json.dumps(state["stream"], sort_keys=True).encode()),
             "state": digest(json.dumps(state, sort_keys=True).encode()),

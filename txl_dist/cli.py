@@ -68,7 +68,7 @@ def train(argv: Sequence[str]) -> int:
 
         say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
-    from txl_dist.train.allocator import give_memory_back
+    from txl_dist.allocator import give_memory_back
 
     give_memory_back()  # before torch is imported
     from txl_dist.train.report.profile import parse_steps
@@ -161,7 +161,9 @@ VERBS: dict[str, Callable[..., object]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
-    arguments = _without_launcher_flags(sys.argv[1:] if argv is None else argv)
+    # The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same.
+    given = sys.argv[1:] if argv is None else argv
+    arguments = [word for word in given if not word.startswith(("--local_rank=", "--local-rank="))]
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["help"]:
         say(_usage())
         return 0
@@ -178,8 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_empty_paths(rest)
         if own := {"train": train, "launch": launch, "plan": plan}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file
-        else:
-            call(VERBS[verb], rest, prog=f"txl {verb}")
+        call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:
         if _should_print(error):
             say(f"txl {verb}: error: {error}", to=sys.stderr)
@@ -244,11 +245,6 @@ def _should_print(error: TxlError) -> bool:
 def _is_speaker() -> bool:
     """Before ranks have joined, the first process of each node speaks."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _without_launcher_flags(arguments: Sequence[str]) -> list[str]:
-    """The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same."""
-    return [word for word in arguments if not word.startswith(("--local_rank=", "--local-rank="))]
 
 
 def _usage() -> str:

@@ -357,7 +357,10 @@ def unknown_setting(name: str) -> str:
         return f'"{name}" in quotes is one key. Write {name} without them, or {key} under [{section}].'
     section, _, key = name.partition(".")
     if section in sections and key:
-        hint, known = did_you_mean(name, settings), [f"{section}.{other}" for other in _keys(section)]
+        hint, known = (
+            did_you_mean(name, settings),
+            [f"{section}.{other}" for other in _sections()[section].model_fields],
+        )
     else:
         hint, known = did_you_mean(name, [*sections, *settings]), sections
     return f"unknown setting {name}." + (hint or f" Known: {', '.join(known)}.")
@@ -374,7 +377,3 @@ def choices_of(name: str) -> tuple[str, ...]:
 def _field(name: str) -> FieldInfo:
     section, _, key = name.partition(".")
     return _sections()[section].model_fields[key]
-
-
-def _keys(section: str) -> list[str]:
-    return list(_sections()[section].model_fields)

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from txl_dist.console import escaped
 from txl_dist.files import open_to_append
 
@@ -76,8 +78,8 @@ class GrowingFile:
 class _Formatter(logging.Formatter):
     """Lines in which nothing steers a terminal; colours come later, from us."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         return escaped(super().format(record))
 
 
@@ -92,8 +94,8 @@ class _StandardError(logging.StreamHandler[Any]):
     def stream(self, value: Any) -> None:
         """Ignored: the stream is always the current one."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         if not _is_terminal(self.stream):
             return super().format(record)
         if fit := getattr(record, FIT, None):
@@ -135,8 +137,8 @@ class _LogFile(logging.Handler):
         self._file = GrowingFile(path, separator=b"\n")
         self._num_lost = 0
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         try:
             self._file.append(self.format(record).encode(errors="backslashreplace"))
         except OSError as error:
@@ -148,8 +150,8 @@ class _LogFile(logging.Handler):
             num_lost, self._num_lost = self._num_lost, 0
             logger.warning("%s is written again; it lacks %d lines", self._file.path, num_lost)
 
+    @override
     def close(self) -> None:
-        """See `logging.Handler`."""
         self._file.close()
         super().close()
 

@@ -150,7 +150,8 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
         for one in LAUNCHERS[kind](process):
             one.send_signal(number)
         wait_for(lambda: _has_stopped(run) or not any(map(_lives, family)), timeout_s=60)
-        _, orphans = psutil.wait_procs(family, timeout=ORPHAN_LIMIT_S)
+        _, left = psutil.wait_procs(family, timeout=ORPHAN_LIMIT_S)
+        orphans = [one for one in left if _lives(one)]  # not those that only nobody has waited for
         case.exit_codes.append([process.wait(timeout=60)])
         if orphans:
             case.problems.append(

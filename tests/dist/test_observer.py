@@ -53,7 +53,7 @@ def observing_worker(ranks: Ranks, stage: int, folder: str) -> NUMBERS:
     before = [value.clone() for _, value in engine.named_values()]
     generator = torch.get_rng_state()
     record = look(engine, split, maker=maker, config=config, ranks=ranks, step=7)
-    text = sample_text(engine, corpus.load_tokenizer(), config, device=ranks.device, seed=5)
+    text = sample_text(engine, corpus.tokenizer, config, device=ranks.device, seed=5)
     result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=ranks)
     after = [value for _, value in engine.named_values()]
     # At stage 3 small parameters stay gathered from their first use on.
@@ -251,7 +251,7 @@ def test_a_model_trained_with_document_masks_sees_the_end_of_text_that_opens_its
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     predict, seen = engine.predict, []
     engine.predict = lambda batch, memory: (seen.append(batch.tokens_BT[0].tolist()), predict(batch, memory))[1]
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=5)
     assert seen[0] == [tokenizer.end_of_text, *tokenizer.encode_prompt(prompt)]
 
@@ -267,7 +267,7 @@ def test_a_model_that_has_diverged_writes_nothing_and_raises_nothing(corpus: Cor
         return (log_p * math.nan if len(calls) > 4 else log_p), memory
 
     engine.predict = diverging
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=5)
     whole = sample_text(
         PlainEngine(config, vocab_size=corpus.vocab_size), tokenizer, config, device=RANK.device, seed=5
@@ -284,7 +284,7 @@ def test_a_sample_is_what_generation_writes_with_its_cache(prompt: str, same_len
         model={"init_std": 0.2, "same_length": same_length},
         metrics={"sample_prompt": prompt, "sample_len": 25},
     )
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=11)
     ids = [tokenizer.end_of_text, *tokenizer.encode_prompt(prompt)]
@@ -300,7 +300,7 @@ def test_a_model_without_memory_writes_too(tmp_path: Path, corpus: Corpus) -> No
         0, model={"positions": "absolute"}, train={"memory_len": 0}, metrics={"sample_prompt": "a", "sample_len": 20}
     )
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=2)
     ids = [tokenizer.end_of_text, *tokenizer.encode_prompt("a")]
     written = generate(

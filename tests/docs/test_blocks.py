@@ -38,7 +38,7 @@ def run(block: Block, folder: Path, *, variables: dict[str, str]) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
+        timeout=400,
         check=False,
     )
     if process.returncode:

@@ -12,6 +12,7 @@ import json
 import socketserver
 import sys
 import threading
+from multiprocessing import connection
 from pathlib import Path
 
 from tests.helpers import forked
@@ -36,6 +37,9 @@ class _Call(socketserver.StreamRequestHandler):
         process = forked.start(
             forked.run_txl, *words, variables=variables, cwd=Path(cwd), stdin=stdin, out=out, err=err
         )
+        connection.wait([process.sentinel, self.connection])
+        if process.exitcode is None:  # who asked is gone, with the shell that a test has given up
+            process.kill()
         process.join()
         self.wfile.write(f"{process.exitcode}\n".encode())
 

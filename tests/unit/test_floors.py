@@ -21,7 +21,7 @@ from tools.count_code import code_lines, rooms
 PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
     "__init__ errors",
-    "console faults files meeting rng sections suggest tables",
+    "allocator console faults files meeting rng sections suggest tables",
     "config dist log manifest processes run_files",
     "progress",
     "text",
@@ -38,7 +38,7 @@ HOUSE = (
 INSIDE = {
     "data": ("format workers", "storage", "read", "check", "prepare"),
     "train": (
-        "allocator health initial run_dir schedule",
+        "health initial run_dir schedule",
         "engine state",
         "batch footprint",
         "report",
@@ -49,14 +49,26 @@ INSIDE = {
         "start",
     ),
     "ops": (
-        "chatter doctor evaluation_settings export inspect_run plan report",
-        "evaluate launcher",
+        "chatter doctor evaluation_settings export inspect_settings plan report",
+        "evaluate inspect_run launcher",
     ),
 }
 """Rooms in these folders, from their ground up. The `__init__` of such a folder imports nothing."""
 STRANGERS = {("infer", "data")}
 """Who does not know whom although it lies below."""
-LIGHT = ("__init__", "__main__", "cli", "config", "errors", "files", "progress", "run_files", "sections", "suggest")
+LIGHT = (
+    "__init__",
+    "__main__",
+    "allocator",
+    "cli",
+    "config",
+    "errors",
+    "files",
+    "progress",
+    "run_files",
+    "sections",
+    "suggest",
+)
 LIGHT += ("tables", "text", "data", "verbs")
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}

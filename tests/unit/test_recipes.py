@@ -183,11 +183,12 @@ def test_a_recipes_corpus_has_the_tokenizer_of_the_papers(name: str, monkeypatch
     settings = prepared.completed()
     assert not settings.end_of_text, "it would be one more id"
     if name == "ptb":
-        assert (settings.kind, settings.learning().keys()) == ("word", {"kind", "lower_case", "end_of_text"})
+        by_hand = PrepareSettings((), kind="word", lower_case=True, end_of_text=False)
+        assert (settings.kind, settings.learning()) == (by_hand.kind, by_hand.learning())
     else:
         own = PrepareSettings([corpus_of(name)]).completed()
         assert settings.name == corpus_of(name)
-        assert (settings.kind, settings.learning()) == (own.kind, own.learning())
+        assert (settings.kind, settings.learning(), settings.all_splits) == (own.kind, own.learning(), own.all_splits)
 
 
 def test_tiny_shakespeare_is_labmls_experiment() -> None:

@@ -87,7 +87,8 @@ def only_tensors(values: Any, *, where: str) -> Weights:
         if name.rpartition(".")[2] in BUFFERS:
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise CheckpointError(f"{where}: {name} is {_kind(value)}, not a tensor of floating-point numbers.")
+            kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(f"{where}: {name} is a {kind}, not a tensor of floating-point numbers.")
         weight = value.detach().float()
         if not bool(weight.isfinite().all()):
             raise CheckpointError(f"{where}: {name} holds numbers that are not finite in fp32. Use a sound checkpoint.")
@@ -161,7 +162,3 @@ def _explained(error: Exception, *, where: str) -> CheckpointError:
     problem = error.errors()[0]
     name = ".".join(str(part) for part in problem["loc"])
     return CheckpointError(f"{where}: {name} = {problem['input']!r}: {problem['msg']}. Correct the settings.")
-
-
-def _kind(value: Any) -> str:
-    return f"a {value.dtype} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -77,7 +77,8 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{path} holds no model.pt. Name the file with the weights.")
     content, found = read_weights(file), {}
     if isinstance(content, Inert):
-        content = _without_parallel(content)
+        if type(content).__name__.endswith("DataParallel"):  # or DistributedDataParallel
+            content = _child(content, "module")
         found = _settings_of_module(content, where=str(file))
         content = modules_tensors(content)
     # torch.save keeps tied tensors under each of their names; the other format cannot.
@@ -289,11 +290,6 @@ def _tied_projections(theirs: Weights, settings: OriginalSettings, *, num_cluste
 
 def _is_same(theirs: Weights, name: str, other: str) -> bool:
     return name in theirs and other in theirs and torch.equal(theirs[name], theirs[other])
-
-
-def _without_parallel(module: Inert) -> Inert:
-    """The module inside DataParallel or DistributedDataParallel."""
-    return _child(module, "module") if type(module).__name__.endswith("DataParallel") else module
 
 
 def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:

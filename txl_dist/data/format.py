@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.files import typed
+from txl_dist.text.base import Tokenizer
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
@@ -80,6 +82,21 @@ class SplitInfo:
     def from_dict(values: dict[str, Any]) -> SplitInfo:
         """Back from index.json. Raises ValueError, KeyError or TypeError for other values."""
         return typed(SplitInfo, {**values, "shards": [typed(ShardInfo, shard) for shard in values["shards"]]})
+
+
+def index_of(
+    tokenizer: Tokenizer, *, dtype: np.dtype[Any], splits: Mapping[str, SplitInfo], statistics: Mapping[str, int]
+) -> dict[str, Any]:
+    """The content of index.json, but for its own hash."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "dtype": dtype.name,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "tokenizer_sha256": tokenizer.fingerprint,
+        "splits": {name: info.to_dict() for name, info in splits.items()},
+        "statistics": dict(statistics),
+    }
 
 
 def counts_name(split: str) -> str:

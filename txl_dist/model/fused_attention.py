@@ -202,7 +202,8 @@ class _RelativeAttention(torch.autograd.Function):
         inputs, (visible, dropout, keeps) = _Inputs(*arguments[:7]), arguments[7:]
         context_BTNH = inputs.query_BTNH.new_empty(inputs.query_BTNH.shape)
         context_NBTH, buffer, blocks = _head_major(context_BTNH), _ShiftBuffer(inputs), inputs.blocks()
-        masks_Bbk = [_additive_mask(visible, block, like=context_BTNH) for block in blocks]
+        # What is added to the scores: 0 where a key is seen, else -inf.
+        masks_Bbk = [visible.mask(block.start, block.stop).to(context_BTNH.dtype).log_() for block in blocks]
         kept: list[Tensor | None] = []
         for group in inputs.groups():
             heads = inputs.heads(group)
@@ -254,11 +255,6 @@ def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tens
     scores_Xbk: Tensor = (shifted_Xbk.unflatten(0, (-1, len(mask_Bbk))) + mask_Bbk).flatten(0, 1)
     _add_product(scores_Xbk, heads.content_query_XTH[:, i:j], heads.key_XKH[:, :k].transpose(1, 2))
     return scores_Xbk
-
-
-def _additive_mask(visible: Visibility, block: _Block, *, like: Tensor) -> Tensor:
-    """mask_Bbk: 0 where a key is seen, else -inf."""
-    return visible.mask(block.start, block.stop).to(like.dtype).log_()
 
 
 def _dropped(x: Tensor, keep: Tensor | None, rate: float) -> Tensor:

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from txl_dist.errors import DataError
-from txl_dist.files import read_bytes
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.foreign import ForeignTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from txl_dist.text.tokenizer import read_tokenizer
+from txl_dist.text.tokenizer import read_tokenizer, tokenizer_bytes
 from txl_dist.text.training import CountedTexts, Texts, count_ids
 
 _FIRST_OF_A_MODEL = b"\n"
@@ -25,7 +24,7 @@ def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
     end-of-text if it has no `<|endoftext|>`. One of ours is taken as it is.
     Raises DataError if the file is neither, or damaged, or needs a package that is missing, or if there is no text.
     """
-    content = _content_of(path)
+    content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
         return read_tokenizer(content, name=str(path))
     first = _open_foreign(content, name=str(path))
@@ -40,16 +39,9 @@ def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
     """The same without texts: a foreign tokenizer keeps the order of its ids. Raises DataError as above."""
-    content = _content_of(path)
+    content = tokenizer_bytes(path, remedy="Check the path.")
     read = read_tokenizer if _is_ours(content) else _open_foreign
     return read(content, name=str(path))
-
-
-def _content_of(path: str | Path) -> bytes:
-    try:
-        return read_bytes(Path(path))
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. Check the path.") from error
 
 
 def _is_ours(content: bytes) -> bool:

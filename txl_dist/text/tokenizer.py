@@ -41,11 +41,15 @@ _REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json. Raises DataError naming the file if it is missing, damaged or of another format."""
+    return read_tokenizer(tokenizer_bytes(path), name=str(path))
+
+
+def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
+    """Of a file that is a tokenizer of any kind. Raises DataError if it cannot be read."""
     try:
-        content = read_bytes(Path(path))
+        return read_bytes(Path(path))
     except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. {_REMEDY}") from error
-    return read_tokenizer(content, name=str(path))
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. {remedy}") from error
 
 
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:

@@ -54,7 +54,7 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
     try:
-        corpus.load_tokenizer().encode_prompt(prompt)
+        corpus.tokenizer.encode_prompt(prompt)
     except TxlError as error:
         raise ConfigError(
             f"metrics.sample_prompt={prompt!r} is nothing that the tokenizer of {corpus.location} can write: {error} "

@@ -141,17 +141,16 @@ def generate(
         seed: Seed of the sampling.
     """
     kind = require(source, *TRAINED)
-    rules = {
-        "max_tokens": (max_tokens >= 0, "0 or more tokens"),
-        "temperature": (0 <= temperature < math.inf, "0 or more"),
-        "top_k": (top_k >= 0, "0 or more tokens; 0 keeps all"),
-        "top_p": (0 < top_p <= 1, "above 0 and at most 1; 1 keeps all"),
-        "seed": (0 <= seed < 2**63, "0 or more and below 2**63"),
-    }
-    given = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    for name, (holds, rule) in rules.items():
+    rules = [
+        ("--max-tokens", max_tokens, max_tokens >= 0, "0 or more tokens"),
+        ("--temperature", temperature, 0 <= temperature < math.inf, "0 or more"),
+        ("--top-k", top_k, top_k >= 0, "0 or more tokens; 0 keeps all"),
+        ("--top-p", top_p, 0 < top_p <= 1, "above 0 and at most 1; 1 keeps all"),
+        ("--seed", seed, 0 <= seed < 2**63, "0 or more and below 2**63"),
+    ]
+    for flag, value, holds, rule in rules:
         if not holds:
-            raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: it must be {rule}.")
+            raise ConfigError(f"{flag} {value}: it must be {rule}.")
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -57,20 +57,16 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
         if word.startswith("--") and "." not in word:
             raise ConfigError(f"unknown flag {word}.{did_you_mean(word, own)} See txl plan --help.")
     config = read_settings([str(arguments.config), *words])
-    if not arguments.vocab_size:
-        try:
-            require_corpora(config)
-        except ConfigError as error:
-            raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
+    vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
     say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
     gc.disable()  # a sixth of the time would go into looking for garbage, of which there are 7 MiB
     try:
-        _answer(arguments, config)
+        _answer(arguments, config, vocab_size=vocab_size, corpus_tokens=corpus_tokens)
     finally:
         gc.enable()
 
 
-def _answer(arguments: PlanArguments, config: Config) -> None:
+def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus_tokens: int) -> None:
     import json
 
     from txl_dist.files import write_output
@@ -83,9 +79,6 @@ def _answer(arguments: PlanArguments, config: Config) -> None:
     if arguments.intra_node:
         gpu = replace(gpu, bus_gb_s=arguments.intra_node)
     cluster = Cluster(gpu, arguments.gpus_per_node, arguments.interconnect)
-    vocab_size, corpus_tokens = arguments.vocab_size, 0
-    if not vocab_size:
-        vocab_size, corpus_tokens = _corpus(config)
     question = Question(
         cluster=cluster,
         gpus=arguments.gpus,
@@ -109,6 +102,7 @@ def _corpus(config: Config) -> tuple[int, int]:
     from txl_dist.data.read.corpora import open_corpora
 
     try:
+        require_corpora(config)
         corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     except TxlError as error:
         raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error

@@ -29,7 +29,7 @@ def write(folder: Path, corpus: Corpus, model: ModelSection) -> TransformerXL:
     package = Package(
         section=model,
         weights=dict(network.named_parameters()),
-        tokenizer=corpus.load_tokenizer(),
+        tokenizer=corpus.tokenizer,
         segment_len=8,
         memory_len=16,
         source={},

@@ -34,11 +34,11 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return {
         "location": corpus.location,
         "fingerprint": corpus.fingerprint,
-        "tokenizer": corpus.load_tokenizer().kind,
+        "tokenizer": corpus.tokenizer.kind,
         "vocab_size": corpus.vocab_size,
         "end_of_text": corpus.end_of_text,
         "dtype": corpus.dtype.name,
-        "splits": {name: _split_facts(corpus.split(name)) for name in corpus.split_names},
+        "splits": {name: _split_facts(split) for name, split in corpus.splits.items()},
         "statistics": corpus.statistics,
     }
 
@@ -112,11 +112,7 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
 def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
     """The split and the number of a shard. Raises DataError naming the shards that there are."""
     wanted = name if name.endswith(".tar") else f"{name}.tar"
-    known = [
-        (split, index, shard.name)
-        for split in map(corpus.split, corpus.split_names)
-        for index, shard in enumerate(split.shards)
-    ]
+    known = [(split, index, shard.name) for split in corpus.splits.values() for index, shard in enumerate(split.shards)]
     for split, index, shard in known:
         if shard == wanted:
             return split, index
@@ -127,7 +123,7 @@ def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
 
 def shard_facts(split: Split, index: int, *, max_documents: int) -> dict[str, Any]:
     """The first documents of a shard, each with its first text, or with what is wrong with it. Raises DataError."""
-    shard, tokenizer = split.open_shard(index), split.corpus.load_tokenizer()
+    shard, tokenizer = split.open_shard(index), split.corpus.tokenizer
     documents: list[dict[str, Any]] = []
     for document in range(min(len(shard.lengths), max_documents)):
         one: dict[str, Any] = {"document": document, "tokens": int(shard.lengths[document])}
@@ -169,7 +165,7 @@ def document_facts(split: Split, index: int, document: int, *, max_tokens: int) 
         "tokens": int(shard.lengths[document]),
         "offset": int(shard.offsets[document]),
         "ids": ids,
-        "text": split.corpus.load_tokenizer().decode(ids),
+        "text": split.corpus.tokenizer.decode(ids),
     }
 
 
@@ -189,7 +185,7 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
     if not 0 <= lane < state.num_lanes:
         raise ConfigError(f"there is no lane {lane}: the lanes are 0 to {state.num_lanes - 1}. Name one of these.")
     stream = LaneStream(splits, state, segment_len=segment_len, lanes=range(lane, lane + 1))
-    tokenizer = splits[0].corpus.load_tokenizer()  # that of all of them
+    tokenizer = splits[0].corpus.tokenizer  # that of all of them
     ids = stream.segment_at(state).tokens[0]
     pieces: list[dict[str, Any]] = []
     filled, corpus = 0, 0

@@ -12,10 +12,11 @@ command after a kill keeps it, and rewrites it once the plan is another one. The
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,22 +60,24 @@ class ShardTask(NamedTuple):
     vocab_size: int
 
 
-def find_duplicates(folder: Path, parts: Sequence[PartInfo], *, drop: bool) -> Duplicated:
+def find_duplicates(
+    folder: Path, parts: Sequence[PartInfo], *, policy: Literal["report", "drop", "ignore"]
+) -> Duplicated:
     """Exact and near duplicates over all parts and splits."""
     own = [(part.number, split) for part in parts for split in part.documents]
     count = sum(sum(part.documents.values()) for part in parts)
-    if not count:
+    if not count or policy == "ignore":
         return Duplicated({}, np.empty(0, np.uint64))
     equal: Equals = find_equal(
         ((records_of(folder, number, split), split == TRAIN) for number, split in own), count=count, folder=folder
     )
     pairs = ((records_of(folder, number, split), bands_of(folder, number, split)) for number, split in own)
-    near = count_near(pairs, equal, count=count, folder=folder)
+    drop = policy == "drop"
     statistics = {
         "exact_duplicates": len(equal.ordinals) - equal.num_held_out,
         "held_out_duplicates": equal.num_held_out,
         "duplicates_dropped": len(equal.ordinals) if drop else 0,
-        "near_duplicates": near,
+        "near_duplicates": count_near(pairs, equal, count=count, folder=folder),
     }
     return Duplicated(statistics, equal.ordinals if drop else np.empty(0, np.uint64))
 
@@ -142,10 +145,9 @@ def write_planned(task: ShardTask) -> WrittenShard:
     scratch, dtype = Path(task.scratch), np.dtype(task.dtype)
     _about(task).unlink(missing_ok=True)  # it may speak of a shard of another plan
     records, documents = gather(scratch, task.parts, task.split, keys=task.keys, dtype=dtype)
-    dropped = np.memmap(scratch / DROPPED, dtype=np.uint64, mode="r") if (scratch / DROPPED).stat().st_size else None
-    if dropped is not None:
-        is_kept = ~contains(dropped, records["ordinal"])
-        documents = [document for document, is_in in zip(documents, is_kept, strict=True) if is_in]
+    if (scratch / DROPPED).stat().st_size:
+        is_dropped = contains(np.memmap(scratch / DROPPED, dtype=np.uint64, mode="r"), records["ordinal"])
+        documents = [*itertools.compress(documents, ~is_dropped)]
     written = write_shard(
         scratch / CORPUS,
         task.name,

@@ -95,8 +95,11 @@ def _records(
     skip(stream, offset)
     if file.form == "file":
         if not offset:
-            data = b"".join(_chunks(stream, file))
-            yield data, len(data), 1
+            whole = bytearray()
+            while chunk := stream.read(_MIB):
+                whole += chunk
+                _check_length(len(whole), file)
+            yield bytes(whole), len(whole), 1
         return
     held = b""
 
@@ -121,15 +124,6 @@ def _records(
             return
         yield data[:end], end, data.count(b"\n", 0, end) + (not data.endswith(b"\n", 0, end))
         held = data[end:] + held
-
-
-def _chunks(stream: IO[bytes], file: SourceFile) -> Iterator[bytes]:
-    """All of a stream. Raises DataError if it is too long for a document."""
-    total = 0
-    while chunk := stream.read(_MIB):
-        total += len(chunk)
-        _check_length(total, file)
-        yield chunk
 
 
 def _check_length(num_bytes: int, file: SourceFile) -> None:

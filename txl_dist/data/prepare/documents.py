@@ -65,6 +65,12 @@ class Reading(NamedTuple):
     """None: whole documents are held out. Else the end of each long one, and whatever equals such an end: the digests
     of the ends, and their splits."""
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the splits that are held out of train."""
+        shares = {VALID: self.valid_fraction, TEST: self.test_fraction}
+        return {split: share for split, share in shares.items() if share}
+
 
 class Piece(NamedTuple):
     """A document, or a part of one, and where it belongs."""
@@ -78,7 +84,11 @@ class Piece(NamedTuple):
 def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
     """The documents of a block, empty ones and skipped ones included. Raises DataError for what cannot be read."""
     if block.form == "parquet":
-        for row, text in enumerate(_texts_of_rows(block)):
+        import pyarrow
+
+        with pyarrow.ipc.open_stream(block.data) as stream:
+            texts: list[str | None] = stream.read_all().column(0).to_pylist()
+        for row, text in enumerate(texts):
             where = f"{block.where}, row {block.unit + row + 1}"
             if text is None:
                 raise DataError(f"{where}: no text in the column {reading.jsonl_field!r} (null). Remove the row.")
@@ -128,8 +138,7 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[P
         digest = content_digest(raw)
         return [Piece(document, split_of(digest, given_for=given_for, reading=reading), digest, len(raw))]
     pieces = []
-    cut = cut_tails(document.text, valid_share=reading.valid_fraction, test_share=reading.test_fraction)
-    for number, (split, text) in enumerate(cut):
+    for number, (split, text) in enumerate(cut_tails(document.text, reading.shares)):
         raw = text_bytes_of(text)
         digest = content_digest(raw)
         piece = document._replace(text=text, ordinal=len(SPLITS) * document.ordinal + number)
@@ -137,17 +146,17 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[P
     return pieces
 
 
-def cut_tails(text: str, *, valid_share: float, test_share: float) -> list[tuple[str, str]]:
+def cut_tails(text: str, shares: Mapping[str, float]) -> list[tuple[str, str]]:
     """(split, text) of the pieces, which together are the text: its beginning, and the shares at its end.
 
     A text too short for that stays whole. A cut lies behind the paragraph, else the line, else the word that ends
     nearest to its share, within a quarter of the smallest one; else between two characters.
     """
-    shares = {split: share for split, share in ((VALID, valid_share), (TEST, test_share)) if share}
     length, smallest = len(text), min(shares.values(), default=0.0)
     if min(smallest, 1 - sum(shares.values())) * length < SHORTEST_TAIL:
         return [(TRAIN, text)]
-    begins = {VALID: round(length * (1 - test_share - valid_share)), TEST: round(length * (1 - test_share))}
+    test_share = shares.get(TEST, 0.0)
+    begins = {VALID: round(length * (1 - test_share - shares.get(VALID, 0.0))), TEST: round(length * (1 - test_share))}
     slack = int(smallest * length / 4)
     borders = [0, *(_nearest_border(text, begins[split], slack) for split in shares), length]
     pieces = [text[begin:end] for begin, end in pairwise(borders)]
@@ -245,11 +254,3 @@ def _parse_record(line: str, *, field: str, where: str) -> str:
         known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{where}: no text in the field {field!r} (found: {known}). Name the field with --jsonl-field.")
     return text
-
-
-def _texts_of_rows(block: Block) -> list[str | None]:
-    import pyarrow
-
-    with pyarrow.ipc.open_stream(block.data) as stream:
-        texts: list[str | None] = stream.read_all().column(0).to_pylist()
-        return texts

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -180,18 +181,15 @@ class _SplitOfPart:
     """The documents of one split in one part, in the order of the input."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[int, bytes, int, int, int, bool]] = []
-        """(ordinal, digest, tokens, text bytes, characters, whether it is changed)"""
+        self.records: list[tuple[Any, ...]] = []
+        """Fields of `PART_RECORD`; key and start are filled in where they are written."""
         self.documents: list[Tokens] = []
         self.bands: list[npt.NDArray[np.uint64]] = []
+        """Of each document, if near duplicates are looked for."""
 
     def write(self, folder: Path, name: str, split: str, encoding: Encoding, tokenizer: Tokenizer) -> None:
         """Sort and write."""
-        ordinals, digests, lengths, text_bytes, characters, is_changed = zip(*self.records, strict=True)
-        table = np.zeros(len(ordinals), dtype=PART_RECORD)
-        table["ordinal"], table["tokens"] = ordinals, lengths
-        table["text_bytes"], table["characters"], table["is_changed"] = text_bytes, characters, is_changed
-        table["digest"] = np.frombuffer(b"".join(digests), dtype=">u8").reshape(-1, 2)
+        table = np.array(self.records, dtype=PART_RECORD)
         table["key"] = hash64(encoding.seed, table["ordinal"]) if split == TRAIN else table["ordinal"]
         order = np.lexsort((table["ordinal"], table["key"]))
         table = table[order]
@@ -258,7 +256,7 @@ def _encode_batch(
         is_kept = tokenizer.keeps_text(num_unknown=int((ids == tokenizer.unknown_id).sum()))
         spelled = raw if is_kept else text_bytes_of(tokenizer.decode(ids.tolist()))
         sizes = len(tokens), len(spelled), count_characters(spelled)
-        split.records.append((document.ordinal, piece.digest, *sizes, spelled != raw))
+        split.records.append((0, document.ordinal, struct.unpack(">2Q", piece.digest), 0, *sizes, spelled != raw))
         split.documents.append(tokens)
         if bands is not None:
             split.bands.append(bands[number : number + 1])

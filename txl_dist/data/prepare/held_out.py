@@ -37,8 +37,7 @@ def hold_out(documents: Documents, reading: Reading) -> HeldOut:
     One pass, which ends with the first document of the last split; a second one, over few documents, where ends are
     held out. Raises DataError if neither gives every split a text.
     """
-    shares = {VALID: reading.valid_fraction, TEST: reading.test_fraction}
-    shares = {split: share for split, share in shares.items() if share}
+    shares = reading.shares
     missing, count = {TRAIN, *shares}, 0
     for document in documents():
         if not document.text.strip():

@@ -60,7 +60,6 @@ class Member:
 class NamedCorpus:
     """One corpus: its sources, their proof, its parts, and the settings with which the papers read it."""
 
-    description: str
     urls: tuple[str, ...]
     """Tried in turn."""
     sha256: str
@@ -262,7 +261,6 @@ _CHARACTERS = {"end_of_text": False, "only_seen": True, "documents": "file", "al
 
 NAMED: dict[str, NamedCorpus] = {
     "enwik8": NamedCorpus(
-        description="the first 100 MB of Wikipedia's XML of 2006, bytes",
         urls=("https://mattmahoney.net/dc/enwik8.zip", "https://data.deepai.org/enwik8.zip"),
         sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
         members=(Member("enwik8", (), sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"),),
@@ -271,7 +269,6 @@ NAMED: dict[str, NamedCorpus] = {
         clean=lambda part: part.replace(b"\n", b""),
     ),
     "text8": NamedCorpus(
-        description="100 MB of Wikipedia's text in 26 letters and blanks, characters",
         urls=("https://mattmahoney.net/dc/text8.zip", "https://data.deepai.org/text8.zip"),
         sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
         members=(Member("text8", (), sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7"),),
@@ -280,7 +277,6 @@ NAMED: dict[str, NamedCorpus] = {
         clean=lambda part: part.strip().replace(b" ", b"_"),
     ),
     "wikitext-103": NamedCorpus(
-        description="28,475 good articles of Wikipedia, 103 million words",
         urls=("https://wikitext.smerity.com/wikitext-103-v1.zip",),
         sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
         members=(
@@ -299,7 +295,6 @@ NAMED: dict[str, NamedCorpus] = {
         tokenizer=_WORDS,
     ),
     "wikitext-2": NamedCorpus(
-        description="720 good articles of Wikipedia, 2 million words",
         urls=("https://wikitext.smerity.com/wikitext-2-v1.zip",),
         sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
         members=(
@@ -322,7 +317,6 @@ NAMED: dict[str, NamedCorpus] = {
         tokenizer=_WORDS,
     ),
     "lm1b": NamedCorpus(
-        description="the One Billion Word Benchmark, 30 million shuffled sentences",
         urls=(f"https://www.statmt.org/lm-benchmark/{_R13}.tar.gz",),
         sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
         members=(
@@ -335,7 +329,6 @@ NAMED: dict[str, NamedCorpus] = {
         tokenizer={**_WORDS, "min_frequency": 3, "sentence_marks": True},
     ),
     "tinyshakespeare": NamedCorpus(
-        description="1.1 MB of Shakespeare's plays, characters",
         urls=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
         sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
         members=(Member("input.txt", (), sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),

@@ -17,7 +17,6 @@ call begins anew.
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import zlib
 from collections import Counter
@@ -33,13 +32,14 @@ import numpy.typing as npt
 from txl_dist.data.check.inspect import corpus_facts, corpus_lines
 from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.format import (
-    FORMAT_VERSION,
     INDEX_NAME,
     RECORD,
     TOKENIZER_NAME,
     ShardInfo,
     SplitInfo,
     counts_name,
+    index_of,
+    npy_bytes,
 )
 from txl_dist.data.prepare.documents import count_characters, text_bytes_of
 from txl_dist.data.read.corpus import Corpus, open_corpus
@@ -107,15 +107,9 @@ def reindex_corpus(
         infos = {name: scan.split(name, paths) for name, paths in splits.items()}
         if scan.dtype is None:
             raise DataError(f"the tars in {target} hold no tokens: no member is named KEY.npy. Check the folder.")
-        index: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "dtype": scan.dtype.name,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_text": tokenizer.end_of_text,
-            "tokenizer_sha256": tokenizer.fingerprint,
-            "splits": {name: info.to_dict() for name, info in infos.items() if info.shards},
-            "statistics": {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended},
-        }
+        statistics = {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended}
+        filled = {name: info for name, info in infos.items() if info.shards}
+        index = index_of(tokenizer, dtype=scan.dtype, splits=filled, statistics=statistics)
         _write(target, scan, tokenizer, index)
     return ReindexSummary(
         open_corpus(target),
@@ -234,10 +228,8 @@ class _Scan:
             info.documents += shard.documents
             info.tokens += shard.tokens
             info.longest = max(info.longest, int(records["tokens"].max()))
-        buffer = io.BytesIO()
-        np.save(buffer, counts)
-        self.counts_files[name] = buffer.getvalue()
-        info.counts_sha256 = hashlib.sha256(buffer.getvalue()).hexdigest()
+        self.counts_files[name] = npy_bytes(counts)
+        info.counts_sha256 = hashlib.sha256(self.counts_files[name]).hexdigest()
         if self.tokenizer.spellings is not None:
             in_text = counts * (np.arange(len(counts)) != self.tokenizer.end_of_text)
             info.text_bytes, info.text_characters = text_sizes(self.tokenizer.spellings, in_text)

@@ -28,17 +28,16 @@ from typing import Any
 import numpy as np
 
 from txl_dist.data.format import (
-    FORMAT_VERSION,
     INDEX_NAME,
     TOKENIZER_NAME,
     SplitInfo,
     counts_name,
+    index_of,
     npy_bytes,
     token_dtype,
 )
 from txl_dist.data.prepare.assembly import (
     DROPPED,
-    Duplicated,
     ShardTask,
     find_duplicates,
     hash_of_plan,
@@ -54,7 +53,7 @@ from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, m
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import count_left_out, identities, is_repeatable
 from txl_dist.data.prepare.tokenizing import (
-    Job,
+    Preparation,
     check_in_the_way,
     check_learning,
     choose_held_out,
@@ -101,7 +100,10 @@ class PrepareSummary:
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += [*self._table(), *(f"  {remark}" for remark in self.remarks)]
-        lines += self._losses()
+        splits = corpus.splits.values()
+        shares = {split.name: split.num_unknown / split.tokens for split in splits}
+        lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
+        lines += [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
         if self.parts_kept:
@@ -110,19 +112,11 @@ class PrepareSummary:
             )
         return lines
 
-    def _losses(self) -> list[str]:
-        """What the tokenizer does not know, and what it loses, by split."""
-        splits = [*map(self.corpus.split, self.corpus.split_names)]
-        shares = {split.name: split.num_unknown / split.tokens for split in splits}
-        lines = [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
-        return lines + [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
-
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = [
             ("split", "documents", "tokens", "bytes of text", "bytes/token", "longest", "shards")
         ]
-        for name in sorted(self.corpus.split_names, key=SPLITS.index):
-            split = self.corpus.split(name)
+        for name, split in sorted(self.corpus.splits.items(), key=lambda named: SPLITS.index(named[0])):
             numbers = (split.documents, split.tokens, split.text_bytes)
             rate = f"{split.text_bytes / split.tokens:.2f}"
             rows.append((name, *(f"{n:,}" for n in numbers), rate, f"{split.longest:,}", f"{len(split.shards):,}"))
@@ -148,7 +142,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     left_out = 0 if is_named else count_left_out(given)
     stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
-        job = Job(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
+        job = Preparation(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
         choose_held_out(job, streams)
         check_in_the_way(job, target)
         tokenizer = make_tokenizer(job)
@@ -167,7 +161,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     )
 
 
-def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
+def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
     """All parts; those that are there already are kept."""
     settings, so_far = job.settings, identities(job.files)
     encoding = Encoding(
@@ -205,13 +199,11 @@ def _encode(job: Job, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> 
     return parts
 
 
-def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
+def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
     """Write the corpus into its folder in the scratch folder, the index last."""
     settings, scratch, folder = job.settings, job.scratch, job.scratch / CORPUS
     dtype = token_dtype(tokenizer.vocab_size)
-    duplicated = Duplicated({}, np.empty(0, np.uint64))
-    if settings.duplicates != "ignore":
-        duplicated = find_duplicates(scratch, parts, drop=settings.duplicates == "drop")
+    duplicated = find_duplicates(scratch, parts, policy=settings.duplicates)
     write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
     plan = hash_of_plan(parts, duplicated.dropped, shard_len=settings.shard_len)
     planned = {
@@ -236,28 +228,22 @@ def _assemble(job: Job, tokenizer: Tokenizer, workers: Workers, parts: Sequence[
             info.unknown_tokens = int(np.load(folder / counts_name(split))[tokenizer.unknown_id])
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
     counts = sum((Counter(part.counts) for part in parts), Counter())
-    index: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "dtype": dtype.name,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "tokenizer_sha256": tokenizer.fingerprint,
-        "splits": {split: info.to_dict() for split, (info, _) in planned.items()},
-        "statistics": {
-            "documents_read": counts["read"],
-            "empty_documents_dropped": counts["empty"],
-            "documents_with_replacements": counts["replaced"],
-            "documents_skipped": counts["skipped"],
-            **duplicated.statistics,
-            **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
-        },
+    statistics = {
+        "documents_read": counts["read"],
+        "empty_documents_dropped": counts["empty"],
+        "documents_with_replacements": counts["replaced"],
+        "documents_skipped": counts["skipped"],
+        **duplicated.statistics,
+        **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
     }
+    splits = {split: info for split, (info, _) in planned.items()}
+    index = index_of(tokenizer, dtype=dtype, splits=splits, statistics=statistics)
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
 
 
 def _write_shards(
-    job: Job, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
+    job: Preparation, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
 ) -> None:
     """Write what is not written yet, and fill in what the index says of the shards."""
     tasks = [task for _, own in planned.values() for task in own]

@@ -17,6 +17,7 @@ from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Re
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import read_bytes
 
+_LEARNING = ("vocab_size", "min_frequency", "lower_case", "end_of_text", "only_seen", "sentence_marks")
 _HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
 
@@ -99,9 +100,10 @@ class PrepareSettings:
             raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
         if min(self.num_workers, self.part_bytes) < 0:
             raise ConfigError("num_workers and part_bytes must be 0 or more; 0 lets the program choose.")
-        if self.tokenizer_path is not None and self.learning():
+        learning = [name for name in ("kind", *_LEARNING, "all_splits") if getattr(self, name) != _default(name)]
+        if self.tokenizer_path is not None and learning:
             raise ConfigError(
-                f"{', '.join(self.learning())} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
+                f"{', '.join(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
                 "Leave them out, or leave the file out to train a tokenizer."
             )
         if self.name is not None and any(getattr(self, name) != _default(name) for name in _HELD_OUT):
@@ -127,18 +129,8 @@ class PrepareSettings:
         return None
 
     def learning(self) -> dict[str, Any]:
-        """Settings of learning a tokenizer that are not left at their defaults."""
-        names = (
-            "kind",
-            "vocab_size",
-            "min_frequency",
-            "lower_case",
-            "end_of_text",
-            "only_seen",
-            "sentence_marks",
-            "all_splits",
-        )
-        return {name: getattr(self, name) for name in names if getattr(self, name) != _default(name)}
+        """What a tokenizer of some kind is learnt with."""
+        return {name: getattr(self, name) for name in _LEARNING}
 
     def completed(self) -> PrepareSettings:
         """With the tokenizer, and what else a named corpus brings, where the caller left them open; checked."""
@@ -194,4 +186,4 @@ class PrepareSettings:
 
 
 def _default(name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(PrepareSettings) if field.name == name)
+    return getattr(PrepareSettings, name)

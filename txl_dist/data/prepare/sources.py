@@ -22,10 +22,11 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
-from txl_dist.data.prepare.documents import Cut, Form
+from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.named import NAMED
+from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.storage.retries import filesystem_of, retrying
 from txl_dist.errors import DataError
 from txl_dist.suggest import did_you_mean
@@ -72,43 +73,32 @@ class SourceFile(NamedTuple):
         return "" if self.is_stream else Path(_path_of(self.path)).suffix
 
 
-class Listing(NamedTuple):
-    """How inputs are listed."""
-
-    documents: Cut = "file"
-    """How files that are neither JSON lines nor parquet by their suffix are cut into documents."""
-    stdin_format: Literal["text", "jsonl"] = "text"
-    """What stdin and commands give."""
-    allow_protocols: tuple[str, ...] = ()
-    """Protocols of URLs beyond the usual ones that may be used, `pipe` for instance."""
-
-
-def list_sources(inputs: Sequence[str | Path], listing: Listing, *, split: str) -> list[SourceFile]:
+def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, split: str) -> list[SourceFile]:
     """The files of the inputs in reading order.
 
     Raises DataError if an input does not exist, holds no text, may not be used, or cannot be listed.
     """
     found: list[SourceFile] = []
     for given in map(str, inputs):
-        stream_form: Form = "jsonl" if listing.stdin_format == "jsonl" else listing.documents
+        stream_form: Form = "jsonl" if settings.stdin_format == "jsonl" else settings.documents
         if given == STDIN:
             if sys.stdin is None:
                 raise DataError("stdin is closed. Pipe text into it, or give files.")
             found.append(SourceFile(STDIN, split, stream_form, None, ""))
         elif given.startswith(PIPE):
-            if "pipe" not in listing.allow_protocols:
+            if "pipe" not in settings.allow_protocols:
                 raise DataError(
                     f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`."
                 )
             found.append(SourceFile(given, split, stream_form, None, ""))
         else:
-            files = list(_of_url(given, listing) if is_url(given) else _of_paths(given))
+            files = list(_of_url(given, settings) if is_url(given) else _of_paths(given))
             if not files:
                 raise DataError(
                     f"{given} holds no text: of a folder, files named {' '.join(sorted(TEXT_SUFFIXES))} are taken, as "
                     f"they are or compressed, and {count_left_out([given])} others left out. Name those that are text."
                 )
-            found += [SourceFile(path, split, _form(path, listing), size, mark) for path, size, mark in files]
+            found += [SourceFile(path, split, _form(path, settings), size, mark) for path, size, mark in files]
     return found
 
 
@@ -161,10 +151,10 @@ def _path_of(location: str) -> str:
     return location.split("?")[0].split("#")[0] if is_url(location) else location
 
 
-def _form(path: str, listing: Listing) -> Form:
+def _form(path: str, settings: PrepareSettings) -> Form:
     suffix = text_suffix(_path_of(path))
     forms: dict[str, Form] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    return forms.get(suffix, listing.documents)
+    return forms.get(suffix, settings.documents)
 
 
 def _of_paths(given: str) -> Iterator[tuple[str, int | None, str]]:
@@ -202,9 +192,9 @@ def _paths_of(given: str) -> Iterator[Path]:
         )
 
 
-def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str]]:
+def _of_url(given: str, settings: PrepareSettings) -> Iterator[tuple[str, int | None, str]]:
     """URL, size and identity of each file of one URL; globs and folders only where the store can list."""
-    filesystem, path = filesystem_of(given, allow=listing.allow_protocols)
+    filesystem, path = filesystem_of(given, allow=settings.allow_protocols)
     can_list = not given.startswith(("http://", "https://"))
 
     def look() -> dict[str, Any]:
@@ -213,7 +203,11 @@ def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str
         about = filesystem.info(path)
         if not can_list or about.get("type") != "directory":
             return {path: about}
-        return {name: info for name, info in filesystem.find(path, detail=True).items() if _is_text(name)}
+        return {
+            name: info
+            for name, info in filesystem.find(path, detail=True).items()
+            if text_suffix(name) in TEXT_SUFFIXES
+        }
 
     infos = retrying(look, what=given, retries=3)
     if not infos:
@@ -223,10 +217,6 @@ def _of_url(given: str, listing: Listing) -> Iterator[tuple[str, int | None, str
             url = filesystem.unstrip_protocol(name) if can_list else given
             size = about.get("size")
             yield url, size, next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
-
-
-def _is_text(name: str) -> bool:
-    return text_suffix(name) in TEXT_SUFFIXES
 
 
 def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:

@@ -77,7 +77,8 @@ def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: 
         found.append([])
         for file, of_file in zip(files, own, strict=True):
             meant = [name for name in of_file if name.is_sure or TRAIN in families[name.family]]
-            split, word = max(((name.split, name.word) for name in meant), key=_rank, default=(TRAIN, ""))
+            found_in = [(name.split, name.word) for name in meant]  # test goes before valid, valid before train
+            split, word = max(found_in, key=lambda named: SPLITS.index(named[0]), default=(TRAIN, ""))
             if split != TRAIN and os.path.realpath(file.path) in given:
                 continue
             found[-1].append(file._replace(split=split))
@@ -85,12 +86,12 @@ def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: 
                 held_out[split].append((word, file.path))
             elif _is_doubtful(of_file):
                 doubtful.append(file.path)
-    return Named(found, [*_remarks(held_out), *_doubts(doubtful)])
-
-
-def _rank(named: tuple[str, str]) -> int:
-    """Test goes before valid, valid before train."""
-    return SPLITS.index(named[0])
+    remarks = _remarks(held_out)
+    if doubtful:
+        remarks.append(
+            f"trained on, though named like held-out text: {_listed(doubtful)}. To hold out: --valid PATH, --test PATH"
+        )
+    return Named(found, remarks)
 
 
 def _is_doubtful(names: Sequence[_Name]) -> bool:
@@ -155,12 +156,6 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
         paths = _listed([path for _, path in held_out[split]])
         remarks.append(f"{split} by name{both}, not trained on: {paths}. To train on all: --ignore-split-names")
     return remarks
-
-
-def _doubts(paths: list[str]) -> list[str]:
-    if not paths:
-        return []
-    return [f"trained on, though named like held-out text: {_listed(paths)}. To hold out: --valid PATH, --test PATH"]
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from txl_dist.data.prepare.named import materialise
 from txl_dist.data.prepare.opening import begin, chunks_of
 from txl_dist.data.prepare.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.prepare.sources import Listing, SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.prepare.sources import SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.prepare.split_names import split_by_name
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.workers import num_cores
@@ -51,7 +50,7 @@ nearly always documents enough for the hash; a book is a MiB, and a disk that ho
 
 
 @dataclass
-class Job:
+class Preparation:
     """One preparation at work."""
 
     settings: PrepareSettings
@@ -75,13 +74,12 @@ class Job:
     def splits(self) -> list[str]:
         """Splits that the corpus is to have."""
         given = {file.split for file in self.files}
-        held_out = {VALID: self.reading.valid_fraction, TEST: self.reading.test_fraction}
-        return [split for split in SPLITS if split in given or held_out.get(split)]
+        return [split for split in SPLITS if split in given or split in self.reading.shares]
 
     def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
         """What some files hold, from a cursor on."""
         settings = self.settings
-        part_bytes = settings.part_bytes or _choose_part_bytes(files)
+        part_bytes = settings.part_bytes or _choose_part_bytes(_total_bytes(files))
         allowed, column = settings.allow_protocols, settings.jsonl_field
         return read_parts(files, part_bytes=part_bytes, begin=begin, allow_protocols=allowed, jsonl_field=column)
 
@@ -100,10 +98,9 @@ def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
     """
     if not settings.inputs:
         raise DataError("there are no inputs. Give files, folders, globs, URLs, or stdlib for the built-in text.")
-    listing = _listing(settings)
-    found = [(str(one), list_sources([one], listing, split=TRAIN)) for one in settings.inputs]
+    found = [(str(one), list_sources([one], settings, split=TRAIN)) for one in settings.inputs]
     others = {VALID: settings.valid_inputs, TEST: settings.test_inputs}
-    held_out = [(str(one), list_sources([one], listing, split=split)) for split, own in others.items() for one in own]
+    held_out = [(str(one), list_sources([one], settings, split=split)) for split, own in others.items() for one in own]
     remarks: list[str] = []
     if not settings.ignore_split_names:
         given = {os.path.realpath(file.path) for _, files in held_out for file in files}
@@ -120,10 +117,6 @@ def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
     return files, remarks
 
 
-def _listing(settings: PrepareSettings) -> Listing:
-    return Listing(settings.documents, settings.stdin_format, tuple(settings.allow_protocols))
-
-
 def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]:
     """The files of a named corpus, whose content is proven: made anew they are the same input."""
     name = settings.name
@@ -132,11 +125,11 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
         paths = materialise(
             name, scratch / DOWNLOADS, source=settings.source, progress=lambda done, _: progress.reach(done)
         )
-    files = [file for split, own in paths.items() for file in list_sources(own, _listing(settings), split=split)]
+    files = [file for split, own in paths.items() for file in list_sources(own, settings, split=split)]
     return [file._replace(identity=name) for file in files]
 
 
-def check_in_the_way(job: Job, target: Path) -> None:
+def check_in_the_way(job: Preparation, target: Path) -> None:
     """Refuse to replace a corpus that is surely another one, before the work and not after it.
 
     Another one has other splits or another kind of tokenizer, or its held-out text begins with another document.
@@ -146,7 +139,7 @@ def check_in_the_way(job: Job, target: Path) -> None:
         return
     try:
         corpus = open_corpus(target)
-        tokenizer = corpus.load_tokenizer()
+        tokenizer = corpus.tokenizer
         is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job.settings)
         is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
     except DataError:  # damaged: to prepare it again is the remedy
@@ -162,7 +155,7 @@ def _is_like(tokenizer: Tokenizer, settings: PrepareSettings) -> bool:
     return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
 
 
-def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
+def _begins_alike(job: Preparation, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
     """Whether a held-out split, which keeps the order of the input, may be that of these inputs."""
     files = [file for file in job.files if file.split == split] or [file for file in job.files if file.split == TRAIN]
     if split == TRAIN or job.settings.duplicates == "drop" or any(file.is_stream for file in files):
@@ -177,14 +170,15 @@ def _begins_alike(job: Job, corpus: Corpus, tokenizer: Tokenizer, split: str) ->
     return True
 
 
-def make_tokenizer(job: Job) -> Tokenizer:
+def make_tokenizer(job: Preparation) -> Tokenizer:
     """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
     settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
     if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
         return load_tokenizer(path)
     if settings.tokenizer_path is None:
-        tokenizer = _learn(job)
+        assert settings.kind != "auto"
+        tokenizer = train_tokenizer(settings.kind, lambda: _train_texts(job), **settings.learning())
     elif settings.encoding_errors == "keep":
         tokenizer = load_tokenizer(settings.tokenizer_path)
         _check_keeps(settings, tokenizer.kind)
@@ -196,17 +190,11 @@ def make_tokenizer(job: Job) -> Tokenizer:
     return tokenizer
 
 
-def _learn(job: Job) -> Tokenizer:
-    settings = job.settings
-    assert settings.kind != "auto"
-    return train_tokenizer(settings.kind, lambda: _train_texts(job), **_learning(settings))
-
-
 def check_learning(settings: PrepareSettings) -> None:
     """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
     if settings.tokenizer_path is None:
         _check_keeps(settings, settings.kind)
-        check_training(settings.kind, **_learning(settings))
+        check_training(settings.kind, **settings.learning())
 
 
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
@@ -217,11 +205,6 @@ def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str
     return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
 
 
-def _learning(settings: PrepareSettings) -> dict[str, Any]:
-    names = ("vocab_size", "min_frequency", "lower_case", "end_of_text", "only_seen", "sentence_marks")
-    return {name: getattr(settings, name) for name in names}
-
-
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:
     if settings.encoding_errors == "keep" and kind != "byte":
         raise ConfigError(
@@ -230,9 +213,9 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
         )
 
 
-def _train_texts(job: Job) -> Iterator[str]:
+def _train_texts(job: Preparation) -> Iterator[str]:
     """One pass over the texts that a tokenizer is learnt from."""
-    job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+    _spool(job)
     reading, fraction = job.reading, job.settings.tokenizer_fraction
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
     for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
@@ -241,23 +224,24 @@ def _train_texts(job: Job) -> Iterator[str]:
                 yield piece.document.text
 
 
-def choose_held_out(job: Job, streams: ExitStack) -> None:
+def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     """Settle what is held out of the train files. Raises DataError if a split would get no text.
 
     What can be read but once is kept: whole if a tokenizer is to be learnt from it, else its beginning, whose rest is
     open until `streams` ends. What is longer than that goes by the hash.
     """
-    shares = {VALID: job.reading.valid_fraction, TEST: job.reading.test_fraction}
-    wanted = [split for split, share in shares.items() if share]
-    if not wanted:
+    if not job.reading.shares:
         return
     if job.settings.tokenizer_path is None:
-        job.files = [_spooled(job, number, file) for number, file in enumerate(job.files)]
+        _spool(job)
     else:
-        job.files = [_begun(job, number, file, streams) for number, file in enumerate(job.files)]
+        for number, file in enumerate(job.files):
+            if file.is_stream and file.split == TRAIN:
+                copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
+                job.files[number] = begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
     files = [file for file in job.files if file.split == TRAIN]
     if any(file.rest for file in files):
-        _check_number(files, wanted)
+        _check_number(files, [*job.reading.shares])
         return
     job.reading, remark = hold_out(
         lambda: (document for _, document in _each_document(job, files, "looking for text to hold out", {TRAIN})),
@@ -280,7 +264,7 @@ def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
 
 
 def _each_document(
-    job: Job, files: Sequence[SourceFile], what: str, splits: Collection[str]
+    job: Preparation, files: Sequence[SourceFile], what: str, splits: Collection[str]
 ) -> Iterator[tuple[str, Document]]:
     """One pass over the documents of files given for these splits, each with its file's split."""
     with Progress(what, total=_total_bytes(files)) as progress:
@@ -291,22 +275,14 @@ def _each_document(
             progress.reach(part.stored_bytes)
 
 
-def _begun(job: Job, number: int, file: SourceFile, streams: ExitStack) -> SourceFile:
-    """Stdin, or what a command prints, given for train, with its beginning kept."""
-    if not file.is_stream or file.split != TRAIN:
-        return file
-    copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
-    return begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
-
-
-def _spooled(job: Job, number: int, file: SourceFile) -> SourceFile:
-    """Stdin, or what a command prints, as a file: a tokenizer is learnt from it, and then it is encoded."""
-    if not file.is_stream or (file.spooled and not file.rest):
-        return file
-    path = job.scratch / f"spooled-{number}"
-    with open_new(path) as stream:
-        stream.writelines(chunks_of(file, job.settings.allow_protocols))
-    return file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
+def _spool(job: Preparation) -> None:
+    """Make stdin, and what commands print, files: a tokenizer is learnt from them, and then they are encoded."""
+    for number, file in enumerate(job.files):
+        if file.is_stream and (not file.spooled or file.rest):
+            path = job.scratch / f"spooled-{number}"
+            with open_new(path) as stream:
+                stream.writelines(chunks_of(file, job.settings.allow_protocols))
+            job.files[number] = file._replace(spooled=str(path), size=path.stat().st_size, rest=None)
 
 
 def _total_bytes(files: Sequence[SourceFile]) -> int:
@@ -315,9 +291,6 @@ def _total_bytes(files: Sequence[SourceFile]) -> int:
     return 0 if None in sizes else sum(size or 0 for size in sizes)
 
 
-def _choose_part_bytes(files: Sequence[SourceFile]) -> int:
+def _choose_part_bytes(total_bytes: int) -> int:
     """About two thousand parts, of 4 to 256 MiB; powers of 2, so that a mended file seldom moves their borders."""
-    sizes = [file.size for file in files]
-    if None in sizes:
-        return 32 * _MIB
-    return min(max(1 << (sum(size or 0 for size in sizes) // 2000).bit_length(), 4 * _MIB), 256 * _MIB)
+    return min(max(1 << (total_bytes // 2000).bit_length(), 4 * _MIB), 256 * _MIB) if total_bytes else 32 * _MIB

@@ -282,7 +282,7 @@ class Corpus:
         self.fingerprint: str = index["self_sha256"]
         """Data fingerprint: equal for corpora of equal content."""
         self.statistics: dict[str, int] = index["statistics"]
-        self._splits: dict[str, SplitInfo] = index["splits"]
+        self.splits: dict[str, Split] = {name: Split(self, name, info) for name, info in index["splits"].items()}
 
     @property
     def folder(self) -> Path:
@@ -292,25 +292,21 @@ class Corpus:
     @property
     def split_names(self) -> tuple[str, ...]:
         """Splits that the corpus has."""
-        return tuple(self._splits)
+        return tuple(self.splits)
 
     def split(self, name: str) -> Split:
         """Raises DataError if the corpus has no such split."""
-        if name not in self._splits:
+        if name not in self.splits:
             raise DataError(
-                f"corpus {self.location} has no split {name!r}; it has {', '.join(self._splits)}. Name one of these, "
+                f"corpus {self.location} has no split {name!r}; it has {', '.join(self.splits)}. Name one of these, "
                 "or prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without evaluation "
                 'with `--data.eval_split ""`.'
             )
-        return Split(self, name, self._splits[name])
+        return self.splits[name]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """As `load_tokenizer` reads it, read once."""
-        return self.load_tokenizer()
-
-    def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the corpus. Raises DataError if it is missing, damaged or another one."""
+        """The tokenizer that made the corpus, read once. Raises DataError if it is missing, damaged or another one."""
         name = self.storage.name_of(TOKENIZER_NAME)
         tokenizer = read_tokenizer(self.storage.read(TOKENIZER_NAME), name=name)
         if tokenizer.fingerprint != self.tokenizer_sha256:

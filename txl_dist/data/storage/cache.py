@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from filelock import FileLock, Timeout
+from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage.origins import Origin, RemoteStorage
@@ -69,12 +70,14 @@ class CachedStorage(RemoteStorage):
         # Hashed once more: whatever an index says there, it is no path.
         return self._folder / f"{hashlib.sha256(info.sha256.encode()).hexdigest()[:32]}-{info.name}"
 
+    @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """See `Storage`. Raises DataError too if the cache has no room or cannot be used."""
+        """Raises DataError too if the cache has no room or cannot be used."""
         return self._open(info, patient=True)
 
+    @override
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """See `Storage`. Daemon threads: a download under way holds up nobody's exit, and is a part file then."""
+        """Daemon threads: a download under way holds up nobody's exit, and is a part file then."""
         with self._hints_lock:
             self._hints.update((info.name, info) for info in infos)
             while self._num_prefetchers < min(NUM_PREFETCHERS, len(self._hints)):

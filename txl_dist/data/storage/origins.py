@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from typing_extensions import override
+
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage.places import Storage, check_size
 from txl_dist.data.storage.retries import DamageError, check_protocol, filesystem_of, retrying, watched
@@ -52,8 +54,8 @@ class UrlOrigin(Origin):
         self._protocol = check_protocol(url, allow=allow)
         self._file_system, self._folder = filesystem_of(url, allow=allow)
 
+    @override
     def download(self, file: str, path: Path) -> None:
-        """See `Origin`."""
         watched(lambda: self._file_system.get_file(self._path_of(file), str(path)), progress=lambda: _size_of(path))
 
     def read_range(self, file: str, start: int, end: int) -> bytes:
@@ -63,8 +65,9 @@ class UrlOrigin(Origin):
         )
         return content
 
+    @override
     def sizes(self) -> dict[str, int] | None:
-        """See `Origin`. Web servers have no listing, and some stores let their files be read but not listed."""
+        """Web servers have no listing, and some stores let their files be read but not listed."""
         if self._protocol in ("http", "https"):
             return None
         try:
@@ -89,12 +92,13 @@ class PipeOrigin(Origin):
                 "for instance `pipe:aws s3 cp s3://bucket/corpus/{file} -`."
             )
 
+    @override
     def name_of(self, file: str) -> str:
-        """See `Origin`."""
         return self.location.replace("{file}", file)
 
+    @override
     def download(self, file: str, path: Path) -> None:
-        """See `Origin`. Any exit status but 0 is an error, as `start_command` has it."""
+        """Any exit status but 0 is an error, as `start_command` has it."""
         command = self.location.removeprefix("pipe:").replace("{file}", shlex.quote(file))
         with path.open("wb") as output, tempfile.TemporaryFile() as complaints:
             process = start_command(command, output=output, complaints=complaints)
@@ -116,12 +120,13 @@ class RemoteStorage(Storage):
         self._retries = retries
         self.location = origin.location
 
+    @override
     def name_of(self, file: str) -> str:
-        """See `Storage`."""
         return self._origin.name_of(file)
 
+    @override
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        """See `Storage`. Read each time: these files are small, and fewer than the shards are opened."""
+        """Read each time: these files are small, and fewer than the shards are opened."""
         with tempfile.TemporaryDirectory(prefix="txl-") as folder:
             path = Path(folder) / "file"
 
@@ -134,8 +139,9 @@ class RemoteStorage(Storage):
 
             return retrying(fetch, what=self.name_of(file), retries=self._retries)
 
+    @override
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """See `Storage`. Where there is no listing nothing is checked: the size is proven when a shard is opened."""
+        """Where there is no listing nothing is checked: the size is proven when a shard is opened."""
         sizes = retrying(self._origin.sizes, what=self.location, retries=self._retries)
         if sizes is None:
             return

@@ -14,6 +14,7 @@ from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
 from txl_dist.errors import DataError
@@ -78,8 +79,8 @@ class LocalStorage(Storage):
         self.folder = folder
         self.location = str(folder)
 
+    @override
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        """See `Storage`."""
         try:
             content = read_bytes(self._path(file), max_bytes=MAX_FILE_BYTES)
         except OSError as error:
@@ -98,8 +99,8 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _unreadable(path, error) from error
 
+    @override
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """See `Storage`."""
         for info in infos:
             path = self._path(info.name)
             try:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage.origins import RemoteStorage, UrlOrigin
@@ -34,8 +35,9 @@ class RangeStorage(RemoteStorage):
         self._ranges = origin
         self._recent = _RecentBytes(RECENT_BYTES)
 
+    @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """See `Storage`. One small read around the end proves the size, and that the server knows ranges."""
+        """One small read around the end proves the size, and that the server knows ranges."""
         payload = RangePayload(self._ranges, info, recent=self._recent, retries=self._retries)
         payload.check_end()
         return payload
@@ -44,7 +46,7 @@ class RangeStorage(RemoteStorage):
         """Nothing is kept of shards that nobody reads."""
 
 
-class RangePayload:
+class RangePayload(Payload):
     """The bytes of a shard, fetched when they are asked for."""
 
     def __init__(self, origin: UrlOrigin, info: ShardInfo, *, recent: _RecentBytes, retries: int) -> None:
@@ -55,8 +57,9 @@ class RangePayload:
         self._name = origin.name_of(info.name)
         self.remedy = f"Restore {self._name} from a copy, or run `txl prepare` again."
 
+    @override
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """See `Payload`. Bytes that lack the crc32 are fetched again."""
+        """Bytes that lack the crc32 are fetched again."""
         key = self._info.name, offset, num_bytes
         content = self._recent.get(key)
         if content is None:

@@ -112,7 +112,7 @@ def _processors(facts: Facts) -> Iterator[Finding]:
         remedy = f"Set it to {max(1, facts.num_cores // ranks)}: threads that wait for a core slow all down."
         yield first_of(
             "OMP_NUM_THREADS",
-            f"{threads!r} threads for each of {ranks} ranks on {facts.num_cores} cores; it wins over "
+            f"{threads} threads for each of {ranks} ranks on {facts.num_cores} cores; it wins over "
             "engine.num_threads=0",
             (count < 1, "problem", "Set it to a number of 1 or more, or unset it."),
             (count * ranks > facts.num_cores, "warning", remedy),
@@ -121,7 +121,7 @@ def _processors(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
-    found = f"{facts.room_gib:.1f} GiB are left to processes, of a memory of {facts.memory_gib:.1f}"
+    found = f"{facts.room_gib:.1f} of {facts.memory_gib:.1f} GiB are left to processes"
     yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
     room = f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free"
     more = "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there."

@@ -87,9 +87,9 @@ def measure_corpus(location: str) -> Corpus:
     """Open a corpus as a run would, and read of its first shard."""
     try:
         corpus = open_corpus(location)
-        split = corpus.split(corpus.split_names[0])
+        split = next(iter(corpus.splits.values()))
         path = Path(location) / split.shards[0].name
-        tokens = sum(corpus.split(name).tokens for name in corpus.split_names)
+        tokens = sum(split.tokens for split in corpus.splits.values())
         return Corpus(location=location, tokens=tokens, read_mib_s=read_speed(path) if path.is_file() else 0.0)
     except (TxlError, OSError) as error:
         return Corpus(location=location, error=str(error))

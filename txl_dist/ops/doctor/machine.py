@@ -36,24 +36,8 @@ from txl_dist.train.footprint.room import control_groups, host_room_bytes
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
 """Versions that have to agree between nodes."""
-TRAPS = (
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "DS_ACCELERATOR",
-    "GLOO_SOCKET_IFNAME",
-    "LD_PRELOAD",
-    "NCCL_DEBUG",
-    "NCCL_IB_DISABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SHM_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-    "TRITON_INTERPRET",
-    "TXL_FAULT",
-)
-"""Environment variables that change what a run does, or how fast."""
+TRAPS = ("CUDA_", "DS_", "GLOO_", "LD_", "NCCL_", "OMP_", "TORCH_", "TRITON_", "TXL_")
+"""What environment variables begin with that change what a run does, or how fast."""
 
 
 class Device(NamedTuple):
@@ -116,7 +100,7 @@ class Facts:
     host_address: str
     """What the host name resolves to; empty if it does not."""
     environment: dict[str, str]
-    """Of `TRAPS`, where set."""
+    """Variables that begin as one of `TRAPS`."""
     orphans: tuple[int, ...]
     """Processes of this project whose parent is gone."""
     programs: dict[str, str]
@@ -158,12 +142,13 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
             len(list(Path("/dev/shm").glob(name))) for name in ("torch_*", "sem.mp-*", "psm_*", "nccl-*")
         ),
         limits={
-            name: _limit(getattr(resource, f"RLIMIT_{name.upper()}")) for name in ("nofile", "memlock", "nproc", "core")
+            name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]  # RLIM_INFINITY is -1
+            for name in ("nofile", "memlock", "nproc", "core")
         },
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         interfaces=tuple(_interfaces()),
         host_address=_host_address(),
-        environment={name: os.environ[name] for name in TRAPS if name in os.environ},
+        environment={name: value for name, value in os.environ.items() if name.startswith(TRAPS)},
         orphans=tuple(_orphans()),
         programs=_programs(),
         lacks_compiler=lacks_compiler(),
@@ -238,11 +223,6 @@ def _cgroup_cores() -> float:
         if quota not in ("", "max", "-1"):
             limits.append(int(quota) / int(period or "100000"))
     return min(limits, default=0.0)
-
-
-def _limit(number: int) -> int:
-    soft, _ = resource.getrlimit(number)
-    return -1 if soft == resource.RLIM_INFINITY else soft
 
 
 def _interfaces() -> list[Interface]:

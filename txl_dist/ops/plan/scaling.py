@@ -112,7 +112,7 @@ def picture(curves: dict[str, Any], *, title: str) -> bytes:
         if broken := curve["breaks_at"]:
             share = 100 * broken["efficiency"]
             text = f"{broken['gpus']:,} GPUs: {share:.0f} %, {broken['limited_by']}"
-            efficiency.annotate(text, (broken["gpus"], share), xytext=(-4, -14), ha="right", **note)
+            efficiency.annotate(text, (broken["gpus"], share), xytext=(6, 2), **note)
     efficiency.axhline(100 * BROKEN, color="red", linewidth=0.8, label=f"{100 * BROKEN:.0f} %")
     speed.set(ylabel="tokens per second", yscale="log")
     efficiency.set(ylabel="efficiency, % of one GPU", ylim=(0, 105))

@@ -49,7 +49,6 @@ AttentionKind = Literal["kernels", "fused", "plain"]
 class Program:
     """What a trainer does. Passes read or write a tensor once, in the type of the activations."""
 
-    name: str
     memory_products: tuple[int, int]
     """(projections made of the memory, products for each in a step: 2, or 3 with gradients of its hidden states)."""
     skips_masked: bool
@@ -77,7 +76,6 @@ class Program:
 
 
 OURS = Program(
-    name="txl_dist",
     memory_products=(2, 2),
     skips_masked=True,
     score_passes={"kernels": 0, "fused": 10, "plain": 18},

@@ -22,7 +22,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.ops.report.figures import COLOURS, Chart, Line, Scale
 from txl_dist.ops.report.pictures import Axis, Picture, axis_label, picture, places, shortened
 from txl_dist.ops.report.records import Table, is_number
-from txl_dist.ops.report.report import check_writable, cut, render, write_page
+from txl_dist.ops.report.report import check_writable, cut, write_page
 from txl_dist.ops.report.summary import Run, best, defaults, read_run, recent
 from txl_dist.tables import aligned, compact, duration, printable
 from txl_dist.train.report.metric_table import METRICS
@@ -54,25 +54,19 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     names = _names(run_dirs)
     unit = unit_of(runs)
     rows = figure_rows(runs, names, unit)
-    write_page(
+    ranks = ranking(runs, names, unit)
+    page = write_page(
         out,
-        render(
-            "compare.html.j2",
-            title=f"{len(runs)} runs compared",
-            unit=unit,
-            ranking=ranking(runs, names, unit),
-            groups=_pictures(runs, names, unit),
-            figure_rows=list(zip(*rows, strict=True)),
-            setting_rows=setting_rows(runs, names),
-            without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
-        ),
+        "compare.html.j2",
+        title=f"{len(runs)} runs compared",
+        unit=unit,
+        ranking=ranks,
+        groups=_pictures(runs, names, unit),
+        figure_rows=list(zip(*rows, strict=True)),
+        setting_rows=setting_rows(runs, names),
+        without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
     )
-    return [
-        *aligned([row[: -len(_FURTHER)] for row in rows]),
-        unit.sentence,
-        *ranking(runs, names, unit),
-        printable(f"page: {out}"),
-    ]
+    return [*aligned([row[: -len(_FURTHER)] for row in rows]), unit.sentence, *ranks, page]
 
 
 def _check_runs(run_dirs: Sequence[Path]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import parse_object, read_bytes
-from txl_dist.ops.report.report import check_writable, render, setting_rows, write_page, write_report
-from txl_dist.ops.report.summary import Fact, read_settings
+from txl_dist.ops.report.report import check_writable, setting_rows, write_page, write_report
+from txl_dist.ops.report.summary import Fact, fact_lines, read_settings
 from txl_dist.run_files import RECORDS, STATE, Kind, kind_of
-from txl_dist.tables import aligned, compact, printable
+from txl_dist.tables import compact, printable
 
 
 def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
@@ -40,9 +40,11 @@ def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str
     name = folder.resolve().name
     lead = f"{kind.value[2:].capitalize()} without the records of its training: txl report of its run has those."
     content = {"facts": facts, "setting_rows": setting_rows(settings)}
-    write_page(page, render("model.html.j2", title=printable(name), name=printable(name), lead=lead, **content))
-    rows = [[fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts]
-    return [lead, *aligned([["", ""], *rows])[1:], printable(f"page: {page}")]
+    return [
+        lead,
+        *fact_lines(facts),
+        write_page(page, "model.html.j2", title=printable(name), name=printable(name), lead=lead, **content),
+    ]
 
 
 def _of_bundle(folder: Path) -> tuple[list[Fact], dict[str, Any]]:

@@ -18,9 +18,9 @@ from txl_dist.errors import ConfigError
 from txl_dist.files import read_bytes, replace_file
 from txl_dist.ops.report.pictures import events_picture, marks_explained, memory_sweep, pictures_of
 from txl_dist.ops.report.records import SCORES, Event, Sample, Scores, read_scores
-from txl_dist.ops.report.summary import Fact, Run, defaults, facts_of, lead, read_run
+from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, lead, read_run
 from txl_dist.run_files import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
-from txl_dist.tables import aligned, duration, printable
+from txl_dist.tables import duration, printable
 
 _MAX_EVENTS = 300
 _MAX_SAMPLES = 12
@@ -63,9 +63,7 @@ def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
         check_writable(path)
     run = read_run(run_dir)
     facts = facts_of(run)
-    write_page(path, render("report.html.j2", **_content(run, facts, folder=path.parent)))
-    rows = [[fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts]
-    return [*aligned([["", ""], *rows])[1:], printable(f"page: {path}")]
+    return [*fact_lines(facts), write_page(path, "report.html.j2", **_content(run, facts, folder=path.parent))]
 
 
 def check_writable(path: Path) -> None:
@@ -85,15 +83,16 @@ def check_writable(path: Path) -> None:
     raise ConfigError(f"cannot write the page {path}: {reason}. Name another file with --out.")
 
 
-def write_page(path: Path, html: str) -> None:
-    """Whole or not at all. Raises ConfigError."""
-    target = _target(path)
+def write_page(path: Path, template: str, **content: Any) -> str:
+    """Fill in a template and write it, whole or not at all. Returns a line for people. Raises ConfigError."""
+    html = render(template, **content)
     try:
-        replace_file(target, html.encode("utf-8", errors="replace"))
+        replace_file(_target(path), html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise ConfigError(
             f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
         ) from error
+    return printable(f"page: {path}")
 
 
 def _target(path: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.report.records import MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
 from txl_dist.run_files import DONE, LOCK, SETTINGS, STATE, list_checkpoints
-from txl_dist.tables import compact, duration, printable
+from txl_dist.tables import aligned, compact, duration, printable
 from txl_dist.text.tokenizer import load_tokenizer
 
 _LOCK_IS_OLD_AFTER_S = 60.0
@@ -220,14 +220,13 @@ def lead(run: Run) -> str:
 def facts_of(run: Run) -> list[Fact]:
     """The headline: what is trained on what, how far it is, how well, how fast, where. What is not recorded is left
     out."""
-    return [
-        Fact("State", run.state),
-        *_subject(run),
-        *_progress(run),
-        *_losses(run),
-        *_speed(run),
-        *_circumstances(run),
-    ]
+    facts = [*_subject(run), *_progress(run), *_losses(run), *_speed(run), *_circumstances(run)]
+    return [Fact("State", run.state), *(fact for fact in facts if fact.value)]
+
+
+def fact_lines(facts: Sequence[Fact]) -> list[str]:
+    """For a terminal."""
+    return aligned([["", ""], *([fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts)])[1:]
 
 
 def _subject(run: Run) -> list[Fact]:
@@ -240,25 +239,21 @@ def _subject(run: Run) -> list[Fact]:
     notes = [_joined({f"model.{name}": form for name, form in shape.items()}, known)]
     notes = [f"{run.parameters:,}", *notes] if run.parameters else notes
     versions = {"torch": "torch {}", "deepspeed": "DeepSpeed {}", "zero_stage": "ZeRO-{}", "precision": "{}"}
-    by = f"txl_dist {known.get('txl_dist', known.get('code_version', '?'))}"
-    facts = [
-        Fact("Corpus", _listed(filter(None, corpora)), _listed(filter(None, paths))),
+    tools = _joined(versions, known)
+    version, commit = known.get("txl_dist", known.get("code_version")), known.get("commit")
+    by = f"txl_dist {version}" if version else ""
+    return [
+        Fact("Corpus", _listed(corpora), _listed(paths)),
         Fact("Tokenizer", _joined({"vocab_size": "{} ids"}, known), _joined({"tokenizer": "{}"}, known)),
-        Fact(
-            "Model",
-            f"{compact(run.parameters)} parameters" if run.parameters else "",
-            "; ".join(filter(None, notes)),
-        ),
+        Fact("Model", f"{compact(run.parameters)} parameters" if run.parameters else "", _listed(notes)),
         Fact(
             "Memory",
             _joined({"train.memory_len": "{} tokens"}, known),
             _joined({"train.segment_len": "behind segments of {}", "train.num_lanes": "{} lanes"}, known),
         ),
-        Fact("Commit", _joined({"commit": "{}"}, known), by),
+        Fact("Commit", str(commit), _listed([by, tools])) if commit else Fact("Made by", by, tools),
         Fact("Command", shlex.join(map(str, _list_of(known.get("command"))))),
-        Fact("Made by", "" if by.endswith("?") else by, _joined(versions, known)),
     ]
-    return [fact for fact in facts if fact.value]
 
 
 def _list_of(value: object) -> list[Any]:
@@ -266,23 +261,19 @@ def _list_of(value: object) -> list[Any]:
 
 
 def _listed(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
+    return ", ".join(str(value) for value in values if value)
 
 
 def _progress(run: Run) -> list[Fact]:
-    history, total = run.history, run.max_steps
-    step = history.step
-    share = f"of {total:,} ({100 * min(step / total, 1):.0f} %)" if total else ""
-    facts = [Fact("Step", f"{step:,}", share)]
+    history, total, step = run.history, run.max_steps, run.history.step
     tokens = float(run.tokens_at(np.array([float(step)]))[0])
-    facts += [Fact("Tokens seen", compact(tokens), f"{tokens:,.0f}")] if math.isfinite(tokens) else []
-    facts += (
-        [Fact("Working time", duration(3600 * history.hours), "without pauses between starts")] if history.hours else []
-    )
-    step_ms = recent(history.train, "step_ms")
-    if run.state == "going on" and total and step_ms:
-        facts.append(Fact("Time left", duration(max(total - step, 0) * step_ms / 1000), "at the present speed"))
-    return facts
+    left_s = max((total or 0) - step, 0) * (recent(history.train, "step_ms") or 0.0) / 1000
+    return [
+        Fact("Step", f"{step:,}", f"of {total:,} ({100 * min(step / total, 1):.0f} %)" if total else ""),
+        Fact("Tokens seen", compact(tokens) if math.isfinite(tokens) else "", f"{tokens:,.0f}"),
+        Fact("Working time", duration(3600 * history.hours) if history.hours else "", "without pauses between starts"),
+        Fact("Time left", duration(left_s) if left_s and run.state == "going on" else "", "at the present speed"),
+    ]
 
 
 def _losses(run: Run) -> list[Fact]:
@@ -306,35 +297,33 @@ BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per charac
 
 
 def _speed(run: Run) -> list[Fact]:
-    train, facts = run.history.train, []
-    median = f"median of the last {min(len(train), _RECENT)} records"
-    for key, name, form, note in (
+    train = run.history.train
+    median, peak = f"median of the last {min(len(train), _RECENT)} records", train.last("peak_gib")
+    rows = (
         ("tokens_per_s", "Speed", "{:,.0f} tokens/s", median),
         ("mfu_pct", "MFU", "{:.1f} %", "of the devices' peak"),
         ("step_ms", "Time per step", "{:,.1f} ms", median),
         ("data_wait_pct", "Waiting for data", "{:.1f} %", "of the time of the slowest rank"),
-    ):
-        value = recent(train, key)
-        if value is not None:
-            facts.append(Fact(name, form.format(value), note))
-    peak = train.last("peak_gib")
-    return facts if peak is None else [*facts, Fact("Peak memory", f"{peak:.2f} GiB", "of the fullest rank")]
+    )
+    known = [(row, value) for row in rows if (value := recent(train, row[0])) is not None]
+    return [
+        *(Fact(name, form.format(value), note) for (_, name, form, note), value in known),
+        Fact("Peak memory", "" if peak is None else f"{peak:.2f} GiB", "of the fullest rank"),
+    ]
 
 
 def _circumstances(run: Run) -> list[Fact]:
-    history, facts = run.history, []
-    if "ranks" in (start := run.start):
-        words = {"hosts": "hosts: {}", "device": "{}", "threads_per_rank": "threads per rank: {}"}
-        facts.append(Fact("Ranks", str(start["ranks"]), _joined(words, start)))
+    history, last = run.history, ""
+    with suppress(ValueError, OverflowError, OSError):
+        last = f"{datetime.fromtimestamp(history.last_time_s, UTC):%Y-%m-%d %H:%M} UTC"
+    words = {"hosts": "hosts: {}", "device": "{}", "threads_per_rank": "threads per rank: {}"}
     num_starts = sum(event.name == "start" for event in history.events)
-    facts += (
-        [Fact("Resumed", _TIMES.get(num_starts, f"{num_starts - 1} times"), _troubles(history))] if num_starts else []
-    )
-    if math.isfinite(history.last_time_s):
-        with suppress(ValueError, OverflowError, OSError):
-            last = datetime.fromtimestamp(history.last_time_s, UTC)
-            facts.append(Fact("Last record", f"{last:%Y-%m-%d %H:%M} UTC"))
-    return facts
+    times = _TIMES.get(num_starts, f"{num_starts - 1} times") if num_starts else ""
+    return [
+        Fact("Ranks", _joined({"ranks": "{}"}, run.start), _joined(words, run.start)),
+        Fact("Resumed", times, _troubles(history)),
+        Fact("Last record", last),
+    ]
 
 
 def _joined(forms: dict[str, str], values: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ class FragmentFiles:
             raise CheckpointError(f"{folder} holds no weights. Use another checkpoint.")
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
-        """See `Source`. Raises CheckpointError if no file holds it all."""
+        """Raises CheckpointError if no file holds it all."""
         values, found, index = torch.empty(length), 0, 0
         while found < length:
             if index == len(self._opened) and not self._open_next():
@@ -123,7 +123,7 @@ class FragmentFiles:
         return values
 
     def step_of(self, parameter: str) -> float:
-        """See `Source`."""
+        """Updates that the optimizer had counted for it."""
         index = 0
         while index < len(self._opened) or self._open_next():
             if parameter in self._opened[index].steps:

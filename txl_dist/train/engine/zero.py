@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
@@ -35,9 +36,10 @@ from txl_dist.train.engine.gathered import saves_no_weights
 from txl_dist.train.engine.graph import GraphedModule
 from txl_dist.train.engine.optim import build_optimizer
 from txl_dist.train.engine.partitions import Fragment, Source, fill, fragments, partitions_of
+from txl_dist.train.engine.protocol import Engine
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     """`Engine` by DeepSpeed ZeRO."""
 
     def __init__(
@@ -109,33 +111,33 @@ class ZeroEngine:
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
     @property
+    @override
     def model(self) -> TransformerXL:
-        """See `Engine`."""
         return self._model
 
     @property
+    @override
     def shapes(self) -> dict[str, list[int]]:
-        """See `Engine`."""
         return self._shapes
 
+    @override
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine`."""
         return named_values(self.stored)
 
+    @override
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
-        """See `Engine`."""
         with saves_no_weights() if self._stage == 3 else nullcontext():
             loss, memory = self._engine(batch, memory, normalizer)
         return loss, memory
 
+    @override
     def backward(self, loss: Tensor) -> None:
-        """See `Engine`."""
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
 
+    @override
     def grad_norm(self) -> Tensor:
-        """See `Engine`."""
         if self._stage == 0:
             gradients = [p.grad for p in self._parameters() if p.grad is not None]
             # In fp32 also where they are not: the squares of scaled fp16 gradients overflow.
@@ -149,8 +151,8 @@ class ZeroEngine:
         # DeepSpeed writes -1 for what is not finite.
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
 
+    @override
     def step(self, *, lr: float, grad_norm: float) -> None:
-        """See `Engine`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         # On the host: no check of DeepSpeed's waits for the device again.
@@ -194,12 +196,12 @@ class ZeroEngine:
         """What fp16 multiplies the loss by."""
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
+    @override
     def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        """See `Engine`."""
         return self._infer(batch, memory)
 
+    @override
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        """See `Engine`."""
         return self._infer(batch, memory, None, True)
 
     def _infer(self, *arguments: Any) -> tuple[Tensor, Memory]:
@@ -211,21 +213,21 @@ class ZeroEngine:
             self._engine.module.train()
         return result, memory
 
+    @override
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """See `Engine`."""
         return self._model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
 
+    @override
     def fragments(self) -> list[Fragment]:
-        """See `Engine`."""
         return list(fragments(self._partitions, self._base_optimizer))
 
+    @override
     def loss_scale(self) -> dict[str, Any]:
-        """See `Engine`."""
         scaler = _loss_scaler(self._optimizer)
         return {name: getattr(scaler, name) for name in _SCALER_STATE if hasattr(scaler, name)}
 
+    @override
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
-        """See `Engine`."""
         optimizer = self._optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()

@@ -26,14 +26,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from txl_dist.allocator import MAPPED_BYTES
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels.launch import mismatch
-from txl_dist.model.memory import empty_memory
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.text.clusters import ClusterRows
-from txl_dist.train.allocator import MAPPED_BYTES
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
 
@@ -123,14 +122,7 @@ def follow(step: MicroStep) -> Trace:
         for block in model.blocks:
             attention: Any = block.attention
             attention.attend = events.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
-        memory = empty_memory(
-            num_layers=step.model.num_layers,
-            num_lanes=step.lanes,
-            memory_len=step.memory_len,
-            width=step.model.width,
-            dtype=step.dtype,
-            device=torch.get_default_device(),
-        )
+        memory = model.empty_memory(num_lanes=step.lanes, memory_len=step.memory_len)
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
         if step.is_flat:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from txl_dist.config import flat
 from txl_dist.errors import ConfigError
@@ -100,19 +101,19 @@ def check_sinks(metrics: MetricsSection) -> None:
         )
 
 
-class JsonLines:
+class JsonLines(Sink):
     """`metrics.jsonl`: one record per line with the time it was written, complete numbers, always."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, separator=b"\n")
 
+    @override
     def write(self, kind: str, record: Record) -> None:
-        """See `Sink`."""
         finite = {name: _finite(value) for name, value in record.items()}
         self._file.append(json.dumps({"kind": kind, "time_s": round(time.time(), 3), **finite}).encode())
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         self._file.close()
 
 
@@ -123,7 +124,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
     the first error ends."""
 
@@ -134,8 +135,8 @@ class TensorBoard:
         self._step, self._settings = start_step, settings
         self._again_from = start_step + 1
 
+    @override
     def write(self, kind: str, record: Record) -> None:
-        """See `Sink`."""
         # Slow to import.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -159,8 +160,8 @@ class TensorBoard:
         self._file.append(piece.getvalue())
         self._again_from = 0
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         self._file.close()
 
 
@@ -220,7 +221,7 @@ def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
     return [summary_v2.hparams_config_pb(names, metrics), summary_v2.hparams_pb(plain)]
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """The same records as a run at wandb.ai, or, with WANDB_MODE=offline, in RUN/wandb for `wandb sync`.
 
     A run that goes on is the same run there. Nothing that goes wrong in that library or on the way ends a training.
@@ -231,8 +232,8 @@ class WeightsAndBiases:
         self._run: Any = None
         self._next_try_s = 0.0
 
+    @override
     def write(self, kind: str, record: Record) -> None:
-        """See `Sink`."""
         try:
             if self._run is None:
                 if time.monotonic() < self._next_try_s:
@@ -259,8 +260,8 @@ class WeightsAndBiases:
         run.define_metric("*", step_metric="step")
         return run
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         if self._run is not None:
             try:
                 self._run.finish()
@@ -268,7 +269,7 @@ class WeightsAndBiases:
                 raise OSError(f"Weights & Biases: {error}") from error
 
 
-class Console:
+class Console(Sink):
     """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
 
     def __init__(self, *, max_steps: int) -> None:
@@ -283,15 +284,15 @@ class Console:
             with suppress(OSError):  # the terminal may be gone
                 self._bar.start()
 
+    @override
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """See `Sink`."""
         cells = record_cells(kind, record, max_steps=self._max_steps)
         logger.info(line_of(cells), extra={FIT: lambda width: line_of(cells, width=width)})
         if self._bar is not None and kind == "train":
             self._bar.update(self._task, completed=record["step"])
 
+    @override
     def close(self) -> None:
-        """See `Sink`."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -98,7 +98,7 @@ def test_cutoffs_that_do_not_fit_are_refused(corpus: Corpus, capsys: pytest.Capt
 
 
 def test_a_shard_lists_its_documents_and_shows_one(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
-    shard, tokenizer = corpus.split("train").open_shard(1), corpus.load_tokenizer()
+    shard, tokenizer = corpus.split("train").open_shard(1), corpus.tokenizer
     lines = inspect(corpus, "--shard", "train-000001", capsys=capsys).splitlines()
     assert f"{len(shard.lengths)} documents" in lines[0]
     rows = [line.split() for line in lines[2:]]
@@ -148,7 +148,7 @@ def test_a_lane_shows_the_tokens_that_training_reads_and_where_each_lies(corpus:
     splits = [corpus.split("train")]
     state = first_state(splits, num_lanes=NUM_LANES, seed=3)
     stream = iter(LaneStream(splits, state, segment_len=SEGMENT_LEN, lanes=range(NUM_LANES)))
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     num_pieces = 0
     for step in range(40):  # over the border of an epoch
         segment, _ = next(stream)

@@ -107,7 +107,7 @@ def test_a_corpus_at_a_url_is_verified_there(corpus: Corpus) -> None:
 
 
 def test_a_split_that_is_not_the_sum_of_its_shards_is_named(corpus: Corpus) -> None:
-    corpus._splits["train"].tokens += 1
+    corpus.splits["train"].tokens += 1
     problems = problems_of(corpus)
     assert any("split train is not the sum of its shards" in problem for problem in problems)
     assert any("train-counts.npy counts other tokens" in problem for problem in problems)

@@ -49,7 +49,7 @@ def content_of(folder: Path) -> dict[str, str]:
 
 def texts_in(folder: Path, split: str) -> list[str]:
     corpus = open_corpus(folder)
-    decode = corpus.load_tokenizer().decode
+    decode = corpus.tokenizer.decode
     return [decode(document[:-1].tolist()) for document in corpus.split(split).each_document()]
 
 
@@ -72,8 +72,8 @@ def test_one_text_file_prepares_with_the_documented_command_and_its_end_is_held_
 def test_the_tokenizer_is_not_learnt_from_what_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab " * 1000 + "\n\n" + "xy " * 300)
     corpus = prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], kind="word", valid_fraction=0.2).corpus
-    assert "ab" in corpus.load_tokenizer().symbols
-    assert "xy" not in corpus.load_tokenizer().symbols
+    assert "ab" in corpus.tokenizer.symbols
+    assert "xy" not in corpus.tokenizer.symbols
 
 
 def test_ends_are_held_out_alike_by_any_number_of_workers_size_of_parts_and_from_stdin_too(
@@ -209,7 +209,7 @@ def test_parts_of_another_way_to_hold_out_are_not_kept(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("duplicates", ["report", "drop"])
 def test_equal_text_is_never_on_two_sides_where_ends_are_held_out(tmp_path: Path, duplicates: Any) -> None:
     long = prose(9_000)
-    ((_, _), (_, end)) = cut_tails(long, valid_share=0.05, test_share=0.0)
+    ((_, _), (_, end)) = cut_tails(long, {"valid": 0.05})
     other = prose(9_000 - 450, seed=1).rstrip() + "\n\n" + end
     texts = [long, end, other, long, "short"]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
@@ -271,7 +271,7 @@ def test_random_documents_and_shares_are_cut_into_their_whole_text_with_no_text_
     ],
 )
 def test_a_cut_lies_behind_the_paragraph_else_the_line_else_the_word_that_ends_near(text: str, end: str) -> None:
-    assert cut_tails(text, valid_share=0.05, test_share=0.0) == [("train", text[: -len(end)]), ("valid", end)]
+    assert cut_tails(text, {"valid": 0.05}) == [("train", text[: -len(end)]), ("valid", end)]
 
 
 def test_many_documents_are_held_out_whole_as_ever_and_the_search_ends_with_the_first_of_each_split(

@@ -18,8 +18,9 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from tests.helpers.logs import recorded_log
+from txl_dist.data import workers
 from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.prepare import assembly, named, workers
+from txl_dist.data.prepare import assembly, named
 from txl_dist.data.prepare import cutting as inputs
 from txl_dist.data.prepare import encoding as parts
 from txl_dist.data.prepare import run as prepare
@@ -28,7 +29,7 @@ from txl_dist.data.prepare.documents import text_bytes_of
 from txl_dist.data.prepare.named import Member, NamedCorpus
 from txl_dist.data.prepare.run import PrepareSummary, prepare_corpus
 from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.prepare.sources import Listing, list_sources
+from txl_dist.data.prepare.sources import list_sources
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.progress import Progress
@@ -56,7 +57,7 @@ def content_of(folder: Path) -> dict[str, str]:
 
 
 def texts_in(corpus: Corpus, split: str) -> list[str]:
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     return [tokenizer.decode(document[:-1].tolist()) for document in corpus.split(split).each_document()]
 
 
@@ -342,7 +343,7 @@ def test_any_bytes_survive_a_byte_tokenizer_and_only_that(tmp_path: Path) -> Non
     settings: dict[str, Any] = {"inputs": [tmp_path / "a.bin"], "valid_fraction": 0.0, "encoding_errors": "keep"}
     corpus = prepare_corpus(tmp_path / "out", kind="byte", end_of_text=False, **settings).corpus
     (document,) = corpus.split("train").each_document()
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     assert np.array_equal(document, tokenizer.encode(content.decode("utf-8", "surrogateescape")))
     assert corpus.split("train").text_bytes == len(text_bytes_of(content.decode("utf-8", "surrogateescape"))) == 768
     with pytest.raises(ConfigError, match=r"encoding_errors=keep .*byte tokenizer"):
@@ -376,7 +377,6 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     digest = hashlib.sha256(content).hexdigest()
     settings = {"kind": "byte", "documents": "file", "end_of_text": False, "only_seen": True, "all_splits": True}
     entry = NamedCorpus(
-        description="for tests",
         urls=("http://127.0.0.1:9/none",),
         sha256=digest,
         members=(Member("mine", (), sha256=digest),),
@@ -395,7 +395,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     assert corpus.split("train").tokens == len(train)
     own = prepare_corpus(tmp_path / "own", **given, kind="char", documents="line").corpus
     assert own.split("train").documents == len(train.splitlines()), "its splits are its own, none is held out"
-    assert own.load_tokenizer().kind == "char"
+    assert own.tokenizer.kind == "char"
     assert own.end_of_text is not None
     with pytest.raises(ConfigError, match="prepared alone"):
         prepare_corpus(tmp_path / "no", inputs=["mine", "stdlib"])
@@ -458,7 +458,7 @@ def test_parts_batches_and_shards_hold_only_so_many_documents_however_short(
     monkeypatch.setattr(inputs, "MOST_RECORDS", 100)
     monkeypatch.setattr(parts, "_BATCH_DOCUMENTS", 7)
     monkeypatch.setattr(assembly, "_MOST_DOCUMENTS", 200)
-    files = list_sources([tmp_path / "a.txt"], Listing(cut), split="train")
+    files = list_sources([tmp_path / "a.txt"], PrepareSettings((), documents=cut), split="train")
     cut_up = list(inputs.read_parts(files, part_bytes=1 << 20))
     assert len(cut_up) > 10
     for number, part in enumerate(cut_up):

@@ -316,7 +316,7 @@ def test_tars_of_a_foreign_tokenizer_keep_its_ids(tmp_path: Path) -> None:
     summary = reindex_corpus(tmp_path / "tars", tokenizer_path=tmp_path / "foreign.json")
     train = summary.corpus.split("train")
     assert train.read_all().tolist() == [1, 1, 1, 0, 3, 1, 3]
-    tokenizer = summary.corpus.load_tokenizer()
+    tokenizer = summary.corpus.tokenizer
     assert tokenizer.end_of_text == 3, "added behind the foreign ids"
     texts = [tokenizer.decode([1, 1, 1, 0]), tokenizer.decode([1])]
     assert texts == ["often often often rare", "often"]

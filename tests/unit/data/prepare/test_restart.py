@@ -62,7 +62,7 @@ def content_of(folder: Path) -> dict[str, str]:
 
 def texts_in(folder: Path, split: str = "train") -> list[str]:
     corpus = open_corpus(folder)
-    decode = corpus.load_tokenizer().decode
+    decode = corpus.tokenizer.decode
     return [decode(document[:-1].tolist()) for document in corpus.split(split).each_document()]
 
 

@@ -27,15 +27,17 @@ from txl_dist.data.prepare.documents import (
     split_of,
     text_bytes_of,
 )
-from txl_dist.data.prepare.sources import Listing, check_inputs, identities, list_sources
+from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.sources import check_inputs, identities, list_sources
 from txl_dist.data.storage import retries as remote
 from txl_dist.errors import DataError
 
 
 def read(inputs: Sequence[Any], *, part_bytes: int = 1 << 22, field: str = "text", **settings: Any) -> list[Document]:
     """All documents of the inputs."""
-    listing = {name: settings.pop(name) for name in Listing._fields if name in settings}
-    files = list_sources(inputs, Listing(**listing), split="train")
+    names = ("documents", "stdin_format", "allow_protocols")
+    listing = {name: settings.pop(name) for name in names if name in settings}
+    files = list_sources(inputs, PrepareSettings((), **listing), split="train")
     reading = Reading(jsonl_field=field, **settings)
     parts = read_parts(
         files, part_bytes=part_bytes, allow_protocols=listing.get("allow_protocols", ()), jsonl_field=field
@@ -107,7 +109,7 @@ def test_reading_goes_on_from_any_cursor(tmp_path: Path, cut: Any) -> None:
     (tmp_path / "e.jsonl").write_text("".join(json.dumps({"text": f"json {i}"}) + "\n" for i in range(40)))
     table = pyarrow.table({"text": [f"row {i}" for i in range(2500)]})
     parquet.write_table(table, tmp_path / "f.parquet", row_group_size=1100)
-    files = list_sources([tmp_path], Listing(documents=cut), split="train")
+    files = list_sources([tmp_path], PrepareSettings((), documents=cut), split="train")
     parts = list(read_parts(files, part_bytes=64))
     assert len(parts) > 6
     assert parts[0].begin == Cursor()
@@ -269,7 +271,7 @@ def test_urls_are_read_like_files(tmp_path: Path) -> None:
         urls = [f"{server.url}/{name}" for name in ("a.txt.gz", "b.txt")]
         for server.has_ranges in (True, False):
             assert texts_of(urls) == texts
-        first, _ = list_sources(urls, Listing(), split="train")
+        first, _ = list_sources(urls, PrepareSettings(()), split="train")
         assert first.size == (tmp_path / "a.txt.gz").stat().st_size
         assert not sources.is_repeatable([first]), "this server names no version, and a size proves nothing"
 
@@ -280,7 +282,7 @@ def test_a_url_that_gives_less_than_it_announced_is_named(tmp_path: Path, monkey
     (tmp_path / "a.txt").write_bytes(b"0123456789" * 100_000)
     with serve(tmp_path) as server:
         url = f"{server.url}/a.txt"
-        files = list_sources([url], Listing(), split="train")
+        files = list_sources([url], PrepareSettings(()), split="train")
         (tmp_path / "a.txt").write_bytes(b"0123456789" * 10)
         with pytest.raises(DataError, match=r"cannot read .*/a\.txt"):
             list(read_parts(files, part_bytes=1 << 20))
@@ -295,7 +297,7 @@ def test_stores_that_list_take_globs_and_folders() -> None:
     try:
         assert texts_of(["memory://listed/*.txt"]) == ["a.txt", "b.txt"]
         assert texts_of(["memory://listed"]) == ["a.txt", "b.txt"]
-        assert sources.is_repeatable(list_sources(["memory://listed"], Listing(), split="train"))
+        assert sources.is_repeatable(list_sources(["memory://listed"], PrepareSettings(()), split="train"))
         with pytest.raises(DataError, match=r"no file matches memory://listed/\*\.md"):
             read(["memory://listed/*.md"])
     finally:
@@ -329,7 +331,11 @@ def test_a_command_that_goes_on_printing_after_an_error_is_ended_with_all_that_i
 
 
 def test_progress_counts_what_was_read_of_a_source_of_unknown_size() -> None:
-    files = list_sources(["pipe:seq 1000", "pipe:seq 500"], Listing("line", allow_protocols=("pipe",)), split="train")
+    files = list_sources(
+        ["pipe:seq 1000", "pipe:seq 500"],
+        PrepareSettings((), documents="line", allow_protocols=("pipe",)),
+        split="train",
+    )
     stored = [part.stored_bytes for part in read_parts(files, part_bytes=1000, allow_protocols=("pipe",))]
     assert stored == sorted(set(stored))
     assert len(stored) > 3
@@ -357,7 +363,7 @@ def test_a_document_that_is_too_long_is_refused_with_the_remedy(
 
 
 def test_the_standard_library_is_there_without_its_tests() -> None:
-    files = [file.path for file in list_sources(["stdlib"], Listing(), split="train")]
+    files = [file.path for file in list_sources(["stdlib"], PrepareSettings(()), split="train")]
     assert len(files) > 300
     assert files == sorted(files)
     assert any(name.endswith("/json/decoder.py") for name in files)
@@ -367,17 +373,19 @@ def test_the_standard_library_is_there_without_its_tests() -> None:
 def test_inputs_have_an_identity_that_changes_with_them_and_only_from_there_on(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name)
-    before = identities(list_sources([tmp_path], Listing(), split="train"))
+    before = identities(list_sources([tmp_path], PrepareSettings(()), split="train"))
     (tmp_path / "b.txt").write_text("another")
-    after = identities(list_sources([tmp_path], Listing(), split="train"))
+    after = identities(list_sources([tmp_path], PrepareSettings(()), split="train"))
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
-    assert not sources.is_repeatable(list_sources(["-"], Listing(), split="train"))
+    assert not sources.is_repeatable(list_sources(["-"], PrepareSettings(()), split="train"))
 
 
 def test_a_file_in_two_splits_is_found_through_links(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    found = [(name, list_sources([tmp_path / name], Listing(), split="train")) for name in ("a.txt", "link.txt")]
+    found = [
+        (name, list_sources([tmp_path / name], PrepareSettings(()), split="train")) for name in ("a.txt", "link.txt")
+    ]
     with pytest.raises(DataError, match=r"given twice, by the inputs a\.txt and link\.txt"):
         check_inputs(found)
 
@@ -408,9 +416,9 @@ def test_a_pipe_or_a_device_is_refused_at_once_with_the_way_to_read_it(kind: str
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match=r"is a pipe or a device.*\| txl prepare -"):
-        list_sources([path], Listing(), split="train")
+        list_sources([path], PrepareSettings(()), split="train")
 
 
 def test_a_misspelt_corpus_of_the_papers_is_answered_with_the_one_that_was_meant() -> None:
     with pytest.raises(DataError, match=r"wikitext-104 does not exist\. Did you mean wikitext-103\?"):
-        list_sources(["wikitext-104"], Listing(), split="train")
+        list_sources(["wikitext-104"], PrepareSettings(()), split="train")

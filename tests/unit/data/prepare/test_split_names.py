@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.prepare.sources import Listing, list_sources
+from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.sources import list_sources
 from txl_dist.data.prepare.split_names import split_by_name
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
@@ -24,7 +25,7 @@ def laid_out(folder: Path, *names: str) -> Path:
 
 def splits_of(*inputs: str | Path) -> tuple[dict[str, set[str]], str]:
     """(names of the files by split, all sentences)."""
-    found = [(str(one), list_sources([one], Listing(), split="train")) for one in inputs]
+    found = [(str(one), list_sources([one], PrepareSettings(()), split="train")) for one in inputs]
     named = split_by_name(found)
     splits: dict[str, set[str]] = {"train": set(), "valid": set(), "test": set()}
     for file in (file for own in named.files for file in own):
@@ -181,7 +182,7 @@ def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
 
 
 def test_the_built_in_text_has_no_splits() -> None:
-    found = [("stdlib", list_sources(["stdlib"], Listing(), split="train"))]
+    found = [("stdlib", list_sources(["stdlib"], PrepareSettings(()), split="train"))]
     named = split_by_name(found)
     assert named.remarks == []
     assert {file.split for file in named.files[0]} == {"train"}
@@ -189,7 +190,7 @@ def test_the_built_in_text_has_no_splits() -> None:
 
 def texts_of(folder: Path) -> dict[str, list[str]]:
     corpus = open_corpus(folder)
-    decode = corpus.load_tokenizer().decode
+    decode = corpus.tokenizer.decode
     return {
         split: [decode(tokens[:-1].tolist()).removeprefix("text of ") for tokens in corpus.split(split).each_document()]
         for split in corpus.split_names
@@ -243,6 +244,6 @@ def test_a_share_beside_named_held_out_files_and_a_folder_without_training_text_
 
 def test_names_count_below_urls_too(tmp_path: Path) -> None:
     data = laid_out(tmp_path / "data", "train.txt", "dev.txt", "latest.txt")
-    named = split_by_name([(f"file://{data}", list_sources([f"file://{data}"], Listing(), split="train"))])
+    named = split_by_name([(f"file://{data}", list_sources([f"file://{data}"], PrepareSettings(()), split="train"))])
     splits = {Path(file.path).name: file.split for file in named.files[0]}
     assert splits == {"train.txt": "train", "dev.txt": "valid", "latest.txt": "train"}

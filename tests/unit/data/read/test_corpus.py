@@ -37,7 +37,7 @@ def documents_of(corpus: Corpus, split: str) -> list[list[int]]:
 
 
 def test_each_split_holds_its_documents_with_end_of_text_train_shuffled_held_out_in_input_order(corpus: Corpus) -> None:
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     texts = random_texts(count=60)
     splits = [
         split_of(content_digest(text.encode()), given_for="train", reading=Reading(valid_fraction=0.2))
@@ -184,11 +184,11 @@ def test_an_edited_index_is_refused(corpus: Corpus) -> None:
 
 
 def test_another_tokenizer_in_the_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    tiny_corpus(tmp_path, name="other", texts=["b" * length for length in range(1, 60)]).load_tokenizer().save(
+    tiny_corpus(tmp_path, name="other", texts=["b" * length for length in range(1, 60)]).tokenizer.save(
         corpus.folder / "tokenizer.json"
     )
     with pytest.raises(DataError, match="not the tokenizer"):
-        corpus.load_tokenizer()
+        assert corpus.tokenizer.vocab_size
 
 
 def test_ids_beyond_the_vocabulary_are_refused_even_with_a_matching_checksum(corpus: Corpus) -> None:
@@ -364,7 +364,7 @@ def test_without_end_of_text_documents_join_without_a_mark_and_those_of_no_words
     assert corpus.end_of_text is None
     assert json.loads((tmp_path / "corpus" / "index.json").read_text())["end_of_text"] is None
     assert corpus.statistics["empty_documents_dropped"] == 2
-    assert corpus.load_tokenizer().fingerprint == words.fingerprint
+    assert corpus.tokenizer.fingerprint == words.fingerprint
     assert verify_corpus(tmp_path / "corpus") == []
     foreign = write_jsonl(tmp_path / "foreign.jsonl", ["a b d"])
     with pytest.raises(DataError, match="'d'"):

@@ -39,7 +39,7 @@ def corpus(whole: Corpus, tmp_path: Path) -> Path:
 def tokens_of(folder: Path) -> dict[str, list[int]]:
     """What is read from a corpus: everything that its index names."""
     corpus = open_corpus(folder)
-    corpus.load_tokenizer()
+    assert corpus.tokenizer.vocab_size
     for name in corpus.split_names:
         corpus.split(name).counts()
     return {name: corpus.split(name).read_all().tolist() for name in corpus.split_names}

@@ -225,7 +225,7 @@ def test_bits_are_told_of_exactly_the_splits_whose_text_comes_back_byte_for_byte
     made: tuple[Corpus, dict[str, list[str]]],
 ) -> None:
     corpus, texts = made
-    tokenizer = corpus.load_tokenizer()
+    tokenizer = corpus.tokenizer
     for name, own in texts.items():
         split, spelled = corpus.split(name), [tokenizer.decode(tokenizer.encode(text).tolist()) for text in own]
         num_changed = sum(text != back for text, back in zip(own, spelled, strict=True))

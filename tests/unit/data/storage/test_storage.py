@@ -141,7 +141,7 @@ def test_a_stream_over_a_network_with_troubles_equals_the_local_one(
         server.damaged["index.json"] = 0
         corpus = open_corpus(server.url, settings)
         assert corpus.fingerprint == local.fingerprint
-        assert corpus.load_tokenizer().fingerprint == local.tokenizer_sha256
+        assert corpus.tokenizer.fingerprint == local.tokenizer_sha256
         assert corpus.split("train").counts().tolist() == local.split("train").counts().tolist()
         corpus.split("train").check_files()
         assert np.array_equal(segments_of(corpus), expected)

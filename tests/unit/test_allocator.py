@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from txl_dist.train.allocator import _has_huge_pages
+from txl_dist.allocator import _has_huge_pages
 
 PROGRAM = """
-from txl_dist.train.allocator import give_memory_back
+from txl_dist.allocator import give_memory_back
 print(give_memory_back())
 import torch
 def anonymous_mib():
@@ -49,4 +49,4 @@ def test_what_the_user_has_set_up_is_left_alone() -> None:
 
 
 def test_it_is_left_alone_once_torch_is_there() -> None:
-    assert run("import torch, txl_dist.train.allocator as a; print(a.give_memory_back())") == ["False"]
+    assert run("import torch, txl_dist.allocator as a; print(a.give_memory_back())") == ["False"]
