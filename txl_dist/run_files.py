@@ -15,6 +15,14 @@ from pathlib import Path
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import nearest
 
+SETTINGS = "config.toml"
+"""Of a run, and in each of its checkpoints."""
+RECORDS, LOG, TENSORBOARD = "metrics.jsonl", "log.txt", "tensorboard"
+CHECKPOINTS, STACKS, PROFILE = "checkpoints", "stacks", "profile"
+LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
+"""What else lies in a run directory."""
+STATE, PROBE = "state.json", "probe.safetensors"
+"""Of a checkpoint."""
 FORMAT_VERSION = 2
 """Of a checkpoint. 1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
@@ -59,8 +67,8 @@ _MAKERS = {
 }
 _MARKS = {
     Kind.CORPUS: "index.json",
-    Kind.RUN: "config.toml",
-    Kind.CHECKPOINT: "state.json",
+    Kind.RUN: SETTINGS,
+    Kind.CHECKPOINT: STATE,
     Kind.BUNDLE: "model.safetensors",
     Kind.HUGGINGFACE: "config.json",
 }
@@ -78,7 +86,7 @@ def kind_of(path: str | Path) -> Kind:
     def has(*names: str) -> bool:
         return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
-    if has("state.json") or os.path.isdir(os.path.join(path, "engine")):
+    if has(STATE) or os.path.isdir(os.path.join(path, "engine")):
         return Kind.CHECKPOINT
     if has("index.json", "train-000000.tar.idx"):
         return Kind.CORPUS
@@ -90,7 +98,7 @@ def kind_of(path: str | Path) -> Kind:
         return Kind.BUNDLE
     if has("MANIFEST.json") and CHECKPOINT_NAME.fullmatch(Path(path).name):
         return Kind.CHECKPOINT
-    if has("config.toml", "metrics.jsonl") or Kind.CHECKPOINT in map(kind_of, list_checkpoints(Path(path))):
+    if has(SETTINGS, RECORDS) or Kind.CHECKPOINT in map(kind_of, list_checkpoints(Path(path))):
         return Kind.RUN
     return Kind.NOTHING
 
@@ -136,7 +144,7 @@ def _is_empty(path: str | Path) -> bool:
 def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
     makers = "; ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
     if path.is_dir():
-        inside = _of_kind(path, wanted) or _of_kind(path / "checkpoints", wanted)
+        inside = _of_kind(path, wanted) or _of_kind(path / CHECKPOINTS, wanted)
         if inside:
             return f"{where} is not {_either(wanted)} itself but holds {_listed(inside)}. Name one of them."
         lacks = ", ".join(f"{_MARKS[kind]} ({kind.value})" for kind in wanted)
@@ -178,7 +186,7 @@ def _either(kinds: tuple[Kind, ...]) -> str:
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run_dir / "checkpoints" / f"step_{step:09d}"
+    return run_dir / CHECKPOINTS / f"step_{step:09d}"
 
 
 def step_of(folder: Path) -> int:
@@ -189,7 +197,7 @@ def step_of(folder: Path) -> int:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Committed checkpoints by step, oldest first; not verified. What is no folder is a damaged one, not none: nothing
     is trained over it."""
-    folder = run_dir / "checkpoints"
+    folder = run_dir / CHECKPOINTS
     if not os.path.isdir(folder):
         return []
     return sorted(path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))

@@ -13,7 +13,7 @@ from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.infer.bundle import Bundle, Package, load, write_bundle
 from txl_dist.log import logger
-from txl_dist.run_files import Kind, kind_of, list_checkpoints
+from txl_dist.run_files import SETTINGS, Kind, kind_of, list_checkpoints
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.probe import read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
@@ -63,7 +63,7 @@ def read_trained(run: Path) -> Trained:
 
 def _read_checkpoint(folder: Path, *, name: str) -> Trained:
     """`name` says of which run it is, for those who get the model."""
-    saved, config = read_state(folder), load_config(folder / "config.toml")
+    saved, config = read_state(folder), load_config(folder / SETTINGS)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     precision = config.engine.precision
     package = Package(

@@ -24,7 +24,7 @@ from txl_dist.data.read.position import StreamState, first_state
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.ops.inspect_settings import Question
 from txl_dist.rng import derive_seed
-from txl_dist.run_files import Kind, list_checkpoints, step_of
+from txl_dist.run_files import CHECKPOINTS, DONE, SETTINGS, Kind, list_checkpoints, step_of
 from txl_dist.sections import DataSection, RunSection, TrainSection
 from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
@@ -110,7 +110,7 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]
     behind = [folder for folder in checkpoints if step_of(folder) >= step]
-    config = load_config((behind[0] if behind else run_dir) / "config.toml")
+    config = load_config((behind[0] if behind else run_dir) / SETTINGS)
     if checkpoints:
         config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
@@ -143,10 +143,10 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
     for one in checkpoints:
         one["eval_loss"] = losses.get(one["step"])
     names = {one["name"] for one in checkpoints}
-    others = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*") if path.name not in names)
+    others = sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step_*") if path.name not in names)
     return {
         "run": str(run_dir),
-        "done": (run_dir / "DONE").is_file(),
+        "done": (run_dir / DONE).is_file(),
         "newest_whole": max((one["step"] for one in checkpoints if not one["problems"]), default=None),
         "best_step": min(losses, key=losses.__getitem__, default=None),
         "checkpoints": checkpoints,
@@ -239,7 +239,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     """Per corpus; how often it has been read is known only where it lies on this machine."""
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
-        config = with_corpora_found(load_config(folder / "config.toml"), folder)
+        config = with_corpora_found(load_config(folder / SETTINGS), folder)
         if all(Path(path).is_dir() for path in config.data.paths):
             corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
             tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in corpora.train}

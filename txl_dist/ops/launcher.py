@@ -29,6 +29,7 @@ from txl_dist.console import say
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.ops.chatter import Strained, pattern_of_chatter
 from txl_dist.processes import command_of, group_members, parent_of, process_id
+from txl_dist.run_files import DONE, LOG, STOP
 from txl_dist.train.watch.stopping import LAUNCHED_BY
 
 NODE_LAUNCHER = "deepspeed.launcher.launch"
@@ -56,7 +57,7 @@ def launch(
     """
     if shutil.which("deepspeed") is None:
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
-    done_before = _stamp(run_dir / "DONE")
+    done_before = _stamp(run_dir / DONE)
     wants_hostfile = any(flag.startswith(("-H", "--hostfile")) for flag in launcher_flags)
     strained = None if verbose else Strained(pattern_of_chatter(wants_hostfile=wants_hostfile))
     launcher = subprocess.Popen(
@@ -67,7 +68,7 @@ def launch(
         start_new_session=True,
         preexec_fn=_die_with_parent(),
     )
-    signals = _Forwarding(launcher.pid, run_dir / "STOP")
+    signals = _Forwarding(launcher.pid, run_dir / STOP)
     try:
         if strained:
             strained.started()
@@ -78,7 +79,7 @@ def launch(
         if strained:
             strained.close()
     end_s = time.monotonic() + (seen_within_s if code == 0 else 0.0)
-    while not (is_done := _stamp(run_dir / "DONE") not in (None, done_before)) and time.monotonic() < end_s:
+    while not (is_done := _stamp(run_dir / DONE) not in (None, done_before)) and time.monotonic() < end_s:
         time.sleep(0.2)
     if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
         code = REQUEUE
@@ -112,7 +113,7 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     if code == REQUEUE:
         return f"stopped; {goes_on}"
     if code != HANG:
-        log = run_dir / "log.txt"
+        log = run_dir / LOG
         return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
     if number := signal_of(launcher_code):
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

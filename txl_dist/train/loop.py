@@ -158,7 +158,7 @@ class Run:
                 is_last = step == self.max_steps
                 # A sign of life, and how long the rest will take.
                 is_first = step == self.start.step + 1 and interval.has_scored()
-                if is_first or is_last or _due(step, config.metrics.log_every_steps):
+                if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)
                 with interval.paused():
@@ -269,7 +269,3 @@ class Run:
             self.saving.finish(step)
         if votes.stop:
             raise StopAskedError
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError
 from txl_dist.files import free_name, open_regular, parse_object, replace_file
-from txl_dist.run_files import CHECKPOINT_NAME, Kind, kind_of
+from txl_dist.run_files import CHECKPOINT_NAME, CHECKPOINTS, DONE, LOCK, RECORDS, SETTINGS, STOP, Kind, kind_of
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
@@ -19,7 +19,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
 
     Where its settings are lost, those in the checkpoint that it goes on from decide (`check_checkpoint`).
     """
-    path = run_dir / "config.toml"
+    path = run_dir / SETTINGS
     try:
         if run_dir.exists() and not run_dir.is_dir():
             raise ConfigError(f"{run_dir} is a file, and no run directory. Choose another --run.dir.")
@@ -37,7 +37,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
 
 def _is_early(name: str) -> bool:
     """What a run that ended before it began may have left, and the wish that it stop."""
-    return name.startswith("RUN.lock") or name in ("STOP", "config.toml.tmp")
+    return name.startswith(LOCK) or name in (STOP, f"{SETTINGS}.tmp")
 
 
 def open_run_dir(run_dir: Path, config: Config) -> None:
@@ -47,13 +47,13 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / "config.toml", config_to_toml(config).encode())
-        (run_dir / "DONE").unlink(missing_ok=True)
+        replace_file(run_dir / SETTINGS, config_to_toml(config).encode())
+        (run_dir / DONE).unlink(missing_ok=True)
     except OSError as error:
         raise _unusable(run_dir, error) from error
-    for leftover in (run_dir / "checkpoints").glob("step_*.tmp-*"):
+    for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for proof in run_dir.glob("RUN.lock.*.rank*"):
+    for proof in run_dir.glob(f"{LOCK}.*.rank*"):
         proof.unlink(missing_ok=True)
 
 
@@ -75,7 +75,7 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
     """Loss of each evaluation of the run's first corpus by step, up to a step; none if metrics.jsonl cannot be read."""
     losses: dict[int, float] = {}
     try:
-        with open_regular(run_dir / "metrics.jsonl") as stream:
+        with open_regular(run_dir / RECORDS) as stream:
             lines = [line for line in stream if b'"eval"' in line]
     except OSError:
         return {}
@@ -91,7 +91,7 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
 
 def set_aside(run_dir: Path, *, newer_than: Path, word: str) -> None:
     """Rename newer checkpoints, damaged or left behind by a rewind: no place to resume, but kept for people. Rank 0."""
-    for path in sorted((run_dir / "checkpoints").glob("step_*")):
+    for path in sorted((run_dir / CHECKPOINTS).glob("step_*")):
         if path.name > newer_than.name and CHECKPOINT_NAME.fullmatch(path.name):
             path.rename(free_name(path, word))
 

@@ -15,6 +15,7 @@ from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.files import replace_file
 from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
+from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
@@ -62,13 +63,13 @@ def train(
         )
         start_logging(rank=ranks.rank)
         stops = StopRequests(
-            stop_file=run_dir / "STOP" if ranks.is_first else None, max_time_s=max_time_s if ranks.is_first else 0.0
+            stop_file=run_dir / STOP if ranks.is_first else None, max_time_s=max_time_s if ranks.is_first else 0.0
         )
         stack.callback(stops.close)
         watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
         stack.callback(watchdog.close)
         try:
-            traced = StepProfile(profile if ranks.is_first else range(0), folder=run_dir / "profile")
+            traced = StepProfile(profile if ranks.is_first else range(0), folder=run_dir / PROFILE)
             return _train(config, stack, ranks, stops, watchdog, traced, resume=resume)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
@@ -112,7 +113,7 @@ def _train(
     begins_with = config.run.init and checkpoint is None
     weights = together(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
     on_first(lambda: _open_run(job, start))
-    watchdog.write_stacks_to(run_dir / "stacks")
+    watchdog.write_stacks_to(run_dir / STACKS)
     for line in (*describe_batch(job), *describe_data(job, start.stream, step=start.step)):
         logger.info(line)
     if weights is not None:
@@ -156,10 +157,10 @@ def _open_run(job: Job, start: Start) -> None:
     """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
     run_dir, checkpoint = job.run_dir, start.saved.folder if start.saved else None
     open_run_dir(run_dir, job.config)
-    if checkpoint is not None and checkpoint.parent == run_dir / "checkpoints":
+    if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Those that were passed over: they are not to count among the ones that are kept.
         set_aside(run_dir, newer_than=checkpoint, word="damaged")
-    start_logging(rank=0, file=run_dir / "log.txt")
+    start_logging(rank=0, file=run_dir / LOG)
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
     for sentence in start.warnings:
         logger.warning(sentence)
@@ -174,7 +175,7 @@ def _leave(job: Job, state: TrainState, watch: Watch, *, stopped: bool) -> None:
         try:
             watch.stops.clear()
             if not stopped:
-                replace_file(job.run_dir / "DONE", f"{state.step}\n".encode())
+                replace_file(job.run_dir / DONE, f"{state.step}\n".encode())
         except OSError as error:
             warn_for_all("the state is saved, but %s cannot be written: %s", job.run_dir, error.strerror)
         if not stopped:

@@ -14,14 +14,14 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import parse_object, read_bytes
 from txl_dist.ops.report.report import check_writable, setting_rows, write_page, write_report
 from txl_dist.ops.report.summary import Fact, fact_lines, read_settings
-from txl_dist.run_files import Kind, kind_of
+from txl_dist.run_files import RECORDS, STATE, Kind, kind_of
 from txl_dist.tables import compact, printable
 
 
 def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
     """Write the page of a run, a checkpoint or a bundle. Returns lines for people. Raises TxlError."""
     run = path.resolve().parent.parent
-    if kind is Kind.CHECKPOINT and kind_of(run) is Kind.RUN and (run / "metrics.jsonl").exists():
+    if kind is Kind.CHECKPOINT and kind_of(run) is Kind.RUN and (run / RECORDS).exists():
         return [printable(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
     return write_report(path, out=out) if kind is Kind.RUN else _write_model_page(path, kind, out=out)
 
@@ -61,7 +61,7 @@ def _of_bundle(folder: Path) -> tuple[list[Fact], dict[str, Any]]:
 
 
 def _of_checkpoint(folder: Path) -> tuple[list[Fact], dict[str, Any]]:
-    state = parse_object(read_bytes(folder / "state.json"))
+    state = parse_object(read_bytes(folder / STATE))
     settings, _ = read_settings(folder)
     lengths = {name: settings.get(f"train.{name}") for name in ("segment_len", "memory_len")}
     parameters = sum(math.prod(shape) for shape in state["parameters"].values())

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from txl_dist.errors import DataError
 from txl_dist.files import open_regular, parse_object, read_bytes
+from txl_dist.run_files import RECORDS
 from txl_dist.tables import printable
 
 FloatArray = NDArray[np.float64]
-RECORDS = "metrics.jsonl"
 SCORES = "evaluation.json"
 MAX_RANKS_APART = 8
 """Of more ranks only the fastest, the median and the slowest are kept per record."""

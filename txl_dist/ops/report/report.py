@@ -19,6 +19,7 @@ from txl_dist.files import read_bytes, replace_file
 from txl_dist.ops.report.pictures import events_picture, marks_explained, memory_sweep, pictures_of
 from txl_dist.ops.report.records import SCORES, Event, Sample, Scores, read_scores
 from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, lead, read_run
+from txl_dist.run_files import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
 from txl_dist.tables import duration, printable
 
 _MAX_EVENTS = 300
@@ -41,14 +42,14 @@ _DETAILS = {
 }
 """By event, from its fields."""
 _FILES = (
-    "config.toml",
-    "metrics.jsonl",
-    "log.txt",
+    SETTINGS,
+    RECORDS,
+    LOG,
     SCORES,
-    "tensorboard",
-    "checkpoints",
-    "profile",
-    "stacks",
+    TENSORBOARD,
+    CHECKPOINTS,
+    PROFILE,
+    STACKS,
 )
 
 
@@ -192,7 +193,7 @@ def setting_rows(settings: dict[str, Any]) -> list[list[str]]:
 
 def _config_text(run_dir: Path) -> str:
     try:
-        return cut(read_bytes(run_dir / "config.toml").decode(errors="replace"), most=_MAX_CONFIG)
+        return cut(read_bytes(run_dir / SETTINGS).decode(errors="replace"), most=_MAX_CONFIG)
     except OSError:
         return ""
 

@@ -23,7 +23,7 @@ from txl_dist.errors import DataError
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.report.records import MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
-from txl_dist.run_files import list_checkpoints
+from txl_dist.run_files import DONE, LOCK, SETTINGS, STATE, list_checkpoints
 from txl_dist.tables import aligned, compact, duration, printable
 from txl_dist.text.tokenizer import load_tokenizer
 
@@ -137,7 +137,7 @@ def _has_true_bits(run: Run) -> bool:
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
     """(config.toml of a run or checkpoint by `section.key`, why it cannot be read): of any version, so not checked."""
-    path = folder / "config.toml"
+    path = folder / SETTINGS
     try:
         sections = parse_toml(read_bytes(path))
     except (OSError, ValueError) as error:
@@ -154,14 +154,14 @@ def defaults() -> dict[str, Any]:
 def _newest_state(path: Path) -> dict[str, Any]:
     for folder in reversed(list_checkpoints(path)):
         with suppress(OSError, ValueError):
-            return parse_object(read_bytes(folder / "state.json"))
+            return parse_object(read_bytes(folder / STATE))
     return {}
 
 
 def _state_of(path: Path, history: History) -> str:
-    if (path / "DONE").exists():
+    if (path / DONE).exists():
         return "done"
-    lives = _is_locked(path / "RUN.lock")
+    lives = _is_locked(path / LOCK)
     if lives:
         return "going on"
     last = history.events[-1] if history.events else None

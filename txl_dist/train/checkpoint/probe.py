@@ -17,6 +17,7 @@ from txl_dist.dist import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError
 from txl_dist.infer.bundle import probe_tolerance
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.run_files import PROBE, SETTINGS
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
 
@@ -47,7 +48,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
     saved, config = together(
         lambda: (
             read_probe(folder, vocab_size=engine.model.vocab_size),
-            load_config(folder / "config.toml"),
+            load_config(folder / SETTINGS),
         )
     )
     tokens, expected = from_first((saved["tokens"], saved["losses"]))
@@ -70,7 +71,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
 
 def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
     """Tokens and losses of a checkpoint's probe. Raises CheckpointError if there is none."""
-    path = folder / "probe.safetensors"
+    path = folder / PROBE
     try:
         probe = load_file(path)
         tokens, losses = probe["tokens"], probe["losses"]

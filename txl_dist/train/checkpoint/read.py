@@ -34,7 +34,7 @@ from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.faults import fault_point
 from txl_dist.model.memory import EMPTY, Memory
-from txl_dist.run_files import Kind, is_url, kind_of, list_checkpoints, step_of
+from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
 from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, lane_files, lanes_of, read_state
 from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
@@ -150,7 +150,7 @@ def check_checkpoint(saved: SavedState, job: Job) -> list[str]:
     Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
     ConfigError if a frozen setting is another one.
     """
-    folder, config = saved.folder, load_config(saved.folder / "config.toml")
+    folder, config = saved.folder, load_config(saved.folder / SETTINGS)
     theirs, ours = saved.values["tokenizer_fingerprint"], job.tokenizer.fingerprint
     if theirs != ours:
         raise CheckpointError(

@@ -24,7 +24,7 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
-from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, list_checkpoints, step_of
+from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, PROBE, SETTINGS, STATE, list_checkpoints, step_of
 from txl_dist.train.checkpoint.tensor_files import open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.health import Health
@@ -97,7 +97,7 @@ class SavedState(NamedTuple):
 
 def read_state(folder: Path) -> SavedState:
     """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
-    path = folder / "state.json"
+    path = folder / STATE
     try:
         data = read_bytes(path)
         state = parse_object(data)
@@ -155,16 +155,16 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
     folder, state = saved.folder, saved.values
     if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
         yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
-    if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / "config.toml")):
+    if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / SETTINGS)):
         yield "config.toml is not the one of this state.json"
     if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
         yield "tokenizer.json is not the one of this state.json"
     engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
     lanes = [_header(path) for path in lane_files(folder)]
-    probe = _header(folder / "probe.safetensors")
+    probe = _header(folder / PROBE)
     signed = {header.state for header in (*engine, *lanes, probe)}
     if signed != {""}:
-        expected = _sha256_of(folder / "state.json")
+        expected = _sha256_of(folder / STATE)
         for header in (*engine, *lanes, probe):
             if header.state != expected:
                 yield f"{header.path.relative_to(folder)} was not saved together with this state.json"

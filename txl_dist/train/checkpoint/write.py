@@ -29,7 +29,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
-from txl_dist.run_files import FORMAT_VERSION, checkpoint_folder
+from txl_dist.run_files import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.tables import size
 from txl_dist.train.checkpoint.read import absolute_paths
 from txl_dist.train.checkpoint.soundness import LANES_KEY, STATE_KEY, settings_hash
@@ -93,7 +93,7 @@ class Saver:
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
         self._needed = sum(gather_objects(needed))
         # All files of this save name its state.json, so that none is ever taken for one of another save.
-        saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get("state.json", b"")))}
+        saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get(STATE, b"")))}
         try:
             on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
@@ -165,7 +165,7 @@ class Saver:
         if self.job.config.engine.zero_stage > 0 or ranks.is_first:
             files[f"engine/{ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
         if ranks.is_first:
-            files["probe.safetensors"] = (probe, {})
+            files[PROBE] = (probe, {})
         return files
 
     def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
@@ -197,13 +197,13 @@ class Saver:
             "scores_first_tokens": True,
         }
         return {
-            "config.toml": settings,
+            SETTINGS: settings,
             "tokenizer.json": tokenizer.to_json().encode(),
-            "state.json": json.dumps(content, indent=1).encode() + b"\n",
+            STATE: json.dumps(content, indent=1).encode() + b"\n",
         }
 
     def _check_space(self) -> None:
-        folder = self.job.run_dir / "checkpoints"
+        folder = self.job.run_dir / CHECKPOINTS
         if not folder.is_dir():
             folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
             flush_folder(self.job.run_dir)

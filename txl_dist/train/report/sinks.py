@@ -27,6 +27,7 @@ from typing_extensions import override
 from txl_dist.config import flat
 from txl_dist.errors import ConfigError
 from txl_dist.log import FIT, GrowingFile, logger
+from txl_dist.run_files import RECORDS, TENSORBOARD
 from txl_dist.sections import MetricsSection
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
 from txl_dist.train.state import Job
@@ -56,9 +57,9 @@ class Reporter:
         config, run_dir, metrics = job.config, job.run_dir, job.config.metrics
         self._sinks: list[Sink] = []
         if job.ranks.is_first:
-            self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / "metrics.jsonl")]
+            self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / RECORDS)]
             if metrics.tensorboard:
-                folder, settings = run_dir / "tensorboard", dict(flat(config))
+                folder, settings = run_dir / TENSORBOARD, dict(flat(config))
                 self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
             if metrics.wandb:
                 self._sinks.append(

@@ -30,8 +30,8 @@ from txl_dist.errors import ConfigError
 from txl_dist.files import open_regular, parse_object
 from txl_dist.log import logger
 from txl_dist.processes import ProcessId, process_id, process_of
+from txl_dist.run_files import LOCK
 
-NAME = "RUN.lock"
 BEAT_EVERY_S = 5.0
 STALE_AFTER_S = 60.0
 """A holder on another machine counts as dead after so many seconds without a heartbeat."""
@@ -62,7 +62,7 @@ class RunLock:
     @staticmethod
     def acquire(run_dir: Path, *, stale_after_s: float = STALE_AFTER_S) -> RunLock:
         """Take the directory, which is made if there is none. Raises ConfigError if another job has it."""
-        nonce, head = secrets.token_hex(8), run_dir / NAME
+        nonce, head = secrets.token_hex(8), run_dir / LOCK
         values = {"process": process_id(), "nonce": nonce, "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         content = json.dumps(values).encode()
         try:
@@ -133,7 +133,7 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: Ranks, seen_within_s: floa
     speaks_for_node = ranks.is_first or ranks.local_rank == 0
 
     def proof(rank: int) -> Path:
-        return run_dir / f"{NAME}.{nonce}.rank{rank}"
+        return run_dir / f"{LOCK}.{nonce}.rank{rank}"
 
     def write() -> None:
         try:
@@ -179,7 +179,7 @@ def _end_of_chain(head: Path) -> tuple[Holder | None, Path]:
 
 
 def _successor(head: Path, nonce: str) -> Path:
-    return head.with_name(f"{NAME}.{nonce}")
+    return head.with_name(f"{LOCK}.{nonce}")
 
 
 def _holds(head: Path, nonce: str) -> bool:

@@ -15,8 +15,9 @@ from tests.helpers.ranks import run_ranks
 from txl_dist.dist import Ranks
 from txl_dist.errors import ConfigError
 from txl_dist.processes import process_id
+from txl_dist.run_files import LOCK
 from txl_dist.train.watch import run_lock
-from txl_dist.train.watch.run_lock import NAME, RunLock, prove_shared
+from txl_dist.train.watch.run_lock import RunLock, prove_shared
 
 SPAWN = mp.get_context("fork")
 
@@ -74,7 +75,7 @@ def test_of_many_takers_of_a_dead_jobs_lock_exactly_one_wins(tmp_path: Path) -> 
         taker.start()
     won = []
     for _ in range(num_rounds):
-        (tmp_path / NAME).unlink(missing_ok=True)
+        (tmp_path / LOCK).unlink(missing_ok=True)
         write_lock(tmp_path, process=process_id()._replace(start_ticks=1))
         wins.value = 0
         gate.wait(60)
@@ -84,12 +85,12 @@ def test_of_many_takers_of_a_dead_jobs_lock_exactly_one_wins(tmp_path: Path) -> 
     for taker in takers:
         taker.join()
     assert won == [1] * num_rounds
-    assert os.listdir(tmp_path) == [NAME]
+    assert os.listdir(tmp_path) == [LOCK]
 
 
 def write_lock(folder: Path, *, process=None, nonce: str = "feed") -> Path:
     process = process or process_id()._replace(host="elsewhere")
-    path = folder / NAME
+    path = folder / LOCK
     path.write_text(json.dumps({"process": process, "nonce": nonce, "started": "long ago"}))
     return path
 
@@ -115,18 +116,18 @@ def test_a_job_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("content", ["", "{", '{"nonce": "../../etc", "process": []}', "[]"])
 def test_a_lock_file_without_sense_goes_by_its_time(tmp_path: Path, content: str) -> None:
-    (tmp_path / NAME).write_text(content)
+    (tmp_path / LOCK).write_text(content)
     lock = RunLock.acquire(tmp_path, stale_after_s=0.5)
-    assert json.loads((tmp_path / NAME).read_text())["nonce"] == lock.nonce
+    assert json.loads((tmp_path / LOCK).read_text())["nonce"] == lock.nonce
     lock.release()
 
 
 def test_a_taker_that_died_between_its_two_steps_is_taken_over_from(tmp_path: Path) -> None:
     dead = process_id()._replace(start_ticks=1)
     write_lock(tmp_path, process=dead)
-    (tmp_path / f"{NAME}.feed").write_text(json.dumps({"process": dead, "nonce": "beef", "started": "then"}))
+    (tmp_path / f"{LOCK}.feed").write_text(json.dumps({"process": dead, "nonce": "beef", "started": "then"}))
     lock = RunLock.acquire(tmp_path)
-    assert json.loads((tmp_path / NAME).read_text())["nonce"] == lock.nonce
+    assert json.loads((tmp_path / LOCK).read_text())["nonce"] == lock.nonce
     assert not lock.is_lost
     lock.release()
 
@@ -139,12 +140,12 @@ def test_a_job_learns_that_it_lost_its_lock_and_leaves_the_others_alone(tmp_path
     lock.beat()
     assert lock.is_lost
     lock.release()
-    assert json.loads((tmp_path / NAME).read_text())["nonce"] == "feed"
+    assert json.loads((tmp_path / LOCK).read_text())["nonce"] == "feed"
 
 
 def test_a_removed_lock_is_taken_again(tmp_path: Path) -> None:
     lock = RunLock.acquire(tmp_path)
-    (tmp_path / NAME).unlink()
+    (tmp_path / LOCK).unlink()
     lock.beat()
     assert not lock.is_lost
     with pytest.raises(ConfigError, match="in use"):
@@ -154,7 +155,7 @@ def test_a_removed_lock_is_taken_again(tmp_path: Path) -> None:
 
 def test_a_heartbeat_survives_a_full_disk_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = RunLock.acquire(tmp_path)
-    before_ns = (tmp_path / NAME).stat().st_mtime_ns
+    before_ns = (tmp_path / LOCK).stat().st_mtime_ns
 
     def no_write(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -162,8 +163,8 @@ def test_a_heartbeat_survives_a_full_disk_and_writes_nothing(tmp_path: Path, mon
     monkeypatch.setattr(run_lock.os, "write", no_write)
     time.sleep(0.01)
     lock.beat()
-    assert (tmp_path / NAME).stat().st_mtime_ns > before_ns
-    (tmp_path / NAME).unlink()
+    assert (tmp_path / LOCK).stat().st_mtime_ns > before_ns
+    (tmp_path / LOCK).unlink()
     lock.beat()
     assert not lock.is_lost
     lock.release()
