@@ -24,18 +24,22 @@ starts.begin_to_count()
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The environment and the process group are after each test what they were before it, and chance begins anew: a job
-    of one rank in this process leaves a port and a rank, and the next test would meet them in one order of the tests
-    and not in another."""
+    """The environment and the process group are after each test what they were before it: a job of one rank in this
+    process leaves a port and a rank, and the next test would meet them in one order of the tests and not in another."""
     before = dict(os.environ)
     if request.node.get_closest_marker("gpu"):
         del os.environ["DS_ACCELERATOR"]
-    torch.manual_seed(1)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Chance begins anew with each test, before its fixtures: else it depends on which tests ran before."""
+    torch.manual_seed(1)
 
 
 @pytest.hookimpl(wrapper=True)

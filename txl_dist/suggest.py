@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 
 LEAST_ALIKE = 0.6
-"""Nothing is suggested that is less alike: 1 is equal, 0 has nothing in common."""
+"""Nothing is suggested that is less alike, unless told otherwise: 1 is equal, 0 has nothing in common."""
 ELSEWHERE = 0.9
 """Of its likeness a right key under a wrong section, or under none, has so much."""
 MAX_LEN = 200
 """Of a name that is compared: the time grows with it."""
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names of `known` that `name` resembles most; none if it resembles nothing.
+def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE) -> list[str]:
+    """The names of `known` that `name` resembles most; none if it resembles nothing so much.
 
     A known name with a dot is a setting: it may also be reached by its key alone.
     """
@@ -28,7 +28,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     likeness = {other: _likeness(plain, other.lower().replace("-", "_")) for other in known if len(name) <= MAX_LEN}
     most, is_elsewhere = max(likeness.values(), default=(0.0, False))
     near = [other for other, found in likeness.items() if found == (most, is_elsewhere)]
-    return [] if most < LEAST_ALIKE else near[:1] if is_elsewhere else near
+    return [] if most < least_alike else near[:1] if is_elsewhere else near
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
@@ -42,7 +42,7 @@ def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str]
 
 def _likeness(name: str, other: str) -> tuple[float, bool]:
     """(how alike, whether by the key of a setting alone)."""
-    whole = SequenceMatcher(None, name, other, autojunk=False).ratio()
+    whole = SequenceMatcher(None, name, other).ratio()
     if "." not in other:
         return whole, False
     by_key = ELSEWHERE * SequenceMatcher(None, name.rpartition(".")[2], other.rpartition(".")[2]).ratio()

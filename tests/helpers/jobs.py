@@ -7,7 +7,7 @@ from typing import Any
 
 from txl_dist.config import Config, plan_batch
 from txl_dist.dist import Ranks
-from txl_dist.text.tokenizer import Tokenizer
+from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
 from txl_dist.train.state import Job
 

@@ -1,12 +1,15 @@
-"""What the package's logger says, whatever handlers and levels other tests have left on it."""
+"""What the package's logger says, whatever handlers and levels other tests have left on it, and lines of records."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from txl_dist.log import logger
+from txl_dist.train.report.metric_table import line_of
+from txl_dist.train.report.sinks import record_cells
 
 
 @contextmanager
@@ -26,3 +29,8 @@ def recorded_log() -> Iterator[list[tuple[str, str]]]:
     finally:
         logger.removeHandler(recorder)
         logger.setLevel(level)
+
+
+def format_record(kind: str, record: dict[str, Any], *, max_steps: int) -> str:
+    """The whole line of a record, as log files have it; a sample has a line per line of text."""
+    return line_of(record_cells(kind, record, max_steps=max_steps))

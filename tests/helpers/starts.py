@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-BUDGET = 6
+BUDGET = 8
 """Processes that a test of the default run, or a fixture of one, may start."""
 SMOKE_BUDGET = 20
 

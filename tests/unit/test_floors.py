@@ -56,32 +56,22 @@ INSIDE = {
 """Rooms in these folders, from their ground up. The `__init__` of such a folder imports nothing."""
 STRANGERS = {("infer", "data")}
 """Who does not know whom although it lies below."""
-LIGHT = (
-    "__init__",
-    "__main__",
-    "allocator",
-    "cli",
-    "config",
-    "errors",
-    "files",
-    "progress",
-    "run_files",
-    "sections",
-    "suggest",
-)
-LIGHT += ("tables", "text", "data", "verbs")
+LIGHT = {
+    *("__init__", "__main__", "allocator", "cli", "config", "console", "errors", "files", "manifest", "processes"),
+    *("progress", "rng", "run_files", "sections", "suggest", "tables", "text", "data", "verbs"),
+}
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 BUDGETS = {
-    "top": 1600,
-    "text": 850,
-    "data": 4300,
-    "model": 1450,
-    "infer": 350,
+    "top": 1550,
+    "text": 800,
+    "data": 4250,
+    "model": 1350,
+    "infer": 300,
     "convert": 1100,
-    "train": 4450,
-    "ops": 3600,
-    "verbs": 750,
+    "train": 4150,
+    "ops": 3450,
+    "verbs": 600,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""

@@ -7,7 +7,6 @@ must have. A file that does not fit says which key, what was expected and what w
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.files import parse_object, read_bytes
 from txl_dist.log import logger
 from txl_dist.sections import ModelSection
+from txl_dist.suggest import nearest
 from txl_dist.text.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
@@ -55,7 +55,7 @@ class PeerSettings(BaseModel):
         """Settings found in a file, under those that a user tells. Raises CheckpointError for a value of another type,
         and for a name in `told` that nearly is a known one."""
         for name in sorted(told.keys() - cls.model_fields.keys()):
-            if near := difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8):
+            if near := nearest(name, cls.model_fields, least_alike=0.8):
                 raise CheckpointError(f"the settings have an unknown {name}. Did you mean {near[0]}?")
             logger.warning("the setting %s tells nothing of the model and is not used", name)
         try:

@@ -208,22 +208,17 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
     except CheckpointError as error:
         problems.append(str(error))
-    state, health = saved.values, saved.health
     own = ("format_version", "code_version", "step", "tokens_seen", "world_size", "zero_stage", "precision")
     return {
         "checkpoint": str(folder),
         "problems": problems,
         "bytes": _bytes_of(folder),
-        **{key: state[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
+        **{key: saved.values[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
         "kinds": kinds,
         "lanes": lanes,
         "stream": _stream_facts(folder, saved.stream),
-        "health": {
-            "skipped_steps": health.skipped_steps,
-            "num_spikes": health.num_spikes,
-            "rewinds": health.rewinds,
-        },
-        **{key: state[key] for key in ("tokenizer_fingerprint", "config_fingerprint")},
+        "health": {key: getattr(saved.health, key) for key in ("skipped_steps", "num_spikes", "rewinds")},
+        **{key: saved.values[key] for key in ("tokenizer_fingerprint", "config_fingerprint")},
     }
 
 

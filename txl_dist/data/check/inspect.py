@@ -38,20 +38,19 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
         "vocab_size": corpus.vocab_size,
         "end_of_text": corpus.end_of_text,
         "dtype": corpus.dtype.name,
-        "splits": {name: _split_facts(split) for name, split in corpus.splits.items()},
+        "splits": {
+            name: {
+                "documents": split.documents,
+                "tokens": split.tokens,
+                "text_bytes": split.text_bytes,
+                "text_characters": split.text_characters,
+                "longest": split.longest,
+                "shards": len(split.shards),
+                "bytes": sum(shard.bytes for shard in split.shards),
+            }
+            for name, split in corpus.splits.items()
+        },
         "statistics": corpus.statistics,
-    }
-
-
-def _split_facts(split: Split) -> dict[str, Any]:
-    return {
-        "documents": split.documents,
-        "tokens": split.tokens,
-        "text_bytes": split.text_bytes,
-        "text_characters": split.text_characters,
-        "longest": split.longest,
-        "shards": len(split.shards),
-        "bytes": sum(shard.bytes for shard in split.shards),
     }
 
 

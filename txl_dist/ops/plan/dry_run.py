@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from txl_dist.config import BatchPlan, Config, config_to_toml
+from txl_dist.config import Config, config_to_toml
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
 from txl_dist.ops.plan.text import per_token
@@ -21,38 +21,39 @@ from txl_dist.train.preflight import (
     remarks_on_evaluation,
     remarks_on_repetition,
 )
+from txl_dist.train.state import Job
 
 
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
     job = check_job(config, ranks=Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads()))
-    plan, corpora = job.plan, job.corpora
+    corpora = job.corpora
     if config.run.init:
         initial_weights(config, corpora.first)
     yield config_to_toml(config)
     yield from describe_batch(job)
     yield from describe_data(job, corpora.begin)
-    yield from describe_cost(config, plan=plan, vocab_size=job.vocab_size, on_gpu=device.type == "cuda")
-    warnings = remarks(config, plan=plan) + remarks_on_evaluation(config, corpora.first)
+    yield from describe_cost(job)
+    warnings = remarks(config, plan=job.plan) + remarks_on_evaluation(config, corpora.first)
     warnings += remarks_on_repetition(config, corpora.train, corpora.begin)
     yield from (f"warning: {sentence}" for sentence in warnings)
 
 
-def describe_cost(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool) -> Iterator[str]:
+def describe_cost(job: Job) -> Iterator[str]:
     """Lines for a dry run: operations and predicted bytes per rank."""
-    train = config.train
+    train, device, on_gpu = job.config.train, job.ranks.device, job.ranks.device.type == "cuda"
     parts = flops_by_part(
-        config.model,
-        vocab_size=vocab_size,
+        job.config.model,
+        vocab_size=job.vocab_size,
         segment_len=train.segment_len,
         memory_len=train.memory_len,
-        microbatch_lanes=plan.microbatch_lanes,
+        microbatch_lanes=job.plan.microbatch_lanes,
     )
-    total = sum(parts.values()) * plan.tokens_per_step
-    yield (f"cost: {per_token(parts)}, {total / 1e9:,.1f} GFLOP per step, {total * train.max_steps:.3g} FLOP in all")
-    held = bytes_per_rank(config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu)
+    total = sum(parts.values()) * job.plan.tokens_per_step
+    yield f"cost: {per_token(parts)}, {total / 1e9:,.1f} GFLOP per step, {total * train.max_steps:.3g} FLOP in all"
+    held = bytes_per_rank(job.config, plan=job.plan, vocab_size=job.vocab_size, on_gpu=on_gpu)
     listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in held.items())
-    room = room_bytes(torch.device("cuda" if on_gpu else "cpu"))
     yield f"memory per rank, estimated: {sum(held.values()) / 2**20:,.1f} MiB besides the program ({listed})"
-    yield f"memory of {'a GPU' if on_gpu else 'this machine, left for all its ranks'}: {room / 2**20:,.1f} MiB"
+    whose = "a GPU" if on_gpu else "this machine, left for all its ranks"
+    yield f"memory of {whose}: {room_bytes(device) / 2**20:,.1f} MiB"

@@ -100,7 +100,8 @@ def unit_of(runs: Sequence[Run]) -> Unit:
     differ = "It is not on record whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
-    without = [run for run in runs if not _has_bits(run)]
+    # Of the held-out text, or where there is none, of the training text.
+    without = [run for run in runs if not run.history.evals.get("eval", run.history.train).has("bits_per_byte")]
     if not without:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
         return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs) or _unknown_text(runs))
@@ -148,12 +149,6 @@ def _listed(numbers: Collection[float]) -> str:
 
 def _held_out(run: Run) -> Table:
     return run.history.evals.get("eval", Table({"step": np.empty(0)}))
-
-
-def _has_bits(run: Run) -> bool:
-    """Of the held-out text, or where there is none, of the training text."""
-    table = run.history.evals.get("eval", run.history.train)
-    return table.has("bits_per_byte")
 
 
 def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:

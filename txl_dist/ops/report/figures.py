@@ -166,7 +166,8 @@ def _set_axes(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.y_label)
     axes.xaxis.set_major_formatter(FuncFormatter(plain))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-    low, high = _limits(chart.lines)
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
+    low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
     if chart.rows:
         axes.set_yticks(range(len(chart.rows)), chart.rows)
         axes.set_ylim(len(chart.rows) - 0.5, -0.5)
@@ -174,14 +175,10 @@ def _set_axes(axes: Any, chart: Chart) -> None:
         return
     if chart.scale == "log" and low > 0:
         axes.set_yscale("log")
-        subs = (
-            (1.0,)
-            if high > 1000 * low
-            else (1.0, 2.0, 5.0)
-            if high > 20 * low
-            else (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
-        )
-        axes.yaxis.set_major_locator(LogLocator(subs=subs) if high > 3 * low else MaxNLocator(6, steps=_STEPS))
+        if high > 5 * low:  # else ticks in even steps are more, and rounder
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.minorticks_off()
     else:
@@ -189,11 +186,6 @@ def _set_axes(axes: Any, chart: Chart) -> None:
         if chart.scale == "from zero":
             axes.set_ylim(0, 1.08 * high if high > 0 else 1)
     axes.yaxis.set_major_formatter(FuncFormatter(plain))
-
-
-def _limits(lines: Sequence[Line]) -> tuple[float, float]:
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines] or [np.empty(0)])
-    return (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:

@@ -297,11 +297,6 @@ class Console(Sink):
             self._bar.stop()
 
 
-def format_record(kind: str, record: Record, *, max_steps: int) -> str:
-    """The whole line of a record, as log files have it; a sample has a line per line of text."""
-    return line_of(record_cells(kind, record, max_steps=max_steps))
-
-
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
     """What the line of a record is made of."""
     if kind == "event":

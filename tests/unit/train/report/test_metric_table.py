@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.logs import format_record
 from tests.helpers.terminal import Terminal
 from tests.unit.train.report.test_metrics import EVAL_RECORD, TRAIN_RECORD
 from tests.unit.train.report.test_sinks import LOOK
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
-from txl_dist.train.report.sinks import format_record, record_cells
+from txl_dist.train.report.sinks import record_cells
 
 ROOT = Path(__file__).parents[4]
 FULL = TRAIN_RECORD | {"mfu_pct": 41.2, "save_s": 0.25, "skipped_steps": 3, "skipped_documents": 2}

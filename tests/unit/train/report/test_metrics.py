@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from tests.helpers.jobs import job_of
-from tests.helpers.logs import recorded_log
+from tests.helpers.logs import format_record, recorded_log
 from tests.helpers.tiny import tiny_config
 from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
 from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s
-from txl_dist.train.report.sinks import JsonLines, Reporter, format_record
+from txl_dist.train.report.sinks import JsonLines, Reporter
 from txl_dist.train.watch import stragglers
 from txl_dist.train.watch.stragglers import StragglerWatch
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.jobs import job_of
-from tests.helpers.logs import recorded_log
+from tests.helpers.logs import format_record, recorded_log
 from tests.helpers.tiny import tiny_config
 from tests.unit.train.report.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
 from txl_dist.errors import ConfigError
-from txl_dist.train.report.sinks import Reporter, check_sinks, format_record
+from txl_dist.train.report.sinks import Reporter, check_sinks
 
 SAMPLE: dict[str, Any] = {"step": 40, "prompt": "The ", "text": "end <b>of</b>\n  it"}
 LOOK: dict[str, Any] = {

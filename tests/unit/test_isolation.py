@@ -1,0 +1,22 @@
+"""What a test leaves in its process, the next one does not meet; and no GPU."""
+
+import os
+
+import pytest
+import torch
+
+from txl_dist.dist import uses_gpu
+
+
+@pytest.mark.parametrize("_time", ["first", "second"])
+def test_what_one_test_leaves_the_next_does_not_meet(_time: str) -> None:
+    assert "LEFT_BEHIND" not in os.environ
+    assert not torch.distributed.is_initialized()
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def test_no_gpu_is_used_where_none_is_asked_for() -> None:
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert not uses_gpu()
