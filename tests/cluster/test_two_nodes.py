@@ -128,8 +128,8 @@ def assert_empty(cluster: Path) -> None:
 def losses(run: Path) -> dict[int, float]:
     """The last loss recorded for each step."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines if '"train"' in line and line.endswith("}")]
-    return {record["step"]: record["loss"] for record in records}
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:

@@ -55,7 +55,8 @@ def job(tmp_path: Path) -> Path:
 def last_step(job: Path) -> int:
     metrics = job / "run/metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    return max((json.loads(line)["step"] for line in lines if '"train"' in line and line.endswith("}")), default=0)
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return max((record["step"] for record in records if record["kind"] == "train"), default=0)
 
 
 def test_two_nodes_under_torchrun_train_to_the_end(job: Path) -> None:
