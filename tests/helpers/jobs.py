@@ -16,7 +16,9 @@ TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
 
 def job_of(config: Config, ranks: Ranks, *, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0) -> Job:
     """The job of these settings; its corpora have a tokenizer and no text."""
-    corpus: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=vocab_size or tokenizer.vocab_size)
+    corpus: Any = SimpleNamespace(
+        tokenizer=tokenizer, tokenizer_sha256=tokenizer.fingerprint, vocab_size=vocab_size or tokenizer.vocab_size
+    )
     corpora: Any = SimpleNamespace(first=corpus)
     return Job(config, plan_batch(config.train, world_size=ranks.world_size), ranks, corpora)
 

@@ -93,6 +93,7 @@ SETTINGS: list[tuple[str, str]] = [
 FLAGS: list[tuple[str, str]] = [
     ("prepare texts data/y", "missing: --out PATH.* Did you mean --out data/y?"),
     ("prepare texts --output data/y", "unknown flag --output. Did you mean --out?"),
+    ("prepare texts --output-folder data/y", "unknown flag --output-folder. Did you mean --out?"),
     ("prepare texts --out data/y --tokenizer bep", "it can be auto, .* Did you mean bpe?"),
     ("prepare texts --out data/y --vocab-size 4k", "--vocab-size 4k: it must be a whole number"),
     ("prepare --out data/y", "there are no inputs"),

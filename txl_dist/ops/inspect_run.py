@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from txl_dist.config import load_config
 from txl_dist.data.check import inspect as of_corpus
-from txl_dist.data.read.corpora import open_corpora
+from txl_dist.data.read.corpora import open_all, open_corpora
 from txl_dist.data.read.corpus import Corpus, Split, open_corpus
 from txl_dist.data.read.lanes import epochs_read
 from txl_dist.data.read.position import StreamState, first_state
@@ -241,8 +241,8 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
     with suppress(TxlError, OSError):
         config = with_corpora_found(load_config(folder / SETTINGS), folder)
         if all(Path(path).is_dir() for path in config.data.paths):
-            corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
-            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in corpora.train}
+            splits = [corpus.split(config.data.train_split) for corpus in open_all(config.data)]
+            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}
     found = []
     for one in stream.corpora:
         num_tokens = tokens.get((one.fingerprint, one.split))

@@ -141,8 +141,8 @@ class Run:
         try:
             while not self.stopped and state.step < self.max_steps:
                 step = state.step + 1
-                self.profile.begins(step)
                 self.watch.watchdog.beat("data", step=step)
+                self.profile.begins(step)
                 self.clock.begin()
                 with record_function("data"):
                     step_input = next(inputs)

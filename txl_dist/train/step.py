@@ -99,10 +99,10 @@ class Stepper:
 
 def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_size: int) -> Decision:
     """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
-    own = loss.double()[None]
-    says = torch.tensor([skip, *votes], dtype=torch.float64, device=loss.device)
-    sums = torch.cat([own, (~loss.isfinite()).double()[None], says])
-    with waiting():  # on a GPU the collective returns at once, and the host waits where it reads the result
+    with waiting():  # on a GPU for what was issued before, and the others with it: already the first copy to it waits
+        own = loss.double()[None]
+        says = torch.tensor([skip, *votes], dtype=torch.float64, device=loss.device)
+        sums = torch.cat([own, (~loss.isfinite()).double()[None], says])
         known = torch.cat([all_reduce_sum(sums), grad_norm.double()[None], own])
         total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
     is_sound = not bad and not skips

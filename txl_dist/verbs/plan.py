@@ -99,11 +99,12 @@ def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus
 
 def _corpus(config: Config) -> tuple[int, int]:
     """(vocabulary size, tokens of the split that is trained on)."""
-    from txl_dist.data.read.corpora import open_corpora
+    from txl_dist.data.read.corpora import open_all
 
     try:
         require_corpora(config)
-        corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+        opened = open_all(config.data)
+        tokens = sum(corpus.split(config.data.train_split).tokens for corpus in opened)
     except TxlError as error:
         raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
-    return corpora.first.vocab_size, sum(split.tokens for split in corpora.train)
+    return opened[0].vocab_size, tokens

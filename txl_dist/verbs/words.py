@@ -23,6 +23,8 @@ from txl_dist.suggest import did_you_mean
 
 _RULE, _SIDE = "\u2500", "\u2502"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LEAST_OF_A_NAME = 3
+"""Characters of a flag that a longer, unknown one is taken for: --output-folder for --out."""
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
@@ -52,7 +54,10 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
     name = flag.removeprefix("--").replace("-", "_")
     lacks = " (its section is missing)" if "." not in name and any(one.endswith(f".{name}") for one in known) else ""
-    return f"unknown flag {flag}{lacks}.{did_you_mean(name, known, spell=_spelt) or f' See {prog} --help.'}"
+    begun = [one for one in known if len(one) >= _LEAST_OF_A_NAME and name.startswith(one)]
+    longest = max(begun, key=len, default="")
+    hint = did_you_mean(name, known, spell=_spelt) or did_you_mean(longest, begun, spell=_spelt)
+    return f"unknown flag {flag}{lacks}.{hint or f' See {prog} --help.'}"
 
 
 def stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:

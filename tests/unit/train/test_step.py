@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.data.read.position import CorpusState, StreamState
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, Votes, poll
+from txl_dist.dist import Ranks, Votes, is_waiting, poll
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.train import step as step_module
 from txl_dist.train.batch import StepInput, batch_maker
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
@@ -64,6 +66,24 @@ def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, Votes]]:
         decision = decide(torch.tensor(loss), torch.tensor(grad_norm), skip=skip, votes=votes, world_size=world_size)
         found[name] = decision, poll(votes, world_size=world_size)
     return found
+
+
+def test_a_rank_counts_as_waiting_from_the_first_moment_at_which_a_decision_can_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU a copy to the device waits for the collectives before it, and a rank that hung there was blamed."""
+    seen, make = [], torch.tensor
+
+    def spy(*values: Any, **named: Any) -> Tensor:
+        seen.append(is_waiting(threading.get_ident()))
+        return make(*values, **named)
+
+    monkeypatch.setattr(torch, "tensor", spy)
+    monkeypatch.setattr(step_module, "all_reduce_sum", lambda sums: sums)
+    one = make(1.0)
+    decide(one, one, skip=False, votes=Votes(stop=False, written=False), world_size=1)
+    assert seen == [True]
+    assert not is_waiting(threading.get_ident())
 
 
 @pytest.mark.dist

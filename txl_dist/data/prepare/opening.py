@@ -55,12 +55,17 @@ def begin(
     Raises DataError naming it.
     """
     raw = streams.enter_context(_open_stored(file, allow_protocols))
-    with open_new(copy) as copied, _naming(file):
-        while (left := at_most - copied.tell()) and (chunk := raw.read(min(left, _MIB))):
+    with open_new(copy) as copied:
+        while (left := at_most - copied.tell()) and (chunk := _read(raw, min(left, _MIB), file)):
             copied.write(chunk)
         size = copied.tell()
     begun = file._replace(spooled=str(copy))
     return begun._replace(size=size) if size < at_most else begun._replace(rest=raw)
+
+
+def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
+    with _naming(file):  # not the copy's: a full disk is no fault of the input
+        return stream.read(count)
 
 
 @contextmanager

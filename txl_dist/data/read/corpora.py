@@ -35,15 +35,7 @@ def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
     Raises DataError where a corpus cannot be read or lacks a split that is wanted, ConfigError if they do not go
     together, or the weights leave one without a lane.
     """
-    opened = tuple(open_corpus(path, data) for path in data.paths)
-    for corpus in opened[1:]:
-        if corpus.tokenizer_sha256 != opened[0].tokenizer_sha256:
-            raise ConfigError(
-                f"{corpus.location} and {opened[0].location} were prepared with different tokenizers. Prepare one "
-                "with `--tokenizer-file` and the tokenizer.json of the other."
-            )
-    if len({corpus.fingerprint for corpus in opened}) < len(opened):
-        raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
+    opened = open_all(data)
     train = tuple(corpus.split(data.train_split) for corpus in opened)
     has_eval = bool(data.eval_split) and not lacks_eval_split(data, opened[0])
     further = [corpus for corpus in opened[1:] if data.eval_split in corpus.split_names]
@@ -53,6 +45,23 @@ def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
         eval=tuple(corpus.split(data.eval_split) for corpus in (opened[0], *further)) if has_eval else (),
         begin=first_state(train, weights=data.weights, num_lanes=num_lanes, seed=derive_seed(seed, "documents")),
     )
+
+
+def open_all(data: DataSection) -> tuple[Corpus, ...]:
+    """The corpora that settings name, that of data.path first.
+
+    Raises DataError where one cannot be read, ConfigError if they do not go together.
+    """
+    opened = tuple(open_corpus(path, data) for path in data.paths)
+    for corpus in opened[1:]:
+        if corpus.tokenizer_sha256 != opened[0].tokenizer_sha256:
+            raise ConfigError(
+                f"{corpus.location} and {opened[0].location} were prepared with different tokenizers. Prepare one "
+                "with `--tokenizer-file` and the tokenizer.json of the other."
+            )
+    if len({corpus.fingerprint for corpus in opened}) < len(opened):
+        raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
+    return opened
 
 
 def lacks_eval_split(data: DataSection, corpus: Corpus) -> bool:

@@ -1,6 +1,6 @@
 """The files of one corpus far away: at a URL that fsspec knows, or behind a shell command.
 
-An origin tries once and raises whatever its library raises; `remote.retrying` goes around it. Each read is watched:
+An origin tries once and raises whatever its library raises; `retries.retrying` goes around it. Each read is watched:
 it ends in an error if nothing moves.
 """
 

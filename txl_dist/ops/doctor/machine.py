@@ -36,8 +36,13 @@ from txl_dist.train.footprint.room import control_groups, host_room_bytes
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
 """Versions that have to agree between nodes."""
-TRAPS = ("CUDA_", "DS_", "GLOO_", "LD_", "NCCL_", "OMP_", "TORCH_", "TRITON_", "TXL_")
-"""What environment variables begin with that change what a run does, or how fast."""
+TRAPS = (
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "LD_PRELOAD"),
+    *("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"),
+    *("OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TRITON_INTERPRET"),
+    "TXL_FAULT",
+)
+"""Environment variables that change what a run does, or how fast. No others are read: their values may be secret."""
 
 
 class Device(NamedTuple):
@@ -100,7 +105,7 @@ class Facts:
     host_address: str
     """What the host name resolves to; empty if it does not."""
     environment: dict[str, str]
-    """Variables that begin as one of `TRAPS`."""
+    """Of `TRAPS`, where set."""
     orphans: tuple[int, ...]
     """Processes of this project whose parent is gone."""
     programs: dict[str, str]
@@ -135,7 +140,7 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         cgroup_cores=_cgroup_cores(),
         num_local_ranks=local_world_size(1),
         memory_gib=psutil.virtual_memory().total / GIB,
-        room_gib=host_room_bytes() / GIB,
+        room_gib=min(psutil.virtual_memory().available, host_room_bytes()) / GIB,  # not by swapping
         shm_gib=shm.total / GIB if shm else 0.0,
         shm_free_gib=shm.free / GIB if shm else 0.0,
         shm_leftovers=sum(
@@ -148,7 +153,7 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         interfaces=tuple(_interfaces()),
         host_address=_host_address(),
-        environment={name: value for name, value in os.environ.items() if name.startswith(TRAPS)},
+        environment={name: os.environ[name] for name in TRAPS if name in os.environ},
         orphans=tuple(_orphans()),
         programs=_programs(),
         lacks_compiler=lacks_compiler(),

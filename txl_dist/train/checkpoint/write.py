@@ -191,7 +191,7 @@ class Saver:
             "parameters": engine.shapes,
             "corpora": absolute_paths(config.data.paths),
             "vocab_size": self.job.vocab_size,
-            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "tokenizer_fingerprint": self.job.corpora.first.tokenizer_sha256,
             "config_fingerprint": config_fingerprint(config),
             "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,

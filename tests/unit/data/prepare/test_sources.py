@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import lzma
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.http import serve
-from txl_dist.data.prepare import sources
+from txl_dist.data.prepare import opening, sources
 from txl_dist.data.prepare.cutting import Cursor, read_parts
 from txl_dist.data.prepare.documents import (
     Document,
@@ -422,3 +425,21 @@ def test_a_pipe_or_a_device_is_refused_at_once_with_the_way_to_read_it(kind: str
 def test_a_misspelt_corpus_of_the_papers_is_answered_with_the_one_that_was_meant() -> None:
     with pytest.raises(DataError, match=r"wikitext-104 does not exist\. Did you mean wikitext-103\?"):
         list_sources(["wikitext-104"], PrepareSettings(()), split="train")
+
+
+def test_a_full_disk_below_a_copy_is_not_said_of_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(opening, "open_new", lambda path: Full())
+    path = tmp_file(tmp_path)
+    (file,) = list_sources([path], PrepareSettings(inputs=(str(path),)), split="train")
+    with ExitStack() as streams, pytest.raises(OSError, match="No space left"):
+        opening.begin(file, tmp_path / "copy", at_most=10, allow_protocols=(), streams=streams)
+
+
+def tmp_file(folder: Path) -> Path:
+    path = folder / "a.txt"
+    path.write_text("some text", encoding="utf-8")
+    return path

@@ -311,6 +311,16 @@ def test_a_requirement_that_is_not_met_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert line.startswith("numpy>=99 (is ")
 
 
+def test_values_of_variables_that_it_has_nothing_to_say_of_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_SDK_KEY", "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = gather(run_dir=tmp_path).environment
+    assert "LD_SDK_KEY" not in found
+    assert found["OMP_NUM_THREADS"] == "1"
+
+
 def test_facts_are_gathered_here_and_can_be_written_as_json(tmp_path: Path) -> None:
     facts = gather(run_dir=tmp_path)
     assert facts.num_cores >= 1

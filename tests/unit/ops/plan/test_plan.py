@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.corpora import tiny_corpus
 from txl_dist.cli import main
 from txl_dist.config import Config, plan_batch
 from txl_dist.config import changed as with_settings
@@ -311,6 +312,14 @@ def test_without_a_corpus_the_vocabulary_must_be_given(
     corpus = ["--data.path", str(tmp_path / "none")]
     assert main(["plan", config_file, "--gpus", "4", "--gpu", "h100", *corpus]) == 2
     assert "Or give --vocab-size" in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_split_that_is_evaluated(
+    config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = ["--data.path", tiny_corpus(tmp_path).location, "--data.eval_split", "none", "--model.cutoffs", "10"]
+    assert main(["plan", config_file, "--gpus", "4", "--gpu", "h100", *corpus]) == 0
+    assert "with a vocabulary of 2" in capsys.readouterr().out
 
 
 def test_help_answers_without_torch() -> None:
