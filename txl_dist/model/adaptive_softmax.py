@@ -12,7 +12,8 @@ Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocab
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,21 @@ from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.sections import ModelSection
 from txl_dist.text.clusters import cluster_edges
+
+
+class Table(NamedTuple):
+    """What the logits of one cluster are made of."""
+
+    weight_VE: Tensor
+    bias_V: Tensor
+    projection_DE: Tensor | None
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Of any rows, [R, V]."""
+        projection = self.projection_DE
+        return F.linear(
+            hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), self.weight_VE, self.bias_V
+        )
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -62,26 +78,39 @@ class AdaptiveSoftmax(nn.Module):
         """
         if targets_BT is None:
             return self.log_probabilities(hidden_BTD.flatten(0, 1))
-        hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)
-        tails = (partition or ())[1:]
         if weight_BT is not None and torch.is_grad_enabled():
+            hidden_SD, targets_S, tails = hidden_BTD.flatten(0, 1), targets_BT.flatten(), (partition or ())[1:]
             clusters = [Cluster(None, self._head_columns(targets_S), self._columns(0), self._projection(0))]
             for i, tail in enumerate(tails, start=1):
                 clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
             return weighted_loss(hidden_SD, clusters, weight_S=weight_BT.flatten())
-        nll_BT = self._nll(hidden_SD, targets_S, tails).view(targets_BT.shape)
+        nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
         return nll_BT if weight_BT is None else (nll_BT * weight_BT).sum()
 
-    def _nll(self, hidden_SD: Tensor, targets_S: Tensor, tails: Partition) -> Tensor:
-        """The plain twin of `fused_softmax.weighted_loss`: the loss of each token, nll_S."""
-        nll_S = _nll(self._logits(0, hidden_SD), self._head_columns(targets_S))
+    def losses(
+        self,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        *,
+        partition: Partition | None = None,
+        tables: Sequence[Table] | None = None,
+    ) -> Tensor:
+        """nll_BT: the loss of each token in nats, the plain twin of `fused_softmax.weighted_loss`.
+
+        `tables` are `tables()`, kept by whoever has frozen weights: to make them copies those of the head.
+        """
+        if self.num_tails and partition is None:
+            partition = partition_of(targets_BT, edges=self.edges)
+        tables = self.tables() if tables is None else tables
+        hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        nll_S = _nll(tables[0].logits(hidden_SD), self._head_columns(targets_S))
         nll_S = F.pad(nll_S, (0, 1))  # padded rows land in the last element
-        for i, tail in enumerate(tails, start=1):
+        for tail, table in zip((partition or ())[1:], tables[1:], strict=True):
             rows_RD = hidden_SD.index_select(0, tail.rows.clamp(max=hidden_SD.shape[0] - 1))
-            nll_S = nll_S.index_add(0, tail.rows, _nll(self._logits(i, rows_RD), tail.ids))
-        return nll_S[:-1]
+            nll_S = nll_S.index_add(0, tail.rows, _nll(table.logits(rows_RD), tail.ids))
+        return nll_S[:-1].view(targets_BT.shape)
 
     def _head_columns(self, targets_S: Tensor) -> Tensor:
         """Of the head: the target itself, or the column that stands for its cluster."""
@@ -90,21 +119,29 @@ class AdaptiveSoftmax(nn.Module):
             cluster_S += targets_S >= edge
         return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
-    def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
-        """log p of the whole vocabulary, [S, V]: for generation and probes, not for training."""
-        head = _log_softmax(self._logits(0, hidden_SD))
+    def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[Table] | None = None) -> Tensor:
+        """log p of the whole vocabulary, [S, V]: for generation and probes, not for training. `tables` as in `losses`."""
+        tables = self.tables() if tables is None else tables
+        head = _log_softmax(tables[0].logits(hidden_SD))
+        if not self.num_tails:
+            return head
         shortlist_size = self.edges[1]
         parts = [head[:, :shortlist_size]]
-        for i in range(1, self.num_tails + 1):
-            parts.append(head[:, shortlist_size - 1 + i, None] + _log_softmax(self._logits(i, hidden_SD)))
+        for i, table in enumerate(tables[1:]):
+            parts.append(head[:, shortlist_size + i, None] + _log_softmax(table.logits(hidden_SD)))
         return torch.cat(parts, dim=1)
 
-    def _logits(self, i: int, hidden_RD: Tensor) -> Tensor:
-        """Cluster i's logits; those of the head (i = 0) end with one column per tail cluster."""
-        columns, projection = self._columns(i), self._projection(i)
-        weight_VE = torch.cat([one.weight_VE[one.low : one.high] for one in columns])
-        bias_V = torch.cat([one.bias_V[one.low : one.high] for one in columns])
-        return F.linear(hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), weight_VE, bias_V)
+    def tables(self) -> list[Table]:
+        """What each cluster's logits are made of; those of the head, the first, end with a column per tail cluster."""
+        tables = []
+        for i in range(self.num_tails + 1):
+            weights, biases = zip(
+                *((one.weight_VE[one.low : one.high], one.bias_V[one.low : one.high]) for one in self._columns(i)),
+                strict=True,
+            )
+            joined = (weights[0], biases[0]) if len(weights) == 1 else (torch.cat(weights), torch.cat(biases))
+            tables.append(Table(*joined, self._projection(i)))
+        return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:
         """Where the weights of cluster i's logits stand."""

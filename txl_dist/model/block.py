@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.model.attention import Distances
 from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.sections import AttentionKernel, ModelSection
@@ -23,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 
 class Block(nn.Module):
-    """One layer. `forward` reads a memory of hidden states; `forward_cached` reads keys and values made before."""
+    """One layer, over a memory of hidden states. `infer.cached` runs its parts over keys and values made before."""
 
     def __init__(self, model: ModelSection, *, biases: AttentionBiases, kernel: AttentionKernel = "auto") -> None:
         super().__init__()
@@ -42,33 +41,25 @@ class Block(nn.Module):
 
         `encoding_KD` are the sinusoids of the distances K-1 ... 0, where the attention uses them.
         """
-        past_BM2NH = self.project_key_value(memory_BMD)
-        hidden_BTD, _ = self.forward_cached(
-            hidden_BTD,
-            past_BM2NH=past_BM2NH,
-            distances=self.attention.distances(visible.num_keys, encoding_KD=encoding_KD),
-            visible=visible,
-        )
-        return hidden_BTD
-
-    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """Keys and values of positions, given the layer's raw inputs there."""
-        return self.attention.project_key_value(self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD)
-
-    def forward_cached(
-        self, hidden_BTD: Tensor, *, past_BM2NH: Tensor, distances: Distances | None, visible: Visibility
-    ) -> tuple[Tensor, Tensor]:
-        """Output for a segment and the keys and values of past and segment, for the caller to keep."""
+        distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
-        key_value = _joined(past_BM2NH, self.attention.project_key_value(normed))
+        key_value = _joined(self.project_key_value(memory_BMD), self.attention.project_key_value(normed))
         context = self.attention(normed, key_value_BK2NH=key_value, distances=distances, visible=visible)
-        hidden = hidden_BTD + self._drop(context, self.projection_dropout)
+        return self.finish(hidden_BTD, context)
+
+    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
+        """key_value_BS2NH of positions, given the layer's raw inputs there."""
+        return self.attention.project_key_value(self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD)
+
+    def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
+        """The layer's output, given its input and what its attention made of it."""
+        hidden = hidden_BTD + self._drop(context_BTD, self.projection_dropout)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
         inner = self.activation(self.ff_in(self.ff_norm(hidden) if self.pre_norm else hidden))
         hidden = hidden + self._drop(self.ff_out(self._drop(inner, self.ff_dropout)), self.ff_dropout)
-        return hidden if self.pre_norm else self.ff_norm(hidden), key_value
+        return hidden if self.pre_norm else self.ff_norm(hidden)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
         return F.dropout(x, rate, self.training)

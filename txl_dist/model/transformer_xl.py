@@ -1,16 +1,15 @@
 """Transformer-XL: embedding, blocks, softmax. Memory comes in and goes out as a value.
 
 `TransformerXL.forward` makes hidden states; `TransformerXL.softmax` turns them into losses or log-probabilities.
-`SegmentLoss` is the face that training wraps: one segment in, the loss and the next memory out. `forward_cached`
-is the face for inference: the past is kept as projected keys and values, so a token costs the same however long
-the past is.
+`SegmentLoss` is the face that training wraps: one segment in, the loss and the next memory out. With frozen weights
+`infer.cached` gives the same over keys and values of the past, for less work.
 
 Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N heads, H head width.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +20,9 @@ from txl_dist.config import check_vocabulary
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.attention import Distances
 from txl_dist.model.block import Block
 from txl_dist.model.init import initialize
-from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
+from txl_dist.model.memory import Memory, empty_memory, visible_keys
 from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.sections import AttentionKernel, ModelSection
 
@@ -114,53 +112,11 @@ class TransformerXL(nn.Module):
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(inputs, document_BT=document_BT)
 
-    def empty_cache(self, *, num_lanes: int, memory_len: int) -> KeyValueCache:
-        """A cache that holds nothing, for `forward_cached`."""
-        section, anchor = self.section, self.embedding.weight(0)
-        shape = (section.num_layers, num_lanes, memory_len, 2, section.num_heads, section.head_width)
-        document = torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=anchor.device)
-        return KeyValueCache(torch.zeros(shape, dtype=anchor.dtype, device=anchor.device), document)
-
-    def project_distances(self, num_distances: int) -> list[Distances]:
-        """Per layer what it knows of that many distances, for `forward_cached`; weights being frozen."""
-        assert self.section.scheme.uses_memory, "without relative positions a past cannot be kept"
-        encoding_KD = self._encoding(num_distances, like=self.embedding.weight(0))
-        known = [block.attention.distances(num_distances, encoding_KD=encoding_KD) for block in self._layers()]
-        return [distances for distances in known if distances is not None]
-
-    def forward_cached(
-        self, tokens_BT: Tensor, cache: KeyValueCache, *, distances: list[Distances]
-    ) -> tuple[Tensor, KeyValueCache]:
-        """As `forward` in evaluation, with the past as keys and values. `distances` are for K = M + T or more."""
-        document_BT = torch.zeros_like(tokens_BT)
-        visible = visible_keys(
-            Memory(cache.key_value_LBM2NH, cache.document_BM), document_BT, same_length=self.section.same_length
-        )
-        hidden, num_keys, memory_len = self.embedding(tokens_BT), visible.num_keys, cache.document_BM.shape[1]
-        key_values = []
-        for block, past, known in zip(self._layers(), cache.key_value_LBM2NH, distances, strict=True):
-            hidden, key_value = block.forward_cached(
-                hidden, past_BM2NH=past, distances=known.last(num_keys), visible=visible
-            )
-            key_values.append(key_value[:, num_keys - memory_len :])
-        documents = torch.cat([cache.document_BM, document_BT], dim=1)[:, num_keys - memory_len :]
-        return self.final_norm(hidden), KeyValueCache(torch.stack(key_values), documents)
-
-    def _layers(self) -> list[Block]:
-        return cast(list[Block], list(self.blocks))
-
     def _encoding(self, num_distances: int, *, like: Tensor) -> Tensor:
         return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
         return F.dropout(x, rate, self.training)
-
-
-class KeyValueCache(NamedTuple):
-    """The past of every lane as each layer's keys and values; M is how many positions are kept."""
-
-    key_value_LBM2NH: Tensor
-    document_BM: Tensor
 
 
 class Batch(NamedTuple):

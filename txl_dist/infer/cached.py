@@ -1,0 +1,322 @@
+"""The cached core: a model with frozen weights, run over the keys and values of the past.
+
+The plain model keeps hidden states and projects the whole memory to keys and values again for every segment. With
+weights that stay as they are, each position is projected once, and so is the encoding of each distance. Evaluation,
+scoring, generation and serving all run on this, and give what the plain model gives, to rounding.
+
+    frozen = FrozenModel(model)
+    ring = frozen.ring(num_rows=4, memory_len=512, chunk_len=64)       # what the rows remember: changed by each chunk
+    hidden_BTD = frozen.run(tokens_BT, ring)                           # T <= chunk_len
+    log_p = frozen.log_probabilities(hidden_BTD)
+
+**The ring.** Position p stands at slot p mod R of each layer's buffer, R = memory_len + chunk_len, and again R slots
+later; so the last R positions always lie side by side, oldest first, and attention reads them as a view. A chunk is
+two copies of its own keys and values, whatever the length of the past: nothing is joined, moved or allocated. All rows
+write to the same slots; a row that remembers less has nothing at the oldest of them, and does not see them.
+
+**The scores.** The term of the distances is one product, [queries, distances K-1 ... 0]. Behind each of its rows stand
+T - 1 cells of -inf, and row i is read T-1-i cells further on: the relative shift of `model.relative_attention` as a
+view, in which a future key has a distance below zero, and is masked by standing there. Torch's attention takes that
+view as what to add to its scores. Where rows or documents differ in what they see, it is copied once and masked.
+
+Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = past + T keys, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from txl_dist.errors import ConfigError
+from txl_dist.model.adaptive_embedding import Partition
+from txl_dist.model.block import Block
+from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.model.positions import distance_encoding
+from txl_dist.model.transformer_xl import TransformerXL
+
+BLOCK_LEN = 64
+"""Queries of a chunk that attend at a time: their scores stay in a CPU's cache, and few of them are of future keys."""
+
+
+class Past(NamedTuple):
+    """What one row remembers, as a value of its own: to keep, to save, to give to other rows."""
+
+    key_value_L2NSH: Tensor
+    """Keys, then values, of each layer at the last S <= M positions, oldest first."""
+    document_S: Tensor
+    """int64: document of each position."""
+
+
+class KeyValueRing:
+    """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
+
+    def __init__(
+        self, model: TransformerXL, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
+    ) -> None:
+        section, anchor = model.section, model.embedding.weight(0)
+        self.memory_len, self.chunk_len = memory_len, chunk_len
+        self.size = memory_len + chunk_len
+        shape = (2, num_rows, section.num_heads, 2 * self.size + chunk_len, section.head_width)
+        self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
+        self.documents = (
+            torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
+        )
+        self.known_B = np.zeros(num_rows, dtype=np.int64)
+        """Positions that each row remembers, of the last `memory_len`."""
+        self._next = 0  # slot of the next position
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.known_B)
+
+    @property
+    def past_len(self) -> int:
+        """Positions of the past that a chunk reads: as many as the row with the longest one has."""
+        return int(self.known_B.max(initial=0))
+
+    def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
+        """Make room for a chunk, of which each layer's keys and values follow. Returns mask_BTK, or None where every
+        row sees all of the past."""
+        past_len, first = self.past_len, self._next
+        mask = None
+        if self.documents is not None:
+            assert document_BT is not None
+            for start in (first, first + self.size):
+                self.documents[:, start : start + num_tokens] = document_BT
+            seen_B1K = self.documents[:, None, first + self.size - past_len : first + self.size + num_tokens]
+            mask = seen_B1K == document_BT[:, :, None]
+        elif int(self.known_B.min(initial=past_len)) < past_len:
+            begin_B = torch.from_numpy(past_len - self.known_B).to(self.key_values[0].device)
+            key_K = torch.arange(past_len + num_tokens, device=begin_B.device)
+            mask = (key_K >= begin_B[:, None])[:, None].expand(-1, num_tokens, -1)
+        self._next = (first + num_tokens) % self.size
+        self.known_B = np.minimum(self.known_B + num_tokens, self.memory_len)
+        return mask
+
+    def write(self, layer: int, key_value_2BNTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
+        """Put a chunk behind the past of a layer. Returns (key_BNKH, value_BNKH) of both, as views."""
+        buffer, num_tokens = self.key_values[layer], key_value_2BNTH.shape[3]
+        first = (self._next - num_tokens) % self.size
+        buffer.narrow(3, first, num_tokens).copy_(key_value_2BNTH)
+        buffer.narrow(3, first + self.size, num_tokens).copy_(key_value_2BNTH)
+        key, value = buffer.narrow(3, first + self.size - past_len, past_len + num_tokens).unbind(0)
+        return key, value
+
+    def past(self, row: int, *, memory_len: int | None = None) -> Past:
+        """A copy of what a row remembers, or of the last `memory_len` positions of it."""
+        length = int(self.known_B[row]) if memory_len is None else min(int(self.known_B[row]), memory_len)
+        stop = self._next + self.size
+        key_value = torch.stack([buffer[:, row, :, stop - length : stop] for buffer in self.key_values])
+        documents = torch.zeros(length, dtype=torch.int64, device=key_value.device)
+        if self.documents is not None:
+            documents = self.documents[row, stop - length : stop].clone()
+        return Past(key_value, documents)
+
+    def put(self, row: int, past: Past) -> None:
+        """Make a row remember a past, of which the last `memory_len` positions count, in place of its own."""
+        num_given = past.document_S.shape[0]
+        self.known_B[row] = min(num_given, self.memory_len)
+        if self.documents is not None:
+            self.documents[row] = EMPTY
+        # Both copies of the slots before the next one; those behind it are written before they are read.
+        for stop, length in ((self._next + self.size, self.known_B[row]), (self._next, min(self._next, num_given))):
+            for buffer, key_value_2NSH in zip(self.key_values, past.key_value_L2NSH, strict=True):
+                buffer[:, row, :, stop - length : stop] = key_value_2NSH[:, :, num_given - length :]
+            if self.documents is not None:
+                self.documents[row, stop - length : stop] = past.document_S[num_given - length :]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, in this order; one may be named several times."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
+        self.key_values = [buffer.index_select(1, index) for buffer in self.key_values]
+        if self.documents is not None:
+            self.documents = self.documents.index_select(0, index)
+        self.known_B = self.known_B[list(rows)]
+
+
+class _Layer(NamedTuple):
+    """A block and what is computed of its weights once."""
+
+    block: Block
+    weight: Tensor
+    """Of queries, keys and values, [3 N H, D]."""
+    bias: Tensor | None
+    query_bias_2NH: Tensor
+    """u, v; v is 0 where the model has none."""
+
+
+class FrozenModel:
+    """A model whose weights do not change any more; in evaluation mode, with relative positions.
+
+    Raises ConfigError if its positions know no memory (`sections.SCHEMES`).
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: TransformerXL) -> None:
+        if not model.section.scheme.uses_memory:
+            raise ConfigError(
+                f"a model with {model.section.positions} positions knows no memory, and its past cannot be kept. "
+                "Run the model itself, on whole segments."
+            )
+        assert not model.training
+        self.model, section = model, model.section
+        self.layers: list[_Layer] = []
+        for block in cast(list[Block], list(model.blocks)):
+            attention = block.attention
+            content, position = attention.content_bias, attention.position_bias
+            assert content is not None
+            value_bias = attention.key_value.value_bias
+            bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
+            biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
+            weight = torch.cat([attention.query.weight, attention.key_value.weight])
+            self.layers.append(_Layer(block, weight, bias, biases))
+        self.tables = model.softmax.tables()
+        self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
+        self._distances: list[tuple[Tensor, Tensor | None]] = []
+
+    @torch.inference_mode()
+    def ring(self, *, num_rows: int, memory_len: int, chunk_len: int = 1, with_documents: bool = False) -> KeyValueRing:
+        """A memory of `memory_len` tokens for some rows, that holds nothing, to run at most `chunk_len` tokens at a time.
+
+        `with_documents`: each chunk comes with the document of each of its tokens, and sees no other.
+        """
+        return KeyValueRing(
+            self.model, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+        )
+
+    @torch.inference_mode()
+    def past_of(self, memory: Memory) -> list[Past]:
+        """What each lane of a memory of hidden states remembers, as keys and values."""
+        key_value_LBM2NH = torch.stack(
+            [
+                layer.block.project_key_value(hidden_BMD)
+                for layer, hidden_BMD in zip(self.layers, memory.hidden_LBMD, strict=True)
+            ]
+        )
+        pasts = []
+        for lane, document_M in enumerate(memory.document_BM):
+            first = int((document_M == EMPTY).sum())
+            key_value = key_value_LBM2NH[:, lane, first:].permute(0, 2, 3, 1, 4)
+            pasts.append(Past(key_value, document_M[first:]))
+        return pasts
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens_BT: Tensor,
+        ring: KeyValueRing,
+        *,
+        document_BT: Tensor | None = None,
+        partition: Partition | None = None,
+    ) -> Tensor:
+        """hidden_BTD of a chunk, as `TransformerXL.forward` gives it; `ring` then remembers the chunk too.
+
+        `document_BT` (int64, >= 0) if the ring was made for documents; `partition` as there.
+        """
+        return self.run_embedded(self.model.embedding(tokens_BT, partition=partition), ring, document_BT=document_BT)[
+            -1
+        ]
+
+    @torch.inference_mode()
+    def run_embedded(
+        self, embedded_BTD: Tensor, ring: KeyValueRing, *, document_BT: Tensor | None = None
+    ) -> list[Tensor]:
+        """As `run`, of vectors in place of tokens: the input of each layer, then the output of the last, normed."""
+        num_tokens = embedded_BTD.shape[1]
+        assert num_tokens <= ring.chunk_len
+        past_len = ring.past_len
+        mask_BTK = ring.advance(num_tokens, document_BT)
+        hidden, known, hiddens = embedded_BTD, self._distances_of(ring.size), []
+        section = self.model.section
+        for index, (layer, (distance_NHS, bias_NS)) in enumerate(zip(self.layers, known, strict=True)):
+            hiddens.append(hidden)
+            block = layer.block
+            normed = block.attention_norm(hidden) if block.pre_norm else hidden
+            projected = F.linear(normed, layer.weight, layer.bias)
+            projected_3BNTH = projected.unflatten(-1, (3, section.num_heads, section.head_width)).permute(2, 0, 3, 1, 4)
+            key_BNKH, value_BNKH = ring.write(index, projected_3BNTH[1:], past_len=past_len)
+            query_2BNTH = projected_3BNTH[0] + layer.query_bias_2NH[:, None, :, None]
+            context_BNTH = self._attend(
+                query_2BNTH, key_BNKH, value_BNKH, distance_NHS, bias_NS, mask_BTK, memory_len=ring.memory_len
+            )
+            hidden = block.finish(hidden, block.attention.output(context_BNTH.transpose(1, 2).flatten(2)))
+        return [*hiddens, self.model.final_norm(hidden)]
+
+    @torch.inference_mode()
+    def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
+        """log p of the whole vocabulary, [S, V], at least fp32."""
+        return self.model.softmax.log_probabilities(hidden_SD, tables=self.tables)
+
+    @torch.inference_mode()
+    def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
+        """nll_BT in nats of given targets, at least fp32."""
+        return self.model.softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
+
+    def _attend(
+        self,
+        query_2BNTH: Tensor,
+        key_BNKH: Tensor,
+        value_BNKH: Tensor,
+        distance_NHS: Tensor,
+        bias_NS: Tensor | None,
+        mask_BTK: Tensor | None,
+        *,
+        memory_len: int,
+    ) -> Tensor:
+        """context_BNTH. `distance_NHS` are scaled, of S or more distances, down to that of a query to itself."""
+        (B, N, T, H), past_len = query_2BNTH.shape[1:], key_BNKH.shape[2] - query_2BNTH.shape[3]
+        contexts = []
+        for start in range(0, T, BLOCK_LEN):
+            stop = min(start + BLOCK_LEN, T)
+            num_queries, num_keys = stop - start, past_len + stop
+            row_len = num_keys + num_queries - 1
+            content_BNbH, position_BNbH = query_2BNTH[:, :, :, start:stop]
+            scores_NRS = position_BNbH.new_empty(N, B * num_queries, row_len)
+            torch.bmm(
+                position_BNbH.transpose(0, 1).reshape(N, B * num_queries, H),
+                distance_NHS[:, :, -num_keys:],
+                out=scores_NRS[:, :, :num_keys],
+            )
+            if bias_NS is not None:
+                scores_NRS[:, :, :num_keys] += bias_NS[:, None, -num_keys:]
+            if num_queries > 1:
+                scores_NRS[:, :, num_keys:] = float("-inf")
+            if self._window is not None and num_keys > memory_len + self._window:
+                scores_NRS[:, :, : num_keys - memory_len - self._window] = float("-inf")
+            lane = num_queries * row_len
+            shifted_BNbK = scores_NRS.as_strided(
+                (B, N, num_queries, num_keys), (lane, B * lane, row_len - 1, 1), num_queries - 1
+            )
+            if mask_BTK is not None:
+                shifted_BNbK = shifted_BNbK.masked_fill(~mask_BTK[:, None, start:stop, :num_keys], float("-inf"))
+            elif shifted_BNbK.is_cuda:  # whose kernels want rows that begin at multiples of 16 bytes
+                shifted_BNbK = shifted_BNbK.contiguous()
+            contexts.append(
+                F.scaled_dot_product_attention(
+                    content_BNbH, key_BNKH[:, :, :num_keys], value_BNKH[:, :, :num_keys], attn_mask=shifted_BNbK
+                )
+            )
+        return contexts[0] if len(contexts) == 1 else torch.cat(contexts, dim=2)
+
+    def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Per layer (encodings as the layer sees them, its learned bias) of that many distances or more, S-1 ... 0; both
+        times H ** -0.5, as scores are. Kept: they are the same for every chunk."""
+        if not self._distances or self._distances[0][0].shape[2] < num_distances:
+            scale = self.model.section.head_width**-0.5
+            self._distances = []
+            section = self.model.section
+            encoding_KD = distance_encoding(
+                num_distances, width=section.width, clamp_len=section.clamp_len, like=self.model.embedding.weight(0)
+            )
+            for layer in self.layers:
+                distances = layer.block.attention.distances(num_distances, encoding_KD=encoding_KD)
+                assert distances is not None
+                bias_NS = None if distances.bias_KN is None else distances.bias_KN.t().contiguous() * scale
+                self._distances.append(((distances.key_KNH * scale).permute(1, 2, 0).contiguous(), bias_NS))
+        return self._distances
