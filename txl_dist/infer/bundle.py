@@ -12,11 +12,9 @@ Loading needs neither DeepSpeed nor a launcher.
 
 from __future__ import annotations
 
-import itertools
 import json
 import secrets
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,10 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.files import parse_object, read_bytes, write_bytes
-from txl_dist.infer.generate import generate
-from txl_dist.infer.probe import log_probabilities, probe_error
+from txl_dist.infer.probe import probe_error
 from txl_dist.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.run_files import Kind, kind_of
@@ -93,63 +90,10 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Package):
-    """A package that is open: scores and generates text."""
+    """A package that is open. `infer.language_model` scores and generates text with it."""
 
     model: TransformerXL
     dtype: str
-
-    def score(self, text: str, *, zero_memory: bool = False) -> Tensor:
-        """log p in nats of each token of `text`, the first one following an end-of-text; at least fp32, [tokens].
-
-        `zero_memory` begins with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
-        A model that cannot begin a document (`begins_documents`) has no score for the first token.
-        """
-        tokens = torch.tensor([self._ids(text)], device=self._device)
-        lengths = {"segment_len": self.segment_len, "memory_len": self.memory_len}
-        return log_probabilities(self.model, tokens, **lengths, zero_memory=zero_memory)[0]
-
-    def generate(
-        self,
-        prompt: str,
-        *,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> Iterator[str]:
-        """Text that continues `prompt`, in pieces as it is made; ends early where the model ends the document."""
-        ids = self._ids(prompt)
-        if not ids:
-            has_mark = self.tokenizer.end_of_text is not None
-            why = "was not trained on first tokens" if has_mark else "has no end-of-text in its vocabulary"
-            raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
-        # No less context than a segment gave in training; no more than the memory where its length is the window.
-        has_window = self.model.section.same_length != "off"
-        past_len = self.memory_len if has_window else max(self.memory_len, self.segment_len - 1)
-        tokens = generate(
-            self.model,
-            ids,
-            max_tokens=max_tokens,
-            segment_len=self.segment_len,
-            memory_len=past_len,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_at=self.tokenizer.end_of_text,
-        )
-        return itertools.chain([self.tokenizer.joint(prompt)], self.tokenizer.decode_stream(tokens, after=ids))
-
-    def _ids(self, text: str) -> list[int]:
-        """Behind an end-of-text, where the model can begin a document."""
-        end_of_text = self.tokenizer.end_of_text
-        start = [end_of_text] if end_of_text is not None and self.begins_documents else []
-        return start + [int(i) for i in self.tokenizer.encode_prompt(text)]
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
 
 def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:

@@ -108,6 +108,7 @@ class KeyValueRing:
         key, value = buffer.narrow(3, first + self.size - past_len, past_len + num_tokens).unbind(0)
         return key, value
 
+    @torch.inference_mode()
     def past(self, row: int, *, memory_len: int | None = None) -> Past:
         """A copy of what a row remembers, or of the last `memory_len` positions of it."""
         length = int(self.known_B[row]) if memory_len is None else min(int(self.known_B[row]), memory_len)
@@ -118,6 +119,7 @@ class KeyValueRing:
             documents = self.documents[row, stop - length : stop].clone()
         return Past(key_value, documents)
 
+    @torch.inference_mode()
     def put(self, row: int, past: Past) -> None:
         """Make a row remember a past, of which the last `memory_len` positions count, in place of its own."""
         num_given = past.document_S.shape[0]
@@ -131,6 +133,7 @@ class KeyValueRing:
             if self.documents is not None:
                 self.documents[row, stop - length : stop] = past.document_S[num_given - length :]
 
+    @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; one may be named several times."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
@@ -182,7 +185,7 @@ class FrozenModel:
 
     @torch.inference_mode()
     def ring(self, *, num_rows: int, memory_len: int, chunk_len: int = 1, with_documents: bool = False) -> KeyValueRing:
-        """A memory of `memory_len` tokens for some rows, that holds nothing, to run at most `chunk_len` tokens at a time.
+        """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
 
         `with_documents`: each chunk comes with the document of each of its tokens, and sees no other.
         """
@@ -305,8 +308,9 @@ class FrozenModel:
         return contexts[0] if len(contexts) == 1 else torch.cat(contexts, dim=2)
 
     def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Per layer (encodings as the layer sees them, its learned bias) of that many distances or more, S-1 ... 0; both
-        times H ** -0.5, as scores are. Kept: they are the same for every chunk."""
+        """Per layer (encodings as the layer sees them, its learned bias) of that many distances or more, S-1 ... 0.
+
+        Both times H ** -0.5, as scores are. They are kept, being the same for every chunk."""
         if not self._distances or self._distances[0][0].shape[2] < num_distances:
             scale = self.model.section.head_width**-0.5
             self._distances = []

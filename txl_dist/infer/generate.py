@@ -1,104 +1,249 @@
-"""Sampling, token by token, over a cache of projected keys and values.
+"""Generation: many texts go on at once, a token of each at a time, and none depends on the others.
 
-A token costs the same however long the past is: each layer keeps the keys and values of the last `memory_len`
-positions and the projected encodings of all distances, since the weights do not change. A model with absolute
-positions cannot: it runs a whole segment for each token (what the paper's table 9 measures).
+    decoder = Decoder(model, memory_len=512, segment_len=64)
+    decoder.add("a", Request(ids=(5, 17, 3), max_tokens=20))
+    while decoder.keys:
+        for token in decoder.step():             # its key, its id, its log_p
+            if token.is_last:
+                decoder.remove(token.key)
+
+A text is read alone, in chunks of a segment as in training, up to its last token. That one is run like those that are
+generated: beside the last tokens of all other texts, behind the past that each has in its row of the ring. So every
+text may begin and end when it likes, and a memory is always what lies before a last token.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from txl_dist.errors import ConfigError
+from txl_dist.infer.cached import FrozenModel, Past
+from txl_dist.infer.sampling import choose, uniform_numbers
+from txl_dist.infer.settings import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-def generate(
-    model: TransformerXL,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int,
-    segment_len: int,
-    memory_len: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop_at: int | None = None,
-) -> Iterator[int]:
-    """Up to `max_tokens` ids that continue `prompt` (not empty), ending before `stop_at`.
+class Request(NamedTuple):
+    """A text to go on with."""
 
-    temperature 0 takes the likeliest token; top_k keeps the k likeliest (0: all); top_p the fewest whose
-    probabilities sum to at least top_p. Raises ConfigError for values out of range.
+    ids: tuple[int, ...]
+    """At least one."""
+    max_tokens: int
+    past: Past | None = None
+    """What was read before; only of a model whose positions know a memory."""
+    num_read: int = 0
+    """So many of `ids`, but not the last, are in `past` already."""
+    stop_at: int | None = None
+    """Id that ends the text and is not part of it."""
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    sample: int = 0
+    """Which of several samples of one prompt and seed."""
+    num_top: int = 0
+    """So many of the likeliest tokens are told with each."""
+
+
+class Token(NamedTuple):
+    """One more token of a text."""
+
+    key: Hashable
+    id: int
+    log_p: float
+    """In nats, of the model as it is."""
+    top: list[tuple[int, float]]
+    """The likeliest ids with their log-probabilities, as many as were asked for."""
+    is_last: bool
+    """Whether the text ends with it: it has `max_tokens`, or this is `stop_at`."""
+
+
+class _Text:
+    """A text that is being generated, and what of it changes."""
+
+    def __init__(self, key: Hashable, request: Request, *, vocab_size: int) -> None:
+        self.key, self.request, self.last, self.num_made = key, request, request.ids[-1], 0
+        self.numbers = uniform_numbers(request.seed, sample=request.sample)
+        self.seen_V: Tensor | None = None
+        if request.sampling.repetition_penalty != 1:
+            self.seen_V = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen_V[list(request.ids)] = True
+
+    def take(self, i: int, log_p: float, likeliest: list[tuple[int, float]]) -> Token:
+        """Go on with a token."""
+        self.last, self.num_made = i, self.num_made + 1
+        if self.seen_V is not None:
+            self.seen_V[i] = True
+        is_last = self.num_made >= self.request.max_tokens or i == self.request.stop_at
+        return Token(self.key, i, log_p, likeliest[: self.request.num_top], is_last)
+
+
+class Decoder:
+    """Texts in work, under keys that their owner chooses.
+
+    `memory_len` tokens of the past are seen, which may be more than in training; `segment_len` are read at a time. A
+    model whose positions know no memory runs the last `segment_len` tokens of each text anew for each token.
     """
-    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and max_tokens >= 0 and 0 <= seed < 2**63):
+
+    def __init__(self, model: TransformerXL | FrozenModel, *, memory_len: int, segment_len: int) -> None:
+        network = model.model if isinstance(model, FrozenModel) else model
+        self._rows: _CachedRows | _WindowRows
+        if network.section.scheme.uses_memory:
+            frozen = model if isinstance(model, FrozenModel) else FrozenModel(network)
+            self._rows = _CachedRows(frozen, memory_len=memory_len, segment_len=segment_len)
+        else:
+            self._rows = _WindowRows(network, segment_len=segment_len)
+        self._vocab_size, self._device = network.vocab_size, network.embedding.weight(0).device
+        self._texts: list[_Text | None] = []  # by row; None where a row is free
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Of the texts in work."""
+        return [text.key for text in self._texts if text is not None]
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a past to keep: whether the model's positions know a memory."""
+        return isinstance(self._rows, _CachedRows)
+
+    def read(self, request: Request) -> Past:
+        """What is remembered of a text up to its last token. Raises ConfigError where nothing is."""
+        return self._rows.past_of(request)
+
+    def add(self, key: Hashable, request: Request) -> None:
+        """Read a text up to its last token, and go on with it from the next step."""
+        assert request.ids
+        assert request.max_tokens > 0
+        assert key not in self.keys
+        if None not in self._texts:  # room for the next power of two: to make room is to copy the rows
+            more = max(1, len(self._texts))
+            self._rows.select([*range(len(self._texts)), *[0] * more])
+            self._texts += [None] * more
+        row = self._texts.index(None)
+        self._rows.read(row, request)
+        self._texts[row] = _Text(key, request, vocab_size=self._vocab_size)
+
+    def remove(self, key: Hashable) -> None:
+        """Stop work on a text. Half the rows are given back when the other half is enough."""
+        self._texts[self._row_of(key)] = None
+        taken = [row for row, text in enumerate(self._texts) if text is not None]
+        if 0 < len(taken) <= len(self._texts) // 2:
+            self._rows.select(taken)
+            self._texts = [self._texts[row] for row in taken]
+
+    def memory(self, key: Hashable) -> tuple[Past, int]:
+        """(what a text remembers, its last token, which is not part of that): to go on with it later."""
+        row = self._row_of(key)
+        text = self._texts[row]
+        assert text is not None
+        return self._rows.past(row), text.last
+
+    @torch.inference_mode()
+    def step(self) -> list[Token]:
+        """The next token of every text. Those that end stay in work, for `memory`, until they are removed."""
+        log_p_BV = self._rows.run([0 if text is None else text.last for text in self._texts])
+        groups: dict[Sampling, list[tuple[int, _Text]]] = {}
+        for row, text in enumerate(self._texts):
+            if text is not None:
+                groups.setdefault(text.request.sampling, []).append((row, text))
+        return [token for sampling, group in groups.items() for token in self._step_of(group, sampling, log_p_BV)]
+
+    def _step_of(self, group: list[tuple[int, _Text]], sampling: Sampling, log_p_BV: Tensor) -> list[Token]:
+        """Of texts that choose alike."""
+        rows, texts = [row for row, _ in group], [text for _, text in group]
+        if len(group) < len(self._texts):
+            log_p_BV = log_p_BV[rows]
+        uniform_B = torch.tensor([text.numbers.random() for text in texts], dtype=torch.float64, device=self._device)
+        seen = [text.seen_V for text in texts if text.seen_V is not None]
+        seen_BV = torch.stack(seen).to(self._device) if seen else None
+        ids_B = choose(log_p_BV, uniform_B, sampling, seen_BV=seen_BV)
+        log_ps = log_p_BV.gather(1, ids_B[:, None])[:, 0].tolist()
+        likeliest: list[list[tuple[int, float]]] = [[] for _ in texts]
+        if num_top := min(self._vocab_size, max(text.request.num_top for text in texts)):
+            values, ids = log_p_BV.topk(num_top)
+            likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        return [text.take(*told) for text, *told in zip(texts, ids_B.tolist(), log_ps, likeliest, strict=True)]
+
+    def _row_of(self, key: Hashable) -> int:
+        return next(row for row, text in enumerate(self._texts) if text is not None and text.key == key)
+
+
+@torch.inference_mode()
+def read(
+    frozen: FrozenModel, ids: Sequence[int], past: Past | None = None, *, memory_len: int, segment_len: int
+) -> Past:
+    """What is remembered of `ids` behind a past, read in chunks of `segment_len` over `memory_len`."""
+    ring = frozen.ring(num_rows=1, memory_len=memory_len, chunk_len=max(1, min(segment_len, len(ids))))
+    if past is not None:
+        ring.put(0, past)
+    device = frozen.model.embedding.weight(0).device
+    for chunk_1T in torch.tensor([list(ids)], dtype=torch.int64, device=device).split(ring.chunk_len, dim=1):
+        if chunk_1T.shape[1]:
+            frozen.run(chunk_1T, ring)
+    return ring.past(0)
+
+
+class _CachedRows:
+    """Rows of one ring."""
+
+    def __init__(self, frozen: FrozenModel, *, memory_len: int, segment_len: int) -> None:
+        self._frozen, self._lengths = frozen, {"memory_len": memory_len, "segment_len": segment_len}
+        self._ring = frozen.ring(num_rows=0, memory_len=memory_len)
+        self._device = frozen.model.embedding.weight(0).device
+
+    def select(self, rows: list[int]) -> None:
+        if self._ring.num_rows:
+            self._ring.select(rows)
+        else:
+            self._ring = self._frozen.ring(num_rows=len(rows), memory_len=self._ring.memory_len)
+
+    def past_of(self, request: Request) -> Past:
+        ids = request.ids[request.num_read : -1]
+        if not ids and request.past is not None:
+            return request.past
+        return read(self._frozen, ids, request.past, **self._lengths)
+
+    def read(self, row: int, request: Request) -> None:
+        self._ring.put(row, self.past_of(request))
+
+    def past(self, row: int) -> Past:
+        return self._ring.past(row)
+
+    def run(self, tokens: list[int]) -> Tensor:
+        hidden_B1D = self._frozen.run(torch.tensor(tokens, device=self._device)[:, None], self._ring)
+        return self._frozen.log_probabilities(hidden_B1D[:, 0])
+
+
+class _WindowRows:
+    """Rows of tokens. Without relative positions nothing of the past can be kept (the paper's table 9 measures it)."""
+
+    def __init__(self, model: TransformerXL, *, segment_len: int) -> None:
+        self._model, self._segment_len = model, segment_len
+        self._device = model.embedding.weight(0).device
+        self._windows: list[list[int]] = []
+
+    def select(self, rows: list[int]) -> None:
+        self._windows = [list(self._windows[row]) if self._windows else [] for row in rows]
+
+    def read(self, row: int, request: Request) -> None:
+        assert request.past is None
+        self._windows[row] = list(request.ids[:-1])
+
+    def past_of(self, request: Request) -> Past:
         raise ConfigError(
-            f"temperature={temperature}, top_k={top_k}, max_tokens={max_tokens} and seed={seed} must be >= 0 (the seed "
-            f"below 2**63) and top_p={top_p} in (0, 1]. Correct them."
+            f"a model with {self._model.section.positions} positions remembers nothing. Give the whole text again."
         )
-    assert len(prompt) > 0
-    draw = functools.partial(
-        sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=torch.Generator().manual_seed(seed)
-    )
-    if model.section.scheme.uses_memory:
-        ids = _continue(model, prompt, draw=draw, segment_len=segment_len, memory_len=memory_len)
-    else:
-        ids = _continue_anew(model, prompt, draw=draw, segment_len=segment_len)
-    return itertools.takewhile(lambda token: token != stop_at, itertools.islice(ids, max_tokens))
 
+    def past(self, row: int) -> Past:
+        return self.past_of(Request(ids=(), max_tokens=0))
 
-@torch.no_grad()
-def _continue_anew(
-    model: TransformerXL, prompt: Sequence[int], *, draw: Callable[[Tensor], int], segment_len: int
-) -> Iterator[int]:
-    """Endless; without relative positions nothing of the past can be kept: each token runs a whole segment again."""
-    device = next(model.parameters()).device
-    memory = model.empty_memory(num_lanes=1, memory_len=0)
-    past = list(prompt)
-    while True:
-        past = past[-segment_len:]
-        hidden_1TD, _ = model(torch.tensor([past], dtype=torch.int64, device=device), memory)
-        past.append(draw(model.softmax.log_probabilities(hidden_1TD[:, -1])[0].cpu()))
-        yield past[-1]
-
-
-@torch.no_grad()
-def _continue(
-    model: TransformerXL,
-    prompt: Sequence[int],
-    *,
-    draw: Callable[[Tensor], int],
-    segment_len: int,
-    memory_len: int,
-) -> Iterator[int]:
-    """Endless."""
-    device = next(model.parameters()).device
-    cache = model.empty_cache(num_lanes=1, memory_len=memory_len)
-    distances = model.project_distances(memory_len + max(segment_len, 1))
-    pending = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    while True:
-        for piece_1T in pending.split(segment_len, dim=1):
-            hidden_1TD, cache = model.forward_cached(piece_1T, cache, distances=distances)
-        token = draw(model.softmax.log_probabilities(hidden_1TD[:, -1])[0].cpu())
-        yield token
-        pending = torch.tensor([[token]], dtype=torch.int64, device=device)
-
-
-def sample(log_p_V: Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """Draw one id from log-probabilities, restricted as `generate` says."""
-    if temperature == 0:
-        return int(log_p_V.argmax())
-    # The likeliest is moved to 0 first: a tiny temperature must not overflow.
-    ordered_V, ids_V = ((log_p_V - log_p_V.max()) / temperature).sort(descending=True, stable=True)
-    if top_k:
-        ordered_V, ids_V = ordered_V[:top_k], ids_V[:top_k]
-    p_V = ordered_V.softmax(-1)
-    # Keep a token if those before it have not yet reached top_p; the first always stays.
-    p_V = torch.where(p_V.cumsum(-1) - p_V < top_p, p_V, 0.0)
-    return int(ids_V[torch.multinomial(p_V, 1, generator=generator)])
+    def run(self, tokens: list[int]) -> Tensor:
+        memory = self._model.empty_memory(num_lanes=1, memory_len=0)
+        log_ps = []
+        for window, token in zip(self._windows, tokens, strict=True):
+            window[:] = [*window, token][-self._segment_len :]
+            hidden_1TD, _ = self._model(torch.tensor([window], device=self._device), memory)
+            log_ps.append(self._model.softmax.log_probabilities(hidden_1TD[:, -1]))
+        return torch.cat(log_ps)

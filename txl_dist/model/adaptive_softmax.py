@@ -120,7 +120,9 @@ class AdaptiveSoftmax(nn.Module):
         return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
     def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[Table] | None = None) -> Tensor:
-        """log p of the whole vocabulary, [S, V]: for generation and probes, not for training. `tables` as in `losses`."""
+        """log p of the whole vocabulary, [S, V]: for generation and probes, not for training.
+
+        `tables` as in `losses`."""
         tables = self.tables() if tables is None else tables
         head = _log_softmax(tables[0].logits(hidden_SD))
         if not self.num_tails:
@@ -140,7 +142,7 @@ class AdaptiveSoftmax(nn.Module):
                 strict=True,
             )
             joined = (weights[0], biases[0]) if len(weights) == 1 else (torch.cat(weights), torch.cat(biases))
-            tables.append(Table(*joined, self._projection(i)))
+            tables.append(Table(joined[0], joined[1], self._projection(i)))
         return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:

@@ -20,10 +20,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from txl_dist.errors import DataError
 from txl_dist.files import write_bytes
@@ -92,11 +93,18 @@ class Tokenizer(ABC):
         """Text of the ids. Bytes that are not UTF-8 (a character cut in half) become U+FFFD."""
 
     @abstractmethod
-    def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """Pieces of text, each as soon as its last byte is there; joined they equal `decode` of all ids.
+    def decoder(self, *, after: Sequence[int] = ()) -> StreamDecoder:
+        """What decodes one id at a time. `after` are ids whose text was shown already, where the text of an id may
+        depend on the one before it."""
 
-        `after` are ids whose text was shown already, where the text of an id may depend on the one before it.
-        """
+    def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+        """Pieces of text, each as soon as its last byte is there; joined they equal `decode` of all ids."""
+        decoder = self.decoder(after=after)
+        for i in ids:
+            if piece := decoder.push(i):
+                yield piece
+        if piece := decoder.close():
+            yield piece
 
     def to_json(self) -> str:
         """Canonical text of the tokenizer: equal for equal tokenizers."""
@@ -117,6 +125,30 @@ class Tokenizer(ABC):
         """What the file holds besides the version, the kind and end-of-text."""
 
 
+class StreamDecoder(Protocol):
+    """Decodes ids as they come: the pieces of all `push`es and of `close`, joined, are the text of all ids."""
+
+    def push(self, i: int) -> str:
+        """The text that is whole with one more id."""
+
+    def close(self) -> str:
+        """What was held back, as there is no more."""
+
+
+class _SpellingDecoder:
+    """Of ids that stand for fixed runs of bytes."""
+
+    def __init__(self, spellings: Sequence[bytes]) -> None:
+        self._spellings = spellings
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, i: int) -> str:
+        return self._decoder.decode(self._spellings[i])
+
+    def close(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
 class SpelledTokenizer(Tokenizer):
     """One whose ids stand for fixed runs of bytes."""
 
@@ -135,14 +167,9 @@ class SpelledTokenizer(Tokenizer):
         """Text of the ids. Bytes that are not UTF-8 (a character cut in half) become U+FFFD."""
         return b"".join([self.spellings[i] for i in ids]).decode("utf-8", errors="replace")
 
-    def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """Pieces of text, each as soon as its last byte is there; joined they equal `decode` of all ids."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for i in ids:
-            if piece := decoder.decode(self.spellings[i]):
-                yield piece
-        if piece := decoder.decode(b"", final=True):
-            yield piece
+    @override
+    def decoder(self, *, after: Sequence[int] = ()) -> StreamDecoder:
+        return _SpellingDecoder(self.spellings)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:

@@ -17,14 +17,15 @@ import base64
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
+from typing_extensions import override
 
 from txl_dist.errors import DataError
 from txl_dist.files import parse_object
-from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, Tokenizer, byte_symbols
+from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, Tokenizer, byte_symbols
 from txl_dist.text.subwords import PIECE_LEN, LibraryTokenizer
 
 ADDED = -1
@@ -80,24 +81,9 @@ class ForeignTokenizer(Tokenizer):
                 held.append(i)
         return text + self._decode(held)
 
-    def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """Pieces of text; one that ends in half a character is held back until the rest is there."""
-        held: list[int] = []  # text depends on the ids before it: the first `shown` of these are out
-        for i in after:
-            held = [] if i == self.end_of_text else [*held, i]
-        shown = len(held)
-        for i in ids:
-            if i == self.end_of_text:
-                yield self._decode(held)[len(self._decode(held[:shown])) :] + END_OF_TEXT
-                held, shown = [], 0
-                continue
-            held.append(i)
-            before, now = self._decode(held[:shown]), self._decode(held)
-            if len(now) > len(before) and not now.endswith("\ufffd"):
-                yield now[len(before) :]
-                held, shown = held[shown:], len(held) - shown
-        if rest := self._decode(held)[len(self._decode(held[:shown])) :]:
-            yield rest
+    @override
+    def decoder(self, *, after: Sequence[int] = ()) -> StreamDecoder:
+        return _NeighbourDecoder(self, after)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -282,3 +268,30 @@ def _stages(stage: dict[str, Any] | None) -> list[str]:
         inner = stage.get("pretokenizers", stage.get("normalizers", []))
         return [name for each in inner for name in _stages(each)]
     return [stage["type"]]
+
+
+class _NeighbourDecoder:
+    """Of ids whose text depends on those before them: the first `shown` of what is held are out. A piece that ends in
+    half a character is held back until the rest is there."""
+
+    def __init__(self, tokenizer: ForeignTokenizer, after: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        last = max((place for place, i in enumerate(after) if i == tokenizer.end_of_text), default=-1)
+        self._held = list(after[last + 1 :])
+        self._shown = len(self._held)
+
+    def push(self, i: int) -> str:
+        if i == self._tokenizer.end_of_text:
+            rest = self.close()
+            self._held, self._shown = [], 0
+            return rest + END_OF_TEXT
+        self._held.append(i)
+        now, new = self._tokenizer.decode(self._held), self.close()
+        if not new or now.endswith("\ufffd"):
+            return ""
+        self._held, self._shown = self._held[self._shown :], len(self._held) - self._shown
+        return new
+
+    def close(self) -> str:
+        decode = self._tokenizer.decode
+        return decode(self._held)[len(decode(self._held[: self._shown])) :]

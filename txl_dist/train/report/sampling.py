@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from txl_dist.config import Config
-from txl_dist.infer.generate import sample
+from txl_dist.infer.sampling import choose, uniform_numbers
+from txl_dist.infer.settings import Sampling
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.text.base import Tokenizer
 from txl_dist.train.engine.protocol import Engine
@@ -38,7 +39,7 @@ def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: tor
     # No less context than a segment gives in training; where the memory's length is the window, no more.
     longest = train.memory_len if config.model.same_length != "off" else max(train.memory_len, train.segment_len - 1)
     memory = engine.empty_memory(num_lanes=1, memory_len=longest if remembers else 0)
-    generator = torch.Generator().manual_seed(seed)
+    numbers, sampling = uniform_numbers(seed), Sampling(temperature=1.0, top_k=0)
     past, written = list(ids), list[int]()
     pieces = [past[at : at + train.segment_len] for at in range(0, len(past), train.segment_len)]
     while len(written) < config.metrics.sample_len:
@@ -48,7 +49,8 @@ def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: tor
         if log_p_V.isnan().any():  # a model that has diverged: that is for `guard` to say
             written.append(_NOT_A_NUMBER)
             continue
-        past.append(sample(log_p_V, temperature=1.0, top_k=0, top_p=1.0, generator=generator))
+        uniform_1 = torch.tensor([numbers.random()], dtype=torch.float64)
+        past.append(int(choose(log_p_V[None], uniform_1, sampling)))
         written.append(past[-1])
         pieces = [past[-1:]]
     return written

@@ -1,0 +1,310 @@
+"""A trained model to hold in one's own program: it scores, writes, remembers and shows its hidden states.
+
+import txl_dist
+
+lm = txl_dist.load("bundles/first")                  # a bundle, a run or a checkpoint
+lm.score("def load(path):")                          # log-probability of each token
+lm.generate("def load(", max_tokens=40).text
+memory = lm.memory(a_long_text)                      # read once ...
+lm.generate(" and then", memory=memory).text         # ... and gone on from, as often as one likes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from txl_dist.errors import ConfigError
+from txl_dist.infer.bundle import Bundle
+from txl_dist.infer.cached import FrozenModel, KeyValueRing
+from txl_dist.infer.generate import Decoder, Request
+from txl_dist.infer.probe import log_probabilities
+from txl_dist.infer.settings import Writing, check_ids
+from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory
+from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, write
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.text.base import Tokenizer
+
+Text = str | Sequence[int]
+"""A text, or the ids of its tokens, which are taken as they are."""
+
+
+class Generation(NamedTuple):
+    """A text that was generated."""
+
+    text: str
+    """What follows the prompt."""
+    ids: list[int]
+    """Its tokens; a text that a stop string ended has none beyond its last whole one."""
+    finish: Finish
+    """Why it ended: `length` (it has `max_tokens`), `stop` or `end_of_text`."""
+    log_probs: list[float]
+    """In nats, of each token, of the model as it is, whatever the temperature."""
+    top: list[list[tuple[int, float]]]
+    """The likeliest ids in each token's place with their log-probabilities, where `log_probs` asked for some."""
+    memory: TextMemory | None
+    """What is remembered of prompt and text, if asked for."""
+
+
+class LanguageModel:
+    """A bundle that is open, on its device. It holds nothing of the texts it reads: memories come in and go out."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back."""
+        return self.bundle.tokenizer
+
+    @property
+    def network(self) -> TransformerXL:
+        """The model itself, in evaluation mode."""
+        return self.bundle.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.network.embedding.weight(0).device
+
+    @cached_property
+    def frozen(self) -> FrozenModel:
+        """The cached core. Its weights are taken as they are now. Raises ConfigError for a model without a memory."""
+        return FrozenModel(self.network)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of settings and weights: whose memories this model reads."""
+        return fingerprint_of(self.network)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without an end-of-text. Raises DataError for what the vocabulary cannot say."""
+        return [int(i) for i in self.tokenizer.encode_prompt(text)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids. Raises ConfigError for an id outside the vocabulary."""
+        ids = list(ids)
+        check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="ids")
+        return self.tokenizer.decode(ids)
+
+    def score(
+        self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1, zero_memory: bool = False
+    ) -> Tensor:
+        """log p in nats of each token of a text, at least fp32, [tokens].
+
+        The first token follows an end-of-text, or the text of `memory`; without either, where a model cannot begin a
+        document, it has no score. `memory_len` may be more than in training; -1 is as trained. `zero_memory` begins
+        with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
+
+        Raises ConfigError for ids outside the vocabulary and a `memory` of another model or beside `zero_memory`.
+        """
+        return self.score_batch([text], memory=memory, memory_len=memory_len, zero_memory=zero_memory)[0]
+
+    def score_batch(
+        self,
+        texts: Sequence[Text],
+        *,
+        memory: TextMemory | None = None,
+        memory_len: int = -1,
+        zero_memory: bool = False,
+    ) -> list[Tensor]:
+        """As `score`, of several texts together."""
+        self._check_memory(memory)
+        rows = [self._prompt(text, memory) for text in texts]
+        if zero_memory and memory is not None:
+            raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
+        memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
+        scores: list[Tensor] = []
+        for start in range(0, len(rows), _MOST_ROWS):
+            scores += self._score(rows[start : start + _MOST_ROWS], memory_len=memory_len, zero_memory=zero_memory)
+        return scores
+
+    def generate(
+        self, prompt: Text, *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
+    ) -> Generation:
+        """The text that continues a prompt; an empty one begins a document.
+
+        `settings` are those of `Writing`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory` is what
+        was read before the prompt. `keep_memory` gives the memory after the text.
+
+        Raises ConfigError for a setting that is unknown or out of range, ids outside the vocabulary, an empty prompt
+        where the model cannot begin a document, a memory of another model.
+        """
+        if settings.get("num_samples", 1) != 1:
+            raise ConfigError("generate gives one text. Use generate_batch([prompt], num_samples=...) for several.")
+        return self.generate_batch([prompt], memory=memory, keep_memory=keep_memory, **settings)[0][0]
+
+    def generate_batch(
+        self, prompts: Sequence[Text], *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
+    ) -> list[list[Generation]]:
+        """As `generate`, of several prompts together: the `num_samples` texts of each."""
+        writing = Writing.of(settings)
+        texts = [[""] * writing.num_samples for _ in prompts]
+        made: list[dict[int, Generation]] = [{} for _ in prompts]
+        for piece in self.write(prompts, writing, memory=memory, keep_memory=keep_memory):
+            texts[piece.prompt][piece.sample] += piece.text
+            if piece.ending:
+                text, prompt = texts[piece.prompt][piece.sample], self._prompt(prompts[piece.prompt], memory)
+                made[piece.prompt][piece.sample] = self.generation(text, piece.ending, prompt)
+        return [[samples[sample] for sample in range(writing.num_samples)] for samples in made]
+
+    def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
+        """As `generate`, of one prompt: the text in pieces, as they are made."""
+        return (piece.text for piece in self.write([prompt], Writing.of(settings), memory=memory) if piece.text)
+
+    def write(
+        self,
+        prompts: Iterable[Text],
+        writing: Writing,
+        *,
+        memory: TextMemory | None = None,
+        keep_memory: bool = False,
+    ) -> Iterator[Piece]:
+        """As `generate`, of many prompts, which are read one by one: pieces of all texts as they come."""
+        writing.check(vocab_size=self.tokenizer.vocab_size)
+        self._check_memory(memory)
+        if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
+            raise ConfigError(
+                f"a model with {self.network.section.positions} positions remembers nothing. Leave the memory out."
+            )
+        decoder = self._decoder(writing.memory_len)
+        made = (self._prompt(prompt, memory) for prompt in prompts)
+        return write(decoder, self.tokenizer, made, writing, keeps_memory=keep_memory)
+
+    def generation(self, text: str, ending: Ending, prompt: Prompt) -> Generation:
+        """A whole text, of its pieces, its end and its prompt."""
+        ids = [token.id for token in ending.tokens]
+        memory = None
+        if ending.past is not None:
+            last = ids[-1] if ids else prompt.ids[-1]
+            whole = TextMemory(ending.past, last, self.fingerprint)
+            memory = whole.without_last(ending.num_made - len(ids), last=last)
+        log_probs, top = [token.log_p for token in ending.tokens], [token.top for token in ending.tokens]
+        return Generation(text, ids, ending.finish, log_probs, top, memory)
+
+    def memory(self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1) -> TextMemory:
+        """What is remembered of a text, behind what `memory` has; `memory_len` tokens of it, -1 as in training.
+
+        Raises ConfigError where the model remembers nothing, and as `generate`.
+        """
+        self._check_memory(memory)
+        prompt = self._prompt(text, memory)
+        past = self._decoder(memory_len).read(Request(ids=prompt.ids, max_tokens=0, past=prompt.past))
+        return TextMemory(past, prompt.ids[-1], self.fingerprint)
+
+    def load_memory(self, path: str | Path) -> TextMemory:
+        """One that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
+        return load_memory(path, self.network, fingerprint=self.fingerprint)
+
+    def empty_memory(
+        self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
+    ) -> KeyValueRing:
+        """What `hidden` begins with: for so many rows, of at most `chunk_len` positions at a time."""
+        memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
+        return self.frozen.ring(
+            num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+        )
+
+    def hidden(
+        self, inputs: Tensor, memory: KeyValueRing | None = None, *, document_BT: Tensor | None = None
+    ) -> tuple[Tensor, KeyValueRing]:
+        """(hidden_LBTD, the memory after them): what enters each layer, and what leaves the last one, normed; L + 1.
+
+        `inputs` are tokens_BT (int64) or vectors_BTD in their place, in the model's type. `memory` is changed in place,
+        by the keys and values of the inputs; None begins an empty one as long as in training. `document_BT` (int64, >=
+        0) confines each position to its own document, so that a new number forgets what a row had; for a memory that
+        was made `with_documents`.
+
+        Raises ConfigError for inputs that are neither, for ids outside the vocabulary, and for more positions than the
+        memory takes at a time.
+        """
+        width = self.network.section.width
+        is_tokens = inputs.dtype == torch.int64 and inputs.dim() == 2
+        if not is_tokens and not (inputs.is_floating_point() and inputs.dim() == 3 and inputs.shape[-1] == width):
+            raise ConfigError(
+                f"inputs of {tuple(inputs.shape)} {inputs.dtype}: give int64 tokens [rows, positions], or vectors "
+                f"[rows, positions, {width}]."
+            )
+        num_rows, num_positions = inputs.shape[:2]
+        if memory is None:
+            memory = self.empty_memory(
+                num_rows=num_rows, chunk_len=num_positions, with_documents=document_BT is not None
+            )
+        if num_rows != memory.num_rows or num_positions > memory.chunk_len:
+            raise ConfigError(
+                f"{num_rows} rows of {num_positions} positions: this memory is for {memory.num_rows} rows of at most "
+                f"{memory.chunk_len} at a time. Cut the inputs, or make another memory."
+            )
+        if (document_BT is None) != (memory.documents is None):
+            raise ConfigError("documents are for a memory that was made with_documents, which needs them each time.")
+        if is_tokens:
+            check_ids(inputs.flatten().tolist(), vocab_size=self.network.vocab_size, what="inputs")
+        with torch.inference_mode():
+            vectors = self.network.embedding(inputs) if is_tokens else inputs
+            hiddens = self.frozen.run_embedded(vectors, memory, document_BT=document_BT)
+        return torch.stack(hiddens), memory  # outside of inference mode, so that others may train on them
+
+    def _prompt(self, text: Text, memory: TextMemory | None) -> Prompt:
+        """Behind a memory; or behind an end-of-text, where the model can begin a document and ids are not given."""
+        ids = self.encode(text) if isinstance(text, str) else list(text)
+        check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="the prompt")
+        end_of_text = self.tokenizer.end_of_text
+        begins = end_of_text is not None and self.bundle.begins_documents
+        start: list[int] = []
+        if memory is not None:
+            start = [memory.last]
+        elif begins and (isinstance(text, str) or not ids):
+            start = [end_of_text] if end_of_text is not None else []
+        if not start and not ids:
+            why = "has no end-of-text in its vocabulary" if end_of_text is None else "was not trained on first tokens"
+            raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
+        shown = text if isinstance(text, str) else self.tokenizer.decode(ids)
+        return Prompt(tuple(start + ids), None if memory is None else memory.past, self.tokenizer.joint(shown))
+
+    def _check_memory(self, memory: TextMemory | None) -> None:
+        if memory is not None and memory.model != self.fingerprint:
+            raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
+
+    def _decoder(self, memory_len: int) -> Decoder:
+        bundle, uses_memory = self.bundle, self.network.section.scheme.uses_memory
+        if memory_len < 0:
+            # No less context than a segment gave in training; no more than the memory where its length is the window.
+            has_window = self.network.section.same_length != "off"
+            memory_len = bundle.memory_len if has_window else max(bundle.memory_len, bundle.segment_len - 1)
+        model = self.frozen if uses_memory else self.network
+        return Decoder(model, memory_len=memory_len, segment_len=bundle.segment_len)
+
+    @torch.inference_mode()
+    def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:
+        """Of texts that are read together, each padded to the longest."""
+        lengths = [len(row.ids) for row in rows]
+        tokens_BS = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        for tokens_S, row in zip(tokens_BS, rows, strict=True):
+            tokens_S[: len(row.ids)] = torch.tensor(row.ids)
+        tokens_BS = tokens_BS.to(self.device)
+        segment_len = self.bundle.segment_len
+        if not self.network.section.scheme.uses_memory or zero_memory:
+            log_p_BS = log_probabilities(
+                self.network, tokens_BS, segment_len=segment_len, memory_len=memory_len, zero_memory=zero_memory
+            )
+            return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
+        ring = self.frozen.ring(num_rows=len(rows), memory_len=memory_len, chunk_len=segment_len)
+        for index, row in enumerate(rows):
+            if row.past is not None:
+                ring.put(index, row.past)
+        parts = [torch.empty(len(rows), 0, device=self.device)]  # fewer than two tokens have no scores
+        for start in range(0, tokens_BS.shape[1] - 1, segment_len):
+            stop = min(start + segment_len, tokens_BS.shape[1] - 1)
+            hidden_BTD = self.frozen.run(tokens_BS[:, start:stop], ring)
+            parts.append(-self.frozen.losses(hidden_BTD, tokens_BS[:, start + 1 : stop + 1]))
+        log_p_BS = torch.cat(parts, dim=1)
+        return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
+
+
+_MOST_ROWS = 16
+"""Texts that are scored at a time."""

@@ -1,0 +1,64 @@
+"""Which token comes next: limits on what may be drawn, and one random number per token.
+
+A token is where a uniform number falls among the cumulated probabilities, in the order of ids. So what is drawn changes
+only where that number lies at a border, and rounding, by which a batch differs from single rows, moves borders by as
+little as probabilities.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from txl_dist.infer.settings import Sampling
+
+
+def uniform_numbers(seed: int, *, sample: int = 0) -> np.random.Generator:
+    """The random numbers of one text: of its seed, and of which of several samples of one prompt it is; of nothing
+    else, so that a text does not depend on what it is generated beside."""
+    return np.random.Generator(np.random.PCG64([seed, sample]))
+
+
+@torch.inference_mode()
+def choose(log_p_BV: Tensor, uniform_B: Tensor, sampling: Sampling, *, seen_BV: Tensor | None = None) -> Tensor:
+    """id_B, by a number in [0, 1) per row (fp64). `seen_BV` (bool) are the tokens that the penalty is for."""
+    scores_BS, ids_S = log_p_BV.double(), None
+    if seen_BV is not None:
+        scores_BS = torch.where(seen_BV, scores_BS * sampling.repetition_penalty, scores_BS)
+    if sampling.allowed:
+        ids_S = torch.tensor(sorted(set(sampling.allowed)), device=log_p_BV.device)
+        scores_BS = scores_BS[:, ids_S]
+    if sampling.temperature == 0:
+        places_B1 = scores_BS.argmax(-1, keepdim=True)
+    else:
+        places_B1 = _drawn(scores_BS, uniform_B, sampling)
+    places_B = places_B1[:, 0]
+    return places_B if ids_S is None else ids_S[places_B]
+
+
+def _drawn(scores_BS: Tensor, uniform_B: Tensor, sampling: Sampling) -> Tensor:
+    places_BS = None
+    if 0 < sampling.top_k < scores_BS.shape[1]:
+        places_BS = scores_BS.topk(sampling.top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        scores_BS = scores_BS.gather(-1, places_BS)
+    # The likeliest is moved to 0 first: a tiny temperature must not overflow.
+    scores_BS = (scores_BS - scores_BS.amax(-1, keepdim=True)) / sampling.temperature
+    if sampling.top_p < 1:
+        ordered_BS = scores_BS.sort(dim=-1, descending=True).values
+        p_BS = ordered_BS.softmax(-1)
+        # A token stays if those before it have not yet reached top_p; the first always does.
+        num_kept_B1 = (p_BS.cumsum(-1) - p_BS < sampling.top_p).sum(-1, keepdim=True).clamp(min=1)
+        scores_BS = scores_BS.masked_fill(scores_BS < ordered_BS.gather(-1, num_kept_B1 - 1), -math.inf)
+    if sampling.min_p:
+        scores_BS = scores_BS.masked_fill(scores_BS < math.log(sampling.min_p), -math.inf)
+    cumulated_BS = scores_BS.exp().cumsum(-1)
+    total_B = cumulated_BS[:, -1]
+    # Never the total itself, to which a product with almost 1 may be rounded.
+    target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    drawn_B1 = torch.searchsorted(cumulated_BS, target_B[:, None], right=True)
+    return drawn_B1 if places_BS is None else places_BS.gather(-1, drawn_B1)
