@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from txl_dist.infer import load
-from txl_dist.infer.bundle import Package, write_bundle
+from txl_dist.infer.bundle import Package, load_bundle, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.model.memory import attended
 from txl_dist.model.transformer_xl import TransformerXL
@@ -96,7 +95,7 @@ def write_random_bundle(
 
 def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:
     """Random tokens and the log-probabilities behind each, as the module's docstring says."""
-    bundle = load(path)
+    bundle = load_bundle(path)
     model, vocab_size = bundle.model, bundle.model.vocab_size
     segment_len = min(bundle.segment_len, max(1, MOST_VALUES // (vocab_size * NUM_LANES)))
     generator = torch.Generator().manual_seed(seed)

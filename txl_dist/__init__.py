@@ -1,3 +1,52 @@
-"""txl_dist: pretraining Transformer-XL at scale. Importing the package imports neither torch nor DeepSpeed."""
+"""txl_dist: pretraining Transformer-XL at scale.
+
+Importing the package imports neither torch nor DeepSpeed. What a program needs of it comes when it is first asked for:
+
+    lm = txl_dist.load("runs/first")                     # a run, a checkpoint or a bundle: infer/language_model.py
+    config = txl_dist.configure("configs/quickstart.toml", train={"num_lanes": 8})
+    corpus = txl_dist.open_corpus("data/first")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from txl_dist.config import Config as Config
+    from txl_dist.config import configure as configure
+    from txl_dist.data.read.corpus import Corpus as Corpus
+    from txl_dist.data.read.corpus import open_corpus as open_corpus
+    from txl_dist.infer.language_model import LanguageModel as LanguageModel
+    from txl_dist.model.transformer_xl import SegmentLoss as SegmentLoss
+    from txl_dist.model.transformer_xl import TransformerXL as TransformerXL
+    from txl_dist.ops.export import load as load
+    from txl_dist.train.batch import lane_batches as lane_batches
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Config": "config",
+    "Corpus": "data.read.corpus",
+    "LanguageModel": "infer.language_model",
+    "SegmentLoss": "model.transformer_xl",
+    "TransformerXL": "model.transformer_xl",
+    "configure": "config",
+    "lane_batches": "train.batch",
+    "load": "ops.export",
+    "open_corpus": "data.read.corpus",
+}
+"""Where each public name is defined."""
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported now. Raises AttributeError for another one."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'txl_dist' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(f"txl_dist.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

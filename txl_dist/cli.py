@@ -26,9 +26,10 @@ from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.doctor import doctor
+from txl_dist.verbs.generate import generate
 from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.launch import launch as run_launch
-from txl_dist.verbs.model import evaluate, export, generate, import_
+from txl_dist.verbs.model import evaluate, export, import_
 from txl_dist.verbs.plan import plan as run_plan
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.train import check_config_file, check_paths, usage

@@ -211,6 +211,21 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
         raise ConfigError("\n".join(_explain(error, source))) from error
 
 
+def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:
+    """Settings for one's own program: those of a file, or the defaults, with others in their place.
+
+        configure("configs/quickstart.toml", data={"path": "data/first"}, train={"num_lanes": 8})
+
+    Raises ConfigError for a name or a value that is wrong, with what was meant, as for a file.
+    """
+    values = {} if path is None else load_config(path).model_dump(mode="json")
+    for section, settings in sections.items():
+        values[section] = {**values.get(section, {}), **settings}
+    config = config_from_dict(values, source="configure()")
+    check_config(config)
+    return config
+
+
 def config_to_toml(config: Config) -> str:
     """Every setting, defaults included, as TOML that `load_config` reads back to an equal config."""
     return tomli_w.dumps(config.model_dump(mode="json"))

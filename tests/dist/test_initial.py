@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 from txl_dist.config import Config, plan_batch
 from txl_dist.convert.importer import import_model
 from txl_dist.dist import Ranks
-from txl_dist.infer import load
+from txl_dist.infer.bundle import load_bundle
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.engine.zero import ZeroEngine
 
@@ -33,7 +33,7 @@ def curve(ranks: Ranks, folder: Path, name: str, stage: int) -> list[tuple[float
     settings, golden = read_golden(name)
     file = write_original_module(folder / f"{name}.pt", settings, state_dict(golden), legacy=False)
     import_model(file, folder / name, format="original")
-    bundle = load(folder / name)
+    bundle = load_bundle(folder / name)
     ids_BS = golden["train_ids"].t().contiguous()
     num_lanes, segment_len = ids_BS.shape[0], bundle.segment_len
     config = Config.model_validate(

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.launch import txl
 from tests.helpers.peers import read_golden, state_dict, write_original_module
-from txl_dist.infer import load
+from txl_dist.infer.bundle import load_bundle
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 NAME = "wt103_large_like"
@@ -51,7 +51,7 @@ def test_import_train_on_export_and_come_back(tmp_path: Path) -> None:
     run_txl("export", "run", "trained", cwd=tmp_path)
     run_txl("export", "run", "huggingface", "--format", "huggingface", cwd=tmp_path)
     run_txl("import", "huggingface", "back", "--format", "huggingface", cwd=tmp_path)
-    trained, back = load(tmp_path / "trained"), load(tmp_path / "back")
+    trained, back = load_bundle(tmp_path / "trained"), load_bundle(tmp_path / "back")
     assert back.tokenizer.fingerprint == trained.tokenizer.fingerprint
     assert (back.segment_len, back.memory_len) == (trained.segment_len, trained.memory_len)
     for (name, ours), (_, theirs) in zip(trained.model.named_parameters(), back.model.named_parameters(), strict=True):

@@ -132,7 +132,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         train = {"data": {"document_border": border}, "model": model, "train": lengths}
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
-        error = probe_error(load(temporary).model, package.probe, memory_len=package.memory_len)
+        error = probe_error(load_bundle(temporary).model, package.probe, memory_len=package.memory_len)
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as problem:
         raise CheckpointError(f"cannot write {folder}: {problem}. Choose a folder that can be written.") from problem
@@ -141,7 +141,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     return error
 
 
-def load(path: str | Path, *, device: str = "cpu") -> Bundle:
+def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
     """Load a bundle and check it: hashes, shapes and the probe. Raises CheckpointError."""
     folder = Path(path)
     if kind_of(folder) is not Kind.BUNDLE:

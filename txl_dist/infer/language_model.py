@@ -115,7 +115,7 @@ class LanguageModel:
     ) -> list[Tensor]:
         """As `score`, of several texts together."""
         self._check_memory(memory)
-        rows = [self._prompt(text, memory) for text in texts]
+        rows = [self.prompt(text, memory) for text in texts]
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
         memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
@@ -149,7 +149,7 @@ class LanguageModel:
         for piece in self.write(prompts, writing, memory=memory, keep_memory=keep_memory):
             texts[piece.prompt][piece.sample] += piece.text
             if piece.ending:
-                text, prompt = texts[piece.prompt][piece.sample], self._prompt(prompts[piece.prompt], memory)
+                text, prompt = texts[piece.prompt][piece.sample], self.prompt(prompts[piece.prompt], memory)
                 made[piece.prompt][piece.sample] = self.generation(text, piece.ending, prompt)
         return [[samples[sample] for sample in range(writing.num_samples)] for samples in made]
 
@@ -173,7 +173,7 @@ class LanguageModel:
                 f"a model with {self.network.section.positions} positions remembers nothing. Leave the memory out."
             )
         decoder = self._decoder(writing.memory_len)
-        made = (self._prompt(prompt, memory) for prompt in prompts)
+        made = (self.prompt(prompt, memory) for prompt in prompts)
         return write(decoder, self.tokenizer, made, writing, keeps_memory=keep_memory)
 
     def generation(self, text: str, ending: Ending, prompt: Prompt) -> Generation:
@@ -193,7 +193,7 @@ class LanguageModel:
         Raises ConfigError where the model remembers nothing, and as `generate`.
         """
         self._check_memory(memory)
-        prompt = self._prompt(text, memory)
+        prompt = self.prompt(text, memory)
         past = self._decoder(memory_len).read(Request(ids=prompt.ids, max_tokens=0, past=prompt.past))
         return TextMemory(past, prompt.ids[-1], self.fingerprint)
 
@@ -249,8 +249,9 @@ class LanguageModel:
             hiddens = self.frozen.run_embedded(vectors, memory, document_BT=document_BT)
         return torch.stack(hiddens), memory  # outside of inference mode, so that others may train on them
 
-    def _prompt(self, text: Text, memory: TextMemory | None) -> Prompt:
-        """Behind a memory; or behind an end-of-text, where the model can begin a document and ids are not given."""
+    def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
+        """The ids of a text that is read behind a memory; without one, behind an end-of-text, where the model can begin
+        a document and the text is not given as ids. Raises as `generate`."""
         ids = self.encode(text) if isinstance(text, str) else list(text)
         check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="the prompt")
         end_of_text = self.tokenizer.end_of_text

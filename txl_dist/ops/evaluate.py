@@ -21,7 +21,7 @@ from txl_dist.data.read.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
 from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
 from txl_dist.files import write_output
-from txl_dist.infer.bundle import Bundle, load
+from txl_dist.infer.bundle import Bundle, load_bundle
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -132,7 +132,7 @@ def _with_overrides(config: Config, overrides: Overrides, *, memory_len: int, ta
 def _open_target(target: Path, *, data: str | Path) -> tuple[Bundle, Config, str]:
     """(model, settings, what it is) of a bundle, a run or a checkpoint."""
     if kind_of(target) is Kind.BUNDLE:
-        bundle, where = load(target), str(target)
+        bundle, where = load_bundle(target), str(target)
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
             "model": bundle.section.model_dump(),

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.infer.bundle import Bundle, Package, load, write_bundle
+from txl_dist.infer.bundle import Package, load_bundle, write_bundle
+from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
 from txl_dist.run_files import SETTINGS, Kind, kind_of, list_checkpoints
 from txl_dist.text.tokenizer import load_tokenizer
@@ -86,7 +87,7 @@ def _read(source: Path) -> tuple[Path, Package]:
     if kind_of(source) is not Kind.BUNDLE:
         trained = read_trained(source)
         return trained.folder, trained.package
-    bundle = load(source)
+    bundle = load_bundle(source)
     # Weights that were rounded once stay so.
     return source, bundle if bundle.dtype == "fp32" else dataclasses.replace(bundle, probe_dtype=bundle.dtype)
 
@@ -112,12 +113,13 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
     return folder
 
 
-def load_trained(source: Path) -> Bundle:
+def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold.
 
     Nothing is written. Raises CheckpointError if nothing whole is found.
     """
+    source = Path(source)
     if kind_of(source) is Kind.BUNDLE:
-        return load(source)
+        return LanguageModel(load_bundle(source, device=device))
     trained = read_trained(source)
-    return trained.package.open(where=str(trained.folder))
+    return LanguageModel(trained.package.open(device=device, where=str(trained.folder)))

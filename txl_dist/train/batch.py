@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from txl_dist.config import Config
+from txl_dist.data.read.corpora import open_corpora
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream, Segment
@@ -113,6 +115,24 @@ def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: Dam
         batches = maker.microbatches(segment, lanes=job.plan.microbatch_lanes)
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
+
+
+def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
+    """The endless batches of all lanes that a run of one process trains on, from its first step: for one's own loop.
+
+    Raises DataError where the corpus of `data.path` cannot be read.
+    """
+    train, mask_documents = config.train, config.data.document_border == "mask"
+    corpora = open_corpora(config.data, num_lanes=train.num_lanes, seed=config.run.seed)
+    stream = LaneStream(
+        corpora.train,
+        corpora.begin,
+        segment_len=train.segment_len,
+        lanes=range(train.num_lanes),
+        mark_documents=mask_documents,
+    )
+    maker = batch_maker(model, mask_documents=mask_documents)
+    return (maker.batch(segment) for segment, _ in stream)
 
 
 def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:

@@ -9,7 +9,7 @@ from torch import Tensor
 from txl_dist.config import Config
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.infer.bundle import load
+from txl_dist.infer.bundle import load_bundle
 from txl_dist.sections import ModelSection
 
 FREE = {"same_length", "clamp_len", "init_std", "projection_init_std"}
@@ -22,7 +22,7 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     Raises CheckpointError if it is no sound bundle, ConfigError if the run's model is another one, DataError if the
     corpus was made with another tokenizer.
     """
-    bundle = load(config.run.init)
+    bundle = load_bundle(config.run.init)
     ours, theirs = architecture(config.model), architecture(bundle.model.section)
     different = [f"  model.{name}: {theirs[name]} -> {value}" for name, value in ours.items() if theirs[name] != value]
     if different:

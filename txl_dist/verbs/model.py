@@ -1,20 +1,18 @@
-"""Verbs about trained models: evaluate, export, import, generate."""
+"""Verbs about trained models: evaluate, export, import."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from txl_dist.console import say, write_text
+from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
+from txl_dist.verbs.words import announce
 
 
 def evaluate(
@@ -38,7 +36,7 @@ def evaluate(
     overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
     if data:
         require(data, Kind.CORPUS, what="--data")
-    _say(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
+    announce(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
     from txl_dist.ops.evaluate import evaluate_trained
 
     lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, json_path=json)
@@ -63,7 +61,7 @@ def export(
     """
     kind = require(source, *TRAINED)
     _require_output(out, Kind.BUNDLE if format == "bundle" else Kind.HUGGINGFACE)
-    _say(f"exporting {source}, {kind.value}")
+    announce(f"exporting {source}, {kind.value}")
     from txl_dist.ops.export import export_bundle, export_to_huggingface
 
     if format == "huggingface":
@@ -117,60 +115,6 @@ def import_(
     )
     if not made.has_vocabulary:
         say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
-
-
-def generate(
-    source: Positional[Path],
-    /,
-    prompt: str = "",
-    max_tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> None:
-    """Continue a prompt with a bundle, a run or a checkpoint, streaming the text.
-
-    Args:
-        source: Bundle, run directory (its newest whole checkpoint) or checkpoint folder.
-        prompt: Text to continue; empty begins a document.
-        max_tokens: Most tokens to make.
-        temperature: 0 takes the likeliest token; 1 samples from the model as it is.
-        top_k: Keep only so many of the likeliest tokens; 0 keeps all.
-        top_p: Keep only the likeliest tokens whose probabilities sum to this.
-        seed: Seed of the sampling.
-    """
-    kind = require(source, *TRAINED)
-    rules = [
-        ("--max-tokens", max_tokens, max_tokens >= 0, "0 or more tokens"),
-        ("--temperature", temperature, 0 <= temperature < math.inf, "0 or more"),
-        ("--top-k", top_k, top_k >= 0, "0 or more tokens; 0 keeps all"),
-        ("--top-p", top_p, 0 < top_p <= 1, "above 0 and at most 1; 1 keeps all"),
-        ("--seed", seed, 0 <= seed < 2**63, "0 or more and below 2**63"),
-    ]
-    for flag, value, holds, rule in rules:
-        if not holds:
-            raise ConfigError(f"{flag} {value}: it must be {rule}.")
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
-    _say(f"generating up to {max_tokens} tokens with {source}, {kind.value}; seed {seed}")
-    from txl_dist.log import start_logging
-    from txl_dist.ops.export import load_trained
-
-    start_logging()
-    pieces = load_trained(source).generate(
-        prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    for piece in itertools.chain([prompt], pieces, ["\n"]):
-        write_text(piece)
-
-
-def _say(what: str) -> None:
-    """Before torch is imported, which takes seconds: that it begins, and with what. One process of a job says it."""
-    if os.environ.get("RANK", "0") == "0":
-        say(f"{what} ...", to=sys.stderr)
 
 
 def _require_output(out: Path, kind: Kind) -> None:

@@ -12,12 +12,14 @@ import io
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
 
 from txl_dist.config import explain_flag, lower, setting_names
+from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import did_you_mean
 
@@ -48,6 +50,12 @@ def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> Non
         return functools.partial(verb, *values, **named)
 
     parse(bound, words, prog=prog)()
+
+
+def announce(what: str) -> None:
+    """Before torch is imported, which takes seconds: that it begins, and with what. One process of a job says it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(f"{what} ...", to=sys.stderr)
 
 
 def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:

@@ -22,7 +22,7 @@ from tests.helpers.peers import (
 from txl_dist.convert.checks import only_tensors
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.names import from_original
-from txl_dist.infer import Bundle, load
+from txl_dist.infer.bundle import Bundle, load_bundle
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.model.memory import Memory, attended
 
@@ -40,7 +40,7 @@ def import_original(folder: Path, name: str, form: str) -> tuple[Bundle, dict[st
     else:
         write_original_module(folder / "model.pt", settings, weights, legacy=form == "legacy_module")
     import_model(folder / "model.pt", folder / "bundle", format="original", settings=settings_file)
-    return load(folder / "bundle"), golden
+    return load_bundle(folder / "bundle"), golden
 
 
 def assert_close(ours: Tensor, golden: Tensor, *, tolerance: float, what: str) -> None:
@@ -103,14 +103,14 @@ def test_the_same_weights_in_a_checkpoint_of_nvidia_give_the_same_losses(name: s
     ties = (settings["tie_projs"] * 4)[: len(settings["cutoffs"]) + 1]
     file = write_nvidia_checkpoint(tmp_path / "checkpoint_last.pt", {**settings, "tie_projs": ties}, state_dict(golden))
     import_model(file.parent, tmp_path / "bundle", format="nvidia")
-    assert_reproduced(load(tmp_path / "bundle"), golden, segment_len=12)
+    assert_reproduced(load_bundle(tmp_path / "bundle"), golden, segment_len=12)
 
 
 def test_the_window_of_nvidia_is_one_key_wider_than_that_of_the_original(tmp_path: Path) -> None:
     settings, golden = read_golden("eval_same_length_clamp")
     file = write_nvidia_checkpoint(tmp_path / "checkpoint_last.pt", settings, state_dict(golden))
     import_model(file, tmp_path / "bundle", format="nvidia")
-    assert load(tmp_path / "bundle").model.section.same_length == "memory_and_self"
+    assert load_bundle(tmp_path / "bundle").model.section.same_length == "memory_and_self"
     bundle, _ = import_original(tmp_path, "eval_same_length_clamp", "module")
     assert bundle.model.section.same_length == "memory"
 
@@ -130,14 +130,14 @@ def test_losses_and_memories_of_labml_survive_the_import(rows: str, tmp_path: Pa
         format="labml",
         settings=write_settings(tmp_path / "settings.json", settings),
     )
-    bundle = load(tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
     assert (bundle.segment_len, bundle.memory_len) == (6, 18)
     assert_reproduced(bundle, golden, segment_len=6)
 
 
 def test_losses_and_memories_of_hugging_face_survive_the_import_with_its_attended_zeros(tmp_path: Path) -> None:
     import_model(HUGGING_FACE, tmp_path / "bundle", format="huggingface", segment_len=12)
-    bundle, expected = load(tmp_path / "bundle"), read_huggingface()
+    bundle, expected = load_bundle(tmp_path / "bundle"), read_huggingface()
     golden = {"ids": expected["ids"].t(), **{k: v.t() if k.startswith("nll") else v for k, v in expected.items()}}
     golden["ids"] = expected["ids"].t()
     start = attended(bundle.model.empty_memory(num_lanes=3, memory_len=20))
@@ -151,6 +151,6 @@ def test_losses_and_memories_of_hugging_face_survive_the_import_with_its_attende
 
 def test_without_its_attended_zeros_hugging_face_gives_other_numbers(tmp_path: Path) -> None:
     import_model(HUGGING_FACE, tmp_path / "bundle", format="huggingface", segment_len=12)
-    bundle, expected = load(tmp_path / "bundle"), read_huggingface()
+    bundle, expected = load_bundle(tmp_path / "bundle"), read_huggingface()
     ours = -log_probabilities(bundle.model, expected["ids"], segment_len=12, memory_len=20)
     assert (ours[:, :12] - expected["nll.0"]).abs().max() > 1e-3

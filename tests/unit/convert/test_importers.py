@@ -33,8 +33,7 @@ from txl_dist.convert.importer import READERS, Format, import_model
 from txl_dist.convert.original import _div_value
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.infer import load
-from txl_dist.infer.bundle import Package
+from txl_dist.infer.bundle import Package, load_bundle
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMATS: list[Format] = ["original", "nvidia", "huggingface", "labml"]
@@ -68,7 +67,7 @@ def change_weights(path: Path, format: Format, change: Callable[[dict[str, Tenso
 def test_a_sound_file_is_imported(format: Format, tmp_path: Path) -> None:
     path, arguments = peers_file(tmp_path, format)
     made = import_model(path, tmp_path / "bundle", format=format, **arguments)
-    bundle = load(tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
     assert made.num_parameters == sum(parameter.numel() for parameter in bundle.model.parameters())
     assert bundle.source == {"imported": format, "file": path.name}
 
@@ -297,9 +296,9 @@ def test_ties_are_found_where_nobody_tells_them(tmp_path: Path) -> None:
         settings, _ = read_golden(name)
         silent = {key: value for key, value in settings.items() if key not in ("tie_weight", "tie_projs")}
         import_with(tmp_path, name, silent)
-        found = load(tmp_path / "bundle").model.section
+        found = load_bundle(tmp_path / "bundle").model.section
         import_with(tmp_path, name, settings)
-        assert load(tmp_path / "bundle").model.section == found
+        assert load_bundle(tmp_path / "bundle").model.section == found
         shutil.rmtree(tmp_path / "bundle")
 
 
@@ -316,7 +315,7 @@ def test_lengths_that_nobody_tells_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Give --memory-len and --segment-len"):
         import_with(tmp_path, "lm1b_like", without)
     import_with(tmp_path, "lm1b_like", without, segment_len=9, memory_len=5)
-    bundle = load(tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
     assert (bundle.segment_len, bundle.memory_len) == (9, 5)
 
 
@@ -425,7 +424,7 @@ def test_weights_in_several_files_are_read_by_their_index(tmp_path: Path) -> Non
 
 def assert_same_model(first: Path, second: Path) -> None:
     """Bit for bit, and in settings."""
-    one, two = load(first), load(second)
+    one, two = load_bundle(first), load_bundle(second)
     assert one.model.section == two.model.section
     assert (one.memory_len, one.segment_len) == (two.memory_len, two.segment_len)
     assert one.tokenizer.fingerprint == two.tokenizer.fingerprint
@@ -467,7 +466,7 @@ def test_a_folder_of_any_type_comes_back_as_it_was_rounded(dtype: str, tmp_path:
     import_model(HUGGING_FACE, tmp_path / "ours", format="huggingface", segment_len=12)
     to_huggingface(tmp_path / "ours", tmp_path / "theirs", dtype=dtype)
     import_model(tmp_path / "theirs", tmp_path / "back", format="huggingface", segment_len=12)
-    ours, back = load(tmp_path / "ours").model, load(tmp_path / "back").model
+    ours, back = load_bundle(tmp_path / "ours").model, load_bundle(tmp_path / "back").model
     target = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     for name, parameter in back.named_parameters():
         assert torch.equal(parameter, ours.get_parameter(name).to(target).float()), name
@@ -479,7 +478,7 @@ def test_a_window_of_memory_and_self_is_said_in_hugging_faces_words(tmp_path: Pa
     import_model(file, tmp_path / "ours", format="nvidia")
     to_huggingface(tmp_path / "ours", tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "back", format="huggingface")
-    ours, back = load(tmp_path / "ours"), load(tmp_path / "back")
+    ours, back = load_bundle(tmp_path / "ours"), load_bundle(tmp_path / "back")
     assert (back.model.section.same_length, back.memory_len) == ("memory", ours.memory_len + 1)
     text = " ".join(str(i % 257) for i in range(70))
     torch.testing.assert_close(ours.score(text), back.score(text), rtol=0, atol=1e-6)
@@ -551,7 +550,7 @@ def test_a_vocabulary_is_written_where_transformers_can_read_it(tmp_path: Path) 
 
 
 def to_huggingface(bundle: Path, out: Path, *, dtype: str = "fp32") -> None:
-    loaded = load(bundle)
+    loaded = load_bundle(bundle)
     export_huggingface(out, loaded, dtype=dtype)
 
 

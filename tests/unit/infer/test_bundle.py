@@ -14,8 +14,7 @@ from torch import Tensor
 from tests.helpers.checkpoints import GOLDEN_CHECKPOINT
 from tests.helpers.models import tiny_section
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.infer import load
-from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, write_bundle
+from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, load_bundle, write_bundle
 from txl_dist.infer.probe import probe_of
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
@@ -82,7 +81,7 @@ def test_a_bundle_gives_back_the_weights_bit_for_bit_in_its_type(
 ) -> None:
     # The probe is the fp32 model's: the stated tolerance of each type must cover the cast.
     model = write(tmp_path / "bundle", tokenizer, settings=VARIANTS[name], dtype=dtype)
-    bundle = load(tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
     loaded = dict(bundle.model.named_parameters())
     assert loaded.keys() == dict(model.named_parameters()).keys()
     for key, parameter in model.named_parameters():
@@ -107,7 +106,7 @@ def test_writing_reports_the_largest_error_on_the_probe(tmp_path: Path, tokenize
 
 def test_a_bundle_scores_text_as_the_model_scores_its_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = write(tmp_path / "bundle", tokenizer)
-    bundle, text = load(tmp_path / "bundle"), "the dog sat \u00e9"
+    bundle, text = load_bundle(tmp_path / "bundle"), "the dog sat \u00e9"
     scores = bundle.score(text)
     ids = [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
     hidden, _ = model(torch.tensor([ids[:-1]]), model.empty_memory(num_lanes=1, memory_len=MEMORY_LEN))
@@ -128,9 +127,9 @@ def test_a_flipped_byte_in_any_file_is_refused_by_its_name(tmp_path: Path, token
         damaged[position] ^= 1 << generator.randrange(8)
         (folder / name).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=name):
-            load(folder)
+            load_bundle(folder)
     (folder / name).write_bytes(whole)
-    load(folder)
+    load_bundle(folder)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -141,10 +140,10 @@ def test_a_missing_or_truncated_file_is_refused(tmp_path: Path, tokenizer: Token
     for size in (0, 1, len(whole) // 2):
         (folder / name).write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=name):
-            load(folder)
+            load_bundle(folder)
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        load(folder)
+        load_bundle(folder)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,7 +172,7 @@ def test_a_probe_of_a_half_precision_engine_is_held_to_the_tolerance_of_that_typ
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
         write(tmp_path / "bundle", tokenizer, probe=probe)
     model = write(tmp_path / "bundle", tokenizer, probe=probe, probe_dtype="bf16")
-    loaded = dict(load(tmp_path / "bundle").model.named_parameters())
+    loaded = dict(load_bundle(tmp_path / "bundle").model.named_parameters())
     assert all(torch.equal(loaded[key], parameter) for key, parameter in model.named_parameters())
 
 
@@ -186,7 +185,7 @@ def test_the_probe_notices_a_wrong_memory(tmp_path: Path, tokenizer: Tokenizer) 
 def test_an_empty_folder_may_become_a_bundle(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "mine").mkdir()
     model = write(tmp_path / "mine", tokenizer)
-    assert load(tmp_path / "mine").model.section == model.section
+    assert load_bundle(tmp_path / "mine").model.section == model.section
 
 
 @pytest.mark.parametrize("content", [{"notes.txt": "mine"}, {"MANIFEST.json": "{}", "state.json": "{}"}])
@@ -203,7 +202,7 @@ def test_a_folder_that_is_no_bundle_is_refused_and_untouched(
     assert content_of(folder) == before
     assert list(tmp_path.iterdir()) == [folder]
     with pytest.raises(CheckpointError, match="is not a bundle"):
-        load(folder)
+        load_bundle(folder)
 
 
 def test_an_older_bundle_is_replaced_only_by_a_proven_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -216,7 +215,7 @@ def test_an_older_bundle_is_replaced_only_by_a_proven_one(tmp_path: Path, tokeni
     assert content_of(folder) == before
     write(folder, tokenizer, seed=1)
     model = trained(tokenizer, seed=1)
-    loaded = dict(load(folder).model.named_parameters())
+    loaded = dict(load_bundle(folder).model.named_parameters())
     assert all(torch.equal(loaded[key], parameter) for key, parameter in model.named_parameters())
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -251,7 +250,7 @@ def test_a_bundle_of_a_later_format_or_with_unreadable_settings_is_refused(
         (folder / "config.json").write_text(json.dumps({**content, **changes}))
         write_manifest(folder, {name: describe_file(folder / name) for name in files_of(folder)})
         with pytest.raises(CheckpointError, match=message):
-            load(folder)
+            load_bundle(folder)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -264,16 +263,16 @@ def test_a_checkpoint_is_not_taken_for_a_bundle(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing"):
         with pytest.raises(CheckpointError, match="txl export"):
-            load(tmp_path / name)
+            load_bundle(tmp_path / name)
     with pytest.raises(CheckpointError, match="is not a bundle"):
-        load(GOLDEN_CHECKPOINT)
+        load_bundle(GOLDEN_CHECKPOINT)
 
 
 def test_a_model_without_memory_still_sees_a_segment_of_context_when_it_generates(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write(tmp_path / "bundle", tokenizer, memory_len=0, probe=probe_of(trained(tokenizer), memory_len=0))
-    bundle = load(tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
     ids = [tokenizer.end_of_text, *map(int, tokenizer.encode("some text"))]
     expected: list[int] = []
     for _ in range(5):
@@ -290,7 +289,7 @@ def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_bef
     write(tmp_path / "mask", tokenizer, document_border="mask")
     num_tokens = len(tokenizer.encode("text"))
     for name in ("carry", "mask"):
-        bundle = load(tmp_path / name)
+        bundle = load_bundle(tmp_path / name)
         assert bundle.score("text").shape == (num_tokens,)
         assert "".join(bundle.generate("", max_tokens=2, temperature=0.0))
     for name in ("carry", "mask"):  # as older programs wrote them
@@ -299,8 +298,8 @@ def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_bef
         del content["begins_documents"]
         path.write_text(json.dumps(content))
         write_manifest(path.parent, {name: describe_file(path.parent / name) for name in files_of(path.parent)})
-    assert load(tmp_path / "carry").score("text").shape == (num_tokens,)
-    old = load(tmp_path / "mask")
+    assert load_bundle(tmp_path / "carry").score("text").shape == (num_tokens,)
+    old = load_bundle(tmp_path / "mask")
     assert old.score("text").shape == (num_tokens - 1,), "its first tokens were never scored"
     with pytest.raises(ConfigError, match="cannot begin a document"):
         old.generate("", max_tokens=2)
@@ -310,7 +309,7 @@ def test_a_model_whose_vocabulary_has_no_end_of_text_needs_a_prompt_and_never_st
     symbols = [str(i) for i in range(257)]
     words = WordTokenizer(symbols, end_of_text=None, line_end=None, unknown=None)
     write(tmp_path / "bundle", words)
-    bundle = load(tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
     assert bundle.tokenizer.fingerprint == words.fingerprint
     assert bundle.score("3 1 4 1 5").shape == (4,), "nothing precedes the first token"
     assert bundle.score("3").shape == bundle.score("").shape == (0,)

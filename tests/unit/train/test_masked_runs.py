@@ -13,7 +13,7 @@ from tests.helpers.jobs import job_of
 from txl_dist.config import load_config
 from txl_dist.dist import Ranks
 from txl_dist.errors import CheckpointError
-from txl_dist.infer import load
+from txl_dist.infer.bundle import load_bundle
 from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
 from txl_dist.ops.export import export_bundle
 from txl_dist.text.tokenizer import load_tokenizer
@@ -53,6 +53,6 @@ def test_the_bundle_of_a_masked_run_of_before_does_not_begin_documents(tmp_path:
     for is_old in (True, False):
         folder = with_masks(tmp_path / f"checkpoint{is_old}", is_old=is_old)
         export_bundle(folder, tmp_path / f"bundle{is_old}")
-        assert load(tmp_path / f"bundle{is_old}").begins_documents != is_old
+        assert load_bundle(tmp_path / f"bundle{is_old}").begins_documents != is_old
     export_bundle(tmp_path / "bundleTrue", tmp_path / "again")
-    assert not load(tmp_path / "again").begins_documents
+    assert not load_bundle(tmp_path / "again").begins_documents

@@ -1,0 +1,81 @@
+"""`txl generate`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from txl_dist.errors import ConfigError
+from txl_dist.infer.settings import Writing
+from txl_dist.run_files import TRAINED, require
+from txl_dist.verbs.words import announce
+
+
+def generate(
+    source: Positional[Path],
+    /,
+    writing: Annotated[Writing, arg(name="")],
+    prompt: tuple[str, ...] = (),
+    tokens: tuple[int, ...] = (),
+    file: Path | None = None,
+    jsonl: Path | None = None,
+    out: Path | None = None,
+    load_memory: Path | None = None,
+    save_memory: Path | None = None,
+) -> None:
+    """Continue prompts with a bundle, a run or a checkpoint; one text is shown as it is made.
+
+    Args:
+        source: Bundle, run directory (its newest whole checkpoint) or checkpoint folder.
+        writing: How texts are generated.
+        prompt: Texts to continue; without any, and without ids or a file, a document is begun.
+        tokens: Ids of a text to continue, taken as they are.
+        file: Text to continue, of any length; - is standard input.
+        jsonl: Prompts, one in a line, {"prompt": text} or {"tokens": [ids]}; - is standard input.
+        out: Write the texts to this file, a JSON object in a line; - is standard output.
+        load_memory: Go on from this memory, which --save-memory wrote: its text is not read again.
+        save_memory: Write what is remembered of the prompt and the text to this file.
+    """
+    kind = require(source, *TRAINED)
+    writing.check()
+    sources = {"--prompt": bool(prompt), "--tokens": bool(tokens), "--file": file is not None}
+    named = [name for name, is_given in {**sources, "--jsonl": jsonl is not None}.items() if is_given]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} both give prompts. Give one of them.")
+    num_texts = writing.num_samples * max(1, len(prompt))
+    if save_memory is not None and (num_texts > 1 or jsonl is not None):
+        raise ConfigError("--save-memory keeps the memory of one text. Give one prompt, and one sample.")
+    if save_memory is not None and not save_memory.parent.is_dir():
+        raise ConfigError(f"there is no folder {save_memory.parent}. Name another file with --save-memory.")
+    if writing.log_probs >= 0 and out is None:
+        raise ConfigError("--log-probs are told as JSON. Give --out FILE; --out - is standard output.")
+    if load_memory is not None and not os.path.lexists(load_memory):
+        raise ConfigError(f"{load_memory} does not exist. Name a file that --save-memory wrote.")
+    for text in prompt:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
+    announce(f"generating up to {writing.max_tokens} tokens with {source}, {kind.value}; seed {writing.seed}")
+    from txl_dist.ops.generation import Given, generate_texts, prompts_in_lines, read_lines
+
+    if jsonl is not None:
+        given = prompts_in_lines(read_lines(jsonl), where=str(jsonl))
+    elif file is not None:
+        given = (Given(text, {"prompt": text}) for text in ("".join(read_lines(path)) for path in [file]))
+    elif tokens:
+        given = iter([Given(tokens, {"tokens": tokens})])
+    else:
+        given = iter([Given(text, {"prompt": text}) for text in prompt or ("",)])
+    generate_texts(
+        source,
+        given=given,
+        is_one=num_texts == 1 and jsonl is None,
+        writing=writing,
+        out=out,
+        load_memory=load_memory,
+        save_memory=save_memory,
+    )
