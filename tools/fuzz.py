@@ -62,6 +62,7 @@ from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.files import canonical_hash
 from txl_dist.infer.bundle import Package, load_bundle, network_of, write_bundle
+from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.probe import probe_of
 from txl_dist.log import logger
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
@@ -329,9 +330,7 @@ def _sign_manifest(folder: Path) -> None:
 
 
 def _read_bundle(folder: Path) -> bool:
-    bundle = load_bundle(folder)
-    for piece in bundle.generate("1 2 3", max_tokens=3, temperature=0.0):
-        assert isinstance(piece, str)
+    LanguageModel(load_bundle(folder)).generate("1 2 3", max_tokens=3, temperature=0.0)
     load_config(folder / "train.toml")
     return True
 

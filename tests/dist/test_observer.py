@@ -16,13 +16,13 @@ import torch
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.forked import ENVIRONMENT
+from tests.helpers.models import generated
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, config_to_toml, plan_batch
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.dist import Ranks
-from txl_dist.infer.generate import generate
 from txl_dist.model.attention import Attention
 from txl_dist.model.memory import Visibility, empty_memory
 from txl_dist.model.relative_attention import Terms, relative_attention
@@ -288,7 +288,7 @@ def test_a_sample_is_what_generation_writes_with_its_cache(prompt: str, same_len
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=11)
     ids = [tokenizer.end_of_text, *tokenizer.encode_prompt(prompt)]
-    written = generate(
+    written = generated(
         engine.model, ids, max_tokens=25, segment_len=8, memory_len=12, seed=11, stop_at=tokenizer.end_of_text
     )
     assert text == "".join(tokenizer.decode_stream(written, after=ids))
@@ -303,7 +303,7 @@ def test_a_model_without_memory_writes_too(tmp_path: Path, corpus: Corpus) -> No
     tokenizer = corpus.tokenizer
     text = sample_text(engine, tokenizer, config, device=torch.device("cpu"), seed=2)
     ids = [tokenizer.end_of_text, *tokenizer.encode_prompt("a")]
-    written = generate(
+    written = generated(
         engine.model, ids, max_tokens=20, segment_len=8, memory_len=0, seed=2, stop_at=tokenizer.end_of_text
     )
     assert text == "".join(tokenizer.decode_stream(written, after=ids))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl_dist.infer.generate import Decoder, Request
+from txl_dist.infer.settings import Sampling
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
@@ -72,3 +74,27 @@ def segment_losses(
         start = stop
     assert start == tokens_BS.shape[1] - 1
     return torch.cat(parts, dim=1)
+
+
+def generated(
+    model: TransformerXL,
+    ids: Sequence[int],
+    *,
+    max_tokens: int,
+    segment_len: int,
+    memory_len: int,
+    seed: int = 0,
+    stop_at: int | None = None,
+    **sampling: Any,
+) -> list[int]:
+    """The tokens that continue one text, drawn from the model as it is unless told otherwise; without `stop_at`."""
+    decoder = Decoder(model, memory_len=memory_len, segment_len=segment_len)
+    limits = Sampling(**{"temperature": 1.0, "top_k": 0, **sampling})
+    decoder.add(0, Request(ids=tuple(ids), max_tokens=max_tokens, seed=seed, stop_at=stop_at, sampling=limits))
+    written = []
+    while decoder.keys:
+        for token in decoder.step():
+            written.append(token.id)
+            if token.is_last:
+                decoder.remove(0)
+    return written[:-1] if written[-1] == stop_at else written

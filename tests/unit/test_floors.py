@@ -50,7 +50,7 @@ INSIDE = {
     ),
     "ops": (
         "chatter doctor evaluation_settings export inspect_settings plan report",
-        "evaluate inspect_run launcher",
+        "evaluate generation inspect_run launcher",
     ),
 }
 """Rooms in these folders, from their ground up. The `__init__` of such a folder imports nothing."""
@@ -62,15 +62,17 @@ LIGHT = {
 }
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
+LAZY = "__init__.py"
+"""The door for programs: it names what lies above it, and imports a name when that is first asked for."""
 BUDGETS = {
-    "top": 1550,
+    "top": 1600,
     "text": 800,
     "data": 4250,
     "model": 1350,
-    "infer": 300,
+    "infer": 1000,
     "convert": 1100,
     "train": 4150,
-    "ops": 3400,
+    "ops": 3550,
     "verbs": 600,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
@@ -128,8 +130,10 @@ def imported_names(nodes: Iterator[ast.AST]) -> Iterator[str]:
 
 
 def statements_on_import(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a module is imported: everything but the insides of functions."""
+    """What runs when a module is imported: everything but the insides of functions, and what is for type checkers."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
             yield from statements_on_import(child)
@@ -150,6 +154,8 @@ def file_of(name: str) -> str:
 @cache
 def own_imports(file: str) -> frozenset[str]:
     """The files of the package that a file imports, inside functions too."""
+    if file == LAZY:
+        return frozenset()
     names = imported_names(ast.walk(tree_of(file)))
     return frozenset(file_of(name) for name in names if is_within(name, "txl_dist"))
 
@@ -185,6 +191,14 @@ def test_every_file_has_a_room_and_every_room_a_file() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_imports_point_down(file: str) -> None:
     assert [other for other in sorted(own_imports(file)) if not may_import(file, other)] == []
+
+
+def test_only_the_door_names_what_lies_above_it_and_imports_it_on_demand() -> None:
+    assert [file for file in FILES if "TYPE_CHECKING" in (PACKAGE / file).read_text(encoding="utf-8")] == [LAZY]
+    assert {file for file in FILES if "import_module" in (PACKAGE / file).read_text(encoding="utf-8")} >= {LAZY}
+    named = [name.removeprefix("txl_dist.") for name in imported_names(ast.walk(tree_of(LAZY))) if "txl_dist" in name]
+    assert sorted(named) == sorted(f"{home}.{name}" for name, home in txl_dist._HOME.items())
+    assert not any(is_within(name, "txl_dist") for name in imported_names(statements_on_import(tree_of(LAZY))))
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:

@@ -115,7 +115,7 @@ class LanguageModel:
     ) -> list[Tensor]:
         """As `score`, of several texts together."""
         self._check_memory(memory)
-        rows = [self.prompt(text, memory) for text in texts]
+        rows = [self._read(text, memory) for text in texts]
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
         memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
@@ -250,22 +250,24 @@ class LanguageModel:
         return torch.stack(hiddens), memory  # outside of inference mode, so that others may train on them
 
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
-        """The ids of a text that is read behind a memory; without one, behind an end-of-text, where the model can begin
-        a document and the text is not given as ids. Raises as `generate`."""
+        """What a text is for `generation`: its ids behind a memory; without one, behind an end-of-text, where the model
+        can begin a document and the text is not given as ids. Raises as `generate`."""
+        prompt = self._read(text, memory)
+        if not prompt.ids:
+            has_mark = self.tokenizer.end_of_text is not None
+            why = "was not trained on first tokens" if has_mark else "has no end-of-text in its vocabulary"
+            raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
+        return prompt
+
+    def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
         ids = self.encode(text) if isinstance(text, str) else list(text)
         check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="the prompt")
-        end_of_text = self.tokenizer.end_of_text
-        begins = end_of_text is not None and self.bundle.begins_documents
-        start: list[int] = []
+        shown, end_of_text = text if isinstance(text, str) else self.tokenizer.decode(ids), self.tokenizer.end_of_text
         if memory is not None:
-            start = [memory.last]
-        elif begins and (isinstance(text, str) or not ids):
-            start = [end_of_text] if end_of_text is not None else []
-        if not start and not ids:
-            why = "has no end-of-text in its vocabulary" if end_of_text is None else "was not trained on first tokens"
-            raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
-        shown = text if isinstance(text, str) else self.tokenizer.decode(ids)
-        return Prompt(tuple(start + ids), None if memory is None else memory.past, self.tokenizer.joint(shown))
+            ids = [memory.last, *ids]
+        elif end_of_text is not None and self.bundle.begins_documents and (isinstance(text, str) or not ids):
+            ids = [end_of_text, *ids]
+        return Prompt(tuple(ids), None if memory is None else memory.past, self.tokenizer.joint(shown))
 
     def _check_memory(self, memory: TextMemory | None) -> None:
         if memory is not None and memory.model != self.fingerprint:

@@ -66,7 +66,7 @@ def generate_texts(
                 say(f"--- prompt {piece.prompt + 1}, sample {piece.sample + 1}: {made.finish}")
                 write_text((one.text if isinstance(one.text, str) else model.decode(one.text)) + text + "\n")
             else:
-                record = one.record | {"sample": piece.sample, "text": text, "finish": made.finish, "tokens": made.ids}
+                record = one.record | {"sample": piece.sample, "text": text, "finish": made.finish, "ids": made.ids}
                 if writing.log_probs >= 0:
                     record |= {"log_probs": made.log_probs, "top": made.top}
                 sink.write(json.dumps(record) + "\n")

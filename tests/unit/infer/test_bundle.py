@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import txl_dist
 from tests.helpers.checkpoints import GOLDEN_CHECKPOINT
 from tests.helpers.models import tiny_section
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, load_bundle, write_bundle
+from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.probe import probe_of
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
@@ -106,15 +108,13 @@ def test_writing_reports_the_largest_error_on_the_probe(tmp_path: Path, tokenize
 
 def test_a_bundle_scores_text_as_the_model_scores_its_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = write(tmp_path / "bundle", tokenizer)
-    bundle, text = load_bundle(tmp_path / "bundle"), "the dog sat \u00e9"
-    scores = bundle.score(text)
+    lm, text = txl_dist.load(tmp_path / "bundle"), "the dog sat \u00e9"
+    scores = lm.score(text)
     ids = [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
     hidden, _ = model(torch.tensor([ids[:-1]]), model.empty_memory(num_lanes=1, memory_len=MEMORY_LEN))
     expected = model.softmax.log_probabilities(hidden[0]).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     assert (scores - expected).abs().max() <= 1e-5
-    assert "".join(bundle.generate("the ", max_tokens=5, seed=3)) == "".join(
-        bundle.generate("the ", max_tokens=5, seed=3)
-    )
+    assert lm.generate("the ", max_tokens=5, seed=3) == lm.generate("the ", max_tokens=5, seed=3)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -279,7 +279,7 @@ def test_a_model_without_memory_still_sees_a_segment_of_context_when_it_generate
         tokens = torch.tensor([[*ids, *expected]])
         hidden, _ = bundle.model(tokens, bundle.model.empty_memory(num_lanes=1, memory_len=0))
         expected.append(int(bundle.model.softmax.log_probabilities(hidden[:, -1]).argmax()))
-    assert "".join(bundle.generate("some text", max_tokens=5, temperature=0.0)) == tokenizer.decode(expected)
+    assert LanguageModel(bundle).generate("some text", max_tokens=5, temperature=0.0).text == tokenizer.decode(expected)
 
 
 def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_before(
@@ -289,17 +289,17 @@ def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_bef
     write(tmp_path / "mask", tokenizer, document_border="mask")
     num_tokens = len(tokenizer.encode("text"))
     for name in ("carry", "mask"):
-        bundle = load_bundle(tmp_path / name)
-        assert bundle.score("text").shape == (num_tokens,)
-        assert "".join(bundle.generate("", max_tokens=2, temperature=0.0))
+        lm = txl_dist.load(tmp_path / name)
+        assert lm.score("text").shape == (num_tokens,)
+        assert lm.generate("", max_tokens=2, temperature=0.0).text
     for name in ("carry", "mask"):  # as older programs wrote them
         path = tmp_path / name / "config.json"
         content = json.loads(path.read_text())
         del content["begins_documents"]
         path.write_text(json.dumps(content))
         write_manifest(path.parent, {name: describe_file(path.parent / name) for name in files_of(path.parent)})
-    assert load_bundle(tmp_path / "carry").score("text").shape == (num_tokens,)
-    old = load_bundle(tmp_path / "mask")
+    assert txl_dist.load(tmp_path / "carry").score("text").shape == (num_tokens,)
+    old = txl_dist.load(tmp_path / "mask")
     assert old.score("text").shape == (num_tokens - 1,), "its first tokens were never scored"
     with pytest.raises(ConfigError, match="cannot begin a document"):
         old.generate("", max_tokens=2)
@@ -309,11 +309,11 @@ def test_a_model_whose_vocabulary_has_no_end_of_text_needs_a_prompt_and_never_st
     symbols = [str(i) for i in range(257)]
     words = WordTokenizer(symbols, end_of_text=None, line_end=None, unknown=None)
     write(tmp_path / "bundle", words)
-    bundle = load_bundle(tmp_path / "bundle")
-    assert bundle.tokenizer.fingerprint == words.fingerprint
-    assert bundle.score("3 1 4 1 5").shape == (4,), "nothing precedes the first token"
-    assert bundle.score("3").shape == bundle.score("").shape == (0,)
+    lm = txl_dist.load(tmp_path / "bundle")
+    assert lm.tokenizer.fingerprint == words.fingerprint
+    assert lm.score("3 1 4 1 5").shape == (4,), "nothing precedes the first token"
+    assert lm.score("3").shape == lm.score("").shape == (0,)
     with pytest.raises(ConfigError, match="no end-of-text"):
-        bundle.generate("", max_tokens=2)
+        lm.generate("", max_tokens=2)
     for seed in range(5):
-        assert len(words.encode("".join(bundle.generate("3 1", max_tokens=40, seed=seed)))) == 40
+        assert len(words.encode(lm.generate("3 1", max_tokens=40, seed=seed).text)) == 40

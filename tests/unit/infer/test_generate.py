@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.models import random_tokens, tiny_model
+from tests.helpers.models import generated, random_tokens, tiny_model
 from txl_dist.errors import ConfigError
-from txl_dist.infer.generate import generate, sample
 from txl_dist.infer.probe import log_probabilities
+from txl_dist.infer.sampling import choose, uniform_numbers
+from txl_dist.infer.settings import Sampling, Writing
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -28,8 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def drawn(log_p: torch.Tensor, *, count: int = 400, seed: int = 0, **changes: Any) -> Counter[int]:
     values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes}
-    generator = torch.Generator().manual_seed(seed)
-    return Counter(sample(log_p, generator=generator, **values) for _ in range(count))
+    uniform_B = torch.from_numpy(uniform_numbers(seed).random(count))
+    return Counter(choose(log_p.expand(count, -1), uniform_B, Sampling(**values)).tolist())
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_temperature_sharpens_and_flattens(log_p: torch.Tensor) -> None:
 
 def run(model: TransformerXL, prompt: list[int], **changes: Any) -> list[int]:
     values: dict[str, Any] = {"max_tokens": 20, "segment_len": 8, "memory_len": 64, "temperature": 0.0}
-    return list(generate(model, prompt, **{**values, **changes}))
+    return generated(model, prompt, **{**values, **changes})
 
 
 def test_generation_follows_from_the_seed() -> None:
@@ -80,10 +82,23 @@ def test_generation_follows_from_the_seed() -> None:
     assert run(model, prompt, temperature=1.0, seed=1) == one, "torch's own generator plays no part"
 
 
-@pytest.mark.parametrize("values", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
-def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        run(tiny_model().eval(), [1], **values)
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}),
+        *({"min_p": 1.5}, {"repetition_penalty": 0.5}, {"max_tokens": -1}, {"seed": -1}, {"stop": ("a", "")}),
+        *({"num_samples": 0}, {"batch_size": 0}, {"log_probs": -2}, {"memory_len": -2}, {"allowed": (3, 50)}),
+    ],
+)
+def test_values_out_of_range_are_refused(values: dict[str, Any]) -> None:
+    flag = next(iter(values)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{flag}"):
+        Writing(**values).check(vocab_size=50)
+
+
+def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'temperatur'\. Did you mean temperature\?"):
+        Writing.of({"temperatur": 0.5})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -92,12 +107,12 @@ def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
 def test_generating_with_a_cache_is_rerunning_the_whole_text(name: str, prompt_len: int, temperature: float) -> None:
     model = tiny_model(dtype=torch.float64, **VARIANTS[name]).eval()
     prompt = random_tokens(prompt_len).tolist()
-    text, generator = list(prompt), torch.Generator().manual_seed(0)
+    text, numbers, limits = list(prompt), uniform_numbers(0), Sampling(temperature=temperature, top_k=0)
     with torch.no_grad():
         for _ in range(20):
             hidden, _ = model(torch.tensor([text]), model.empty_memory(num_lanes=1, memory_len=0))
-            log_p_V = model.softmax.log_probabilities(hidden[:, -1])[0]
-            text.append(sample(log_p_V, temperature=temperature, top_k=0, top_p=1.0, generator=generator))
+            log_p_1V = model.softmax.log_probabilities(hidden[:, -1])
+            text.append(int(choose(log_p_1V, torch.tensor([numbers.random()], dtype=torch.float64), limits)))
     for segment_len in (1, 8, 50):
         assert run(model, prompt, segment_len=segment_len, temperature=temperature) == text[prompt_len:]
     if temperature:  # the likeliest token of a random network is often the same for ever
@@ -108,13 +123,13 @@ def test_absolute_positions_generate_from_a_segment_that_is_run_anew_for_each_to
     model = tiny_model(dtype=torch.float64, positions="absolute").eval()
     text = random_tokens(5).tolist()
     generated = run(model, text, temperature=1.0)
-    generator = torch.Generator().manual_seed(0)
+    numbers, limits = uniform_numbers(0), Sampling(temperature=1.0, top_k=0)
     with torch.no_grad():
         for _ in range(20):
             window = torch.tensor([text[-8:]])
             hidden, _ = model(window, model.empty_memory(num_lanes=1, memory_len=0))
-            log_p_V = model.softmax.log_probabilities(hidden[:, -1])[0]
-            text.append(sample(log_p_V, temperature=1.0, top_k=0, top_p=1.0, generator=generator))
+            log_p_1V = model.softmax.log_probabilities(hidden[:, -1])
+            text.append(int(choose(log_p_1V, torch.tensor([numbers.random()], dtype=torch.float64), limits)))
     assert generated == text[5:]
 
 
@@ -125,7 +140,6 @@ def test_generation_ends_before_the_stop_token_and_at_the_limit() -> None:
     stop = whole[12]
     expected = list(itertools.takewhile(lambda token: token != stop, whole))
     assert run(model, [3], temperature=1.0, max_tokens=30, stop_at=stop) == expected
-    assert run(model, [3], max_tokens=0) == []
 
 
 def test_scores_may_begin_with_zeros_that_are_attended() -> None:

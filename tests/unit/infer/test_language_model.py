@@ -1,0 +1,340 @@
+"""A model in one's own program: texts do not depend on neighbours, memories go on, hidden states are the model's."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import txl_dist
+from tests.helpers.models import random_tokens, tiny_section
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.infer.bundle import Package
+from txl_dist.infer.language_model import LanguageModel
+from txl_dist.infer.sampling import uniform_numbers
+from txl_dist.infer.settings import Writing
+from txl_dist.infer.text_memory import TextMemory
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.text.base import Tokenizer
+from txl_dist.text.training import train_tokenizer
+
+SEGMENT_LEN, MEMORY_LEN = 8, 12
+BORDER = 1e-5
+"""A draw so near to a border of the distribution, or a greedy choice between logits so near, may differ by rounding."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer("byte", lambda: ["the cat sat on the mat, the dog did not"])
+
+
+def model_of(
+    tokenizer: Tokenizer, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> LanguageModel:
+    torch.manual_seed(seed)
+    section = tiny_section(**changes)
+    network = TransformerXL(section, vocab_size=tokenizer.vocab_size)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if "bias" in name:
+                parameter.normal_(0.0, 0.3)
+    package = Package(
+        section=section,
+        weights=dict(network.named_parameters()),
+        tokenizer=tokenizer,
+        segment_len=SEGMENT_LEN,
+        memory_len=MEMORY_LEN if section.scheme.uses_memory else 0,
+        source={},
+        probe={},
+    )
+    lm = LanguageModel(package.open(where="a test"))
+    lm.network.to(dtype)
+    return lm
+
+
+@pytest.fixture(scope="module")
+def lm(tokenizer: Tokenizer) -> LanguageModel:
+    return model_of(tokenizer, dtype=torch.float64)
+
+
+def texts(count: int) -> list[str]:
+    return ["the cat sat on the mat, the dog did not"[: 1 + 5 * i % 39] + "abc" * i for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.0}, {"top_k": 0, "temperature": 1.0}, {"top_k": 20}, {"top_p": 0.8, "top_k": 0}],
+    ids=["greedy", "all", "top_k", "top_p"],
+)
+def test_a_batch_of_prompts_equals_single_runs_but_for_draws_at_a_border(
+    tokenizer: Tokenizer, settings: dict[str, Any]
+) -> None:
+    """In fp32, where a batch rounds otherwise than a row. Such draws are counted: at most one in 10,000."""
+    lm, num_draws, num_at_border = model_of(tokenizer), 0, 0
+    for seed in range(4):
+        together = lm.generate_batch(texts(16), max_tokens=60, seed=seed, **settings)
+        alone = [lm.generate(text, max_tokens=60, seed=seed, **settings) for text in texts(16)]
+        for (one,), other in zip(together, alone, strict=True):
+            num_draws += len(other.ids)
+            if one.ids != other.ids:
+                first = next(i for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b)
+                assert distance_to_border(lm, texts(16)[together.index([one])], one.ids[:first], seed) <= BORDER
+                num_at_border += 1
+    assert num_draws > 2000
+    assert num_at_border <= num_draws / 10_000
+
+
+def distance_to_border(lm: LanguageModel, text: str, written: list[int], seed: int) -> float:
+    """Of the random number of the next draw, without limits."""
+    ids = [*lm.prompt(text).ids, *written]
+    hidden, _ = lm.network(torch.tensor([ids]), lm.network.empty_memory(num_lanes=1, memory_len=0))
+    cumulated = lm.network.softmax.log_probabilities(hidden[:, -1])[0].double().exp().cumsum(0)
+    number = uniform_numbers(seed).random(len(written) + 1)[-1]
+    return float((cumulated - number).abs().min())
+
+
+def test_texts_of_every_length_and_setting_in_one_batch_are_those_of_single_runs(lm: LanguageModel) -> None:
+    """In fp64, exactly; rows come and go, as there are more prompts than rows."""
+    settings = {"max_tokens": 30, "top_k": 9, "repetition_penalty": 1.2, "min_p": 0.01, "num_samples": 3, "seed": 7}
+    expected = [lm.generate_batch([text], **settings)[0] for text in texts(7)]
+    assert len({made.text for made in expected[0]}) == 3, "samples differ"
+    for batch_size in (1, 4, 16):
+        together = lm.generate_batch(texts(7), batch_size=batch_size, **settings)
+        assert [[made.ids for made in one] for one in together] == [[made.ids for made in one] for one in expected]
+
+
+def test_a_text_goes_on_from_a_memory_as_from_the_text_itself(lm: LanguageModel) -> None:
+    first, second = "the cat sat", " on the mat"
+    for memory_len in (8, 100):
+        settings = {"max_tokens": 25, "temperature": 0.0, "memory_len": memory_len}
+        memory = lm.memory(first, memory_len=memory_len)
+        # A past that is read in the same chunks: up to the last token of the first part.
+        again = lm.memory(second, memory=memory, memory_len=memory_len)
+        expected = lm.generate("", memory=again, **settings)
+        assert lm.generate(second, memory=memory, **settings).text == expected.text
+        if memory_len == 100:
+            assert lm.generate(first + second, **settings).text == expected.text
+    assert lm.generate(second, **settings).text != expected.text, "the memory counts"
+
+
+def test_a_conversation_kept_turn_by_turn_is_one_long_text(lm: LanguageModel) -> None:
+    settings = {"max_tokens": 10, "temperature": 0.0, "memory_len": 500, "keep_memory": True}
+    ids, memory = list(lm.prompt("").ids), None
+    for turn in ("the cat", " and", "", " dog"):
+        made = lm.generate(turn, memory=memory, **settings)
+        ids, memory = [*ids, *lm.encode(turn), *made.ids], made.memory
+    assert memory is not None
+    whole = lm.memory(ids, memory_len=500)
+    assert memory.last == whole.last
+    assert (memory.past.key_value_L2NSH - whole.past.key_value_L2NSH).abs().max() <= 1e-10
+
+
+def test_a_text_that_was_stopped_is_remembered_as_far_as_it_was_shown(lm: LanguageModel) -> None:
+    settings = {"max_tokens": 40, "temperature": 1.0, "top_k": 0, "memory_len": 500, "seed": 3}
+    whole = lm.generate("the cat", **settings)
+    stop = whole.text[11:13]
+    made = lm.generate("the cat", **settings, stop=stop, keep_memory=True)
+    assert made.finish == "stop"
+    assert made.text == whole.text[: whole.text.index(stop)]
+    assert made.memory is not None
+    expected = lm.memory([*lm.prompt("the cat").ids, *made.ids], memory_len=500)
+    assert made.memory.last == expected.last
+    assert (made.memory.past.key_value_L2NSH - expected.past.key_value_L2NSH).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_string_is_never_shown_in_part_whatever_the_pieces(lm: LanguageModel, seed: int) -> None:
+    whole = lm.generate("a", max_tokens=40, seed=seed, top_k=4)
+    for start, length in itertools.product((3, 10, 20), (1, 2, 5)):
+        stop = whole.text[start : start + length]
+        pieces = list(lm.stream("a", max_tokens=40, seed=seed, top_k=4, stop=["never there", stop]))
+        assert "".join(pieces) == whole.text[: whole.text.index(stop)]
+
+
+def test_a_memory_in_a_file_is_the_memory(lm: LanguageModel, tmp_path: Path) -> None:
+    memory = lm.memory("the cat sat on the mat, the dog did not")
+    memory.save(tmp_path / "memory")
+    again = lm.load_memory(tmp_path / "memory")
+    assert torch.equal(again.past.key_value_L2NSH, memory.past.key_value_L2NSH)
+    assert torch.equal(again.past.document_S, memory.past.document_S)
+    assert (again.last, again.model, len(again)) == (memory.last, memory.model, len(memory))
+    assert lm.generate("x", memory=again, seed=1) == lm.generate("x", memory=memory, seed=1)
+
+
+def test_a_memory_of_another_model_or_a_damaged_one_is_refused(
+    lm: LanguageModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    memory, other = lm.memory("the cat"), model_of(tokenizer, seed=1, dtype=torch.float64)
+    for call in (other.generate, other.score, other.memory):
+        with pytest.raises(ConfigError, match="of another model"):
+            call("x", memory=memory)
+    memory.save(tmp_path / "memory")
+    with pytest.raises(CheckpointError, match="is a memory of another model"):
+        other.load_memory(tmp_path / "memory")
+    content = (tmp_path / "memory").read_bytes()
+    flipped = bytearray(content)
+    flipped[-20] ^= 1
+    damages = {"cut": content[:-9], "flipped": bytes(flipped), "text": b"no tensors", "empty": b""}
+    for name, damage in damages.items():
+        (tmp_path / name).write_bytes(damage)
+        with pytest.raises(CheckpointError, match=f"{name} (cannot be read|is damaged)"):
+            lm.load_memory(tmp_path / name)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        lm.load_memory(tmp_path / "missing")
+
+
+def test_a_memory_is_a_value_that_no_text_changes(lm: LanguageModel) -> None:
+    memory = lm.memory("the cat sat on the mat")
+    copy = memory.past.key_value_L2NSH.clone()
+    lm.generate_batch(["a", "bc"], memory=memory, max_tokens=20, num_samples=2, keep_memory=True)
+    lm.score("a text that is longer than the memory", memory=memory)
+    assert torch.equal(memory.past.key_value_L2NSH, copy)
+
+
+def test_many_texts_are_scored_together_as_one_by_one(lm: LanguageModel) -> None:
+    memory = lm.memory("the dog")
+    for given in (None, memory):
+        together = lm.score_batch(texts(20), memory=given)
+        for text, scores in zip(texts(20), together, strict=True):
+            alone = lm.score(text, memory=given)
+            assert scores.shape == alone.shape
+            assert (scores - alone).abs().max() <= 1e-10
+    assert lm.score_batch([]) == []
+
+
+def test_scores_behind_a_memory_are_those_of_the_whole_text(lm: LanguageModel) -> None:
+    first, second = "the cat sat", " on the mat"
+    whole = lm.score(first + second, memory_len=100)
+    behind = lm.score(second, memory=lm.memory(first, memory_len=100), memory_len=100)
+    assert (whole[-len(behind) :] - behind).abs().max() <= 1e-10
+    assert len(behind) == len(lm.encode(second))
+
+
+def test_log_probabilities_are_the_models_whatever_is_drawn(lm: LanguageModel) -> None:
+    made = lm.generate("the", max_tokens=12, temperature=0.3, top_k=3, log_probs=4, memory_len=100, seed=2)
+    scores = lm.score([*lm.prompt("the").ids, *made.ids], memory_len=100)[-12:]
+    assert np.allclose(made.log_probs, scores.tolist(), atol=1e-10)
+    for i, log_p, top in zip(made.ids, made.log_probs, made.top, strict=True):
+        assert len(top) == 4
+        assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+        assert (i, log_p) in [(j, pytest.approx(value, abs=1e-12)) for j, value in top[:3]]
+
+
+def test_only_allowed_ids_are_drawn(lm: LanguageModel) -> None:
+    allowed = lm.encode("abc ")
+    made = lm.generate("the", max_tokens=50, allowed=allowed, top_k=0, temperature=3.0)
+    assert set(made.ids) == set(allowed)
+
+
+def test_ids_are_taken_as_they_are_and_empty_prompts_begin_a_document(lm: LanguageModel) -> None:
+    ids = lm.encode("the cat")
+    end_of_text = lm.tokenizer.end_of_text
+    assert end_of_text is not None
+    assert lm.prompt(ids).ids == tuple(ids)
+    assert lm.prompt("the cat").ids == (end_of_text, *ids)
+    assert lm.prompt("").ids == lm.prompt([]).ids == (end_of_text,)
+    assert lm.generate([end_of_text, *ids], seed=1) == lm.generate("the cat", seed=1)
+
+
+@pytest.mark.parametrize("ids", [[999], [-1], [3, 10**6]])
+def test_ids_outside_the_vocabulary_are_refused_by_everything(lm: LanguageModel, ids: list[int]) -> None:
+    for call in (lm.score, lm.generate, lm.memory, lm.decode):
+        with pytest.raises(ConfigError, match="is no id of this model's vocabulary"):
+            call(ids)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        lm.hidden(torch.tensor([ids]))
+
+
+def test_hidden_states_are_those_of_the_model_for_tokens_and_for_vectors(lm: LanguageModel) -> None:
+    network, tokens = lm.network, random_tokens(2, 20)
+    memory, ours = network.empty_memory(num_lanes=2, memory_len=MEMORY_LEN), lm.empty_memory(num_rows=2, chunk_len=7)
+    vectors_memory = lm.empty_memory(num_rows=2, chunk_len=7)
+    for piece in tokens.split([7, 1, 5, 7], dim=1):
+        with torch.no_grad():
+            expected, memory = network(piece, memory)
+        hidden, ours = lm.hidden(piece, ours)
+        by_vector, vectors_memory = lm.hidden(network.embedding(piece).detach(), vectors_memory)
+        assert hidden.shape == (4, 2, piece.shape[1], 12)
+        assert (hidden[-1] - expected).abs().max() <= 1e-10
+        num_kept = min(MEMORY_LEN, piece.shape[1])
+        assert (hidden[:-1, :, -num_kept:] - memory.hidden_LBMD[:, :, -num_kept:]).abs().max() <= 1e-10
+        assert torch.equal(hidden, by_vector)
+    head = torch.nn.Linear(12, 1, dtype=torch.float64)
+    head(hidden).sum().backward()
+    assert head.weight.grad is not None
+
+
+def test_a_row_that_begins_a_document_sees_nothing_of_what_it_was(lm: LanguageModel) -> None:
+    memory = lm.empty_memory(num_rows=2, chunk_len=5, with_documents=True)
+    document = torch.zeros(2, 5, dtype=torch.int64)
+    lm.hidden(random_tokens(2, 5), memory, document_BT=document)
+    document[1] = 1
+    hidden, _ = lm.hidden(random_tokens(2, 5, seed=1), memory, document_BT=document)
+    alone, _ = lm.hidden(random_tokens(2, 5, seed=1))
+    assert (hidden[:, 1] - alone[:, 1]).abs().max() <= 1e-12
+    assert (hidden[-1, 0] - alone[-1, 0]).abs().max() > 1e-3
+
+
+def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenizer: Tokenizer) -> None:
+    memory = lm.empty_memory(num_rows=2, chunk_len=5)
+    for inputs in (torch.zeros(2, 6, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)):
+        with pytest.raises(ConfigError, match="Cut the inputs"):
+            lm.hidden(inputs, memory)
+    for wrong in (torch.zeros(2, 5), torch.zeros(2, 5, 11, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)):
+        with pytest.raises(ConfigError, match="give int64 tokens"):
+            lm.hidden(wrong)
+    with pytest.raises(ConfigError, match="with_documents"):
+        lm.hidden(torch.zeros(2, 5, dtype=torch.int64), memory, document_BT=torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="zero_memory"):
+        lm.score("a", memory=lm.memory("b"), zero_memory=True)
+    with pytest.raises(ConfigError, match="generate_batch"):
+        lm.generate("a", num_samples=2)
+    with pytest.raises(ConfigError, match=r"Did you mean max_tokens\?"):
+        lm.generate("a", max_token=2)
+    absolute = model_of(tokenizer, positions="absolute")
+    with pytest.raises(ConfigError, match="remembers nothing"):
+        absolute.memory("a")
+    with pytest.raises(ConfigError, match="remembers nothing"):
+        absolute.generate("a", keep_memory=True)
+    assert len(absolute.generate_batch(["a", "bcd"], max_tokens=5)[1][0].ids) == 5
+    assert absolute.score("the cat").shape == (len(absolute.encode("the cat")),)
+
+
+def test_no_tokens_are_an_empty_text_with_the_memory_of_the_prompt(lm: LanguageModel) -> None:
+    made = lm.generate("the cat", max_tokens=0, keep_memory=True)
+    assert (made.text, made.ids, made.finish) == ("", [], "length")
+    assert isinstance(made.memory, TextMemory)
+    assert torch.equal(made.memory.past.key_value_L2NSH, lm.memory("the cat").past.key_value_L2NSH)
+
+
+def test_prompts_are_read_one_by_one_as_rows_become_free(lm: LanguageModel) -> None:
+    read: list[int] = []
+
+    def prompts() -> Any:
+        for number in range(6):
+            read.append(number)
+            yield "abc"
+
+    pieces = lm.write(prompts(), Writing(max_tokens=5, batch_size=2))
+    next(pieces)
+    assert len(read) <= 2
+    assert sum(piece.ending is not None for piece in pieces) == 6
+
+
+def test_the_package_imports_no_torch_and_names_what_it_has() -> None:
+    code = (
+        "import sys, txl_dist; assert 'torch' not in sys.modules; assert 'load' in dir(txl_dist)\n"
+        "try: txl_dist.laod\nexcept AttributeError as error: assert 'load' in str(error)\n"
+        "assert txl_dist.configure(model={'width': 64}).model.width == 64; assert 'torch' not in sys.modules\n"
+        "assert all(hasattr(txl_dist, name) for name in txl_dist.__all__)\n"
+        "assert all(getattr(txl_dist, name).__doc__ for name in txl_dist.__all__ if name != '__version__')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with pytest.raises(ConfigError, match=r"Did you mean model.width\?"):
+        txl_dist.configure(model={"widht": 64})
