@@ -13,7 +13,7 @@ not know. What all share is in base.py, training in training.py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from txl_dist.errors import DataError
 from txl_dist.files import parse_object, read_bytes
@@ -22,9 +22,6 @@ from txl_dist.text.characters import ByteTokenizer, CharTokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
 from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer
 from txl_dist.text.words import WordTokenizer
-
-TokenizerKind = Literal["byte", "char", "word", "bpe", "unigram"]
-"""The kinds that can be trained here."""
 
 _CLASSES: tuple[type[Tokenizer], ...] = (
     ByteTokenizer,
