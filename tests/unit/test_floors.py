@@ -65,11 +65,11 @@ BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 BUDGETS = {
     "top": 1550,
     "text": 800,
-    "data": 4250,
+    "data": 4150,
     "model": 1350,
     "infer": 300,
     "convert": 1100,
-    "train": 4150,
+    "train": 4100,
     "ops": 3400,
     "verbs": 600,
 }

@@ -7,10 +7,11 @@ the prefetch thread, `pinned` too; `to_device` is the only part on the training 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.position import StreamState
@@ -94,6 +95,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch if device.type == "cpu" else _mapped(batch, lambda value: value.to(device, non_blocking=True))
 
 
+def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """With each of its tensors moved, those of its partitions too."""
+    return cast(Batch, tree_map_only(torch.Tensor, move, batch))
+
+
 def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
     """The steps of this rank behind a position. Runs in the reader thread."""
     config, device = job.config, job.ranks.device
@@ -113,17 +119,3 @@ def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: Dam
         batches = maker.microbatches(segment, lanes=job.plan.microbatch_lanes)
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
-
-
-def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    def move_partition(partition: Partition | None) -> Partition | None:
-        return None if partition is None else tuple(ClusterRows(*map(move, cluster)) for cluster in partition)
-
-    return Batch(
-        tokens_BT=move(batch.tokens_BT),
-        targets_BT=move(batch.targets_BT),
-        scored_BT=move(batch.scored_BT),
-        document_BT=None if batch.document_BT is None else move(batch.document_BT),
-        token_partition=move_partition(batch.token_partition),
-        target_partition=move_partition(batch.target_partition),
-    )

@@ -33,7 +33,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import ConfigError, DataError, explained
 from txl_dist.files import open_new, sha256_of_file, write_bytes
 
 Progress = Callable[[int, int], None]
@@ -138,10 +138,8 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
             with path.open("rb") as stream:
                 yield member, stream
         return
-    try:
+    with explained(DataError, f"cannot read {origin} as {name}", "Check the path."):
         found = sha256_of_file(origin)
-    except OSError as error:
-        raise DataError(f"cannot read {origin} as {name}: {error.strerror or error}. Check the path.") from error
     only = corpus.members[0] if len(corpus.members) == 1 else None
     if found == corpus.sha256 and corpus.urls[0].endswith(".zip"):
         yield from _zip_members(corpus, origin)

@@ -23,7 +23,7 @@ from typing_extensions import override
 from txl_dist.data.prepare.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
 from txl_dist.data.storage.origins import end_command, start_command
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import open_new
 
 _MIB = 1 << 20
@@ -102,12 +102,9 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> IO[bytes]:
     if file.suffix == ".xz":
         return cast(IO[bytes], lzma.open(raw))
     if file.suffix == ".zst":
-        try:
+        remedy = "Run `pip install zstandard`, or decompress the file."
+        with explained(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
             import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        except ImportError as error:
-            raise DataError(
-                f"reading {file.path} needs the package zstandard. Run `pip install zstandard`, or decompress the file."
-            ) from error
         frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
         return io.BufferedReader(_FrameStream(raw, frames.decompressobj), buffer_size=_MIB)
     return raw
