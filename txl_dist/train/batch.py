@@ -7,11 +7,10 @@ the prefetch thread, `pinned` too; `to_device` is the only part on the training 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.read.position import StreamState
@@ -97,7 +96,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """With each of its tensors moved, those of its partitions too."""
-    return cast(Batch, tree_map_only(torch.Tensor, move, batch))
+
+    def moved(value: torch.Tensor | Partition | None) -> Any:
+        if value is None or isinstance(value, torch.Tensor):
+            return None if value is None else move(value)
+        return tuple(ClusterRows(*map(move, cluster)) for cluster in value)
+
+    return Batch(*map(moved, batch))
 
 
 def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
