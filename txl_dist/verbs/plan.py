@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -59,14 +58,6 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     config = read_settings([str(arguments.config), *words])
     vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
     say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
-    gc.disable()  # a sixth of the time would go into looking for garbage, of which there are 7 MiB
-    try:
-        _answer(arguments, config, vocab_size=vocab_size, corpus_tokens=corpus_tokens)
-    finally:
-        gc.enable()
-
-
-def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus_tokens: int) -> None:
     import json
 
     from txl_dist.files import write_output
@@ -78,9 +69,8 @@ def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus
     gpu = find_gpu(arguments.gpu)
     if arguments.intra_node:
         gpu = replace(gpu, bus_gb_s=arguments.intra_node)
-    cluster = Cluster(gpu, arguments.gpus_per_node, arguments.interconnect)
     question = Question(
-        cluster=cluster,
+        cluster=Cluster(gpu, arguments.gpus_per_node, arguments.interconnect),
         gpus=arguments.gpus,
         vocab_size=vocab_size,
         corpus_tokens=corpus_tokens,
@@ -89,12 +79,13 @@ def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus
     facts = make_plan(config, question=question)
     say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
-        write_output(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
-    if arguments.png is not None and facts["scaling"] is None:
+        write_output(arguments.json, json.dumps(asdict(facts), indent=1, allow_nan=False).encode() + b"\n")
+    if arguments.png is not None and facts.chosen is None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
-    elif arguments.png is not None:
-        title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
-        write_output(arguments.png, picture(facts["scaling"], title=title))
+    elif arguments.png is not None and facts.chosen is not None:
+        title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
+        curves = {"strong": facts.chosen.strong, "weak": facts.chosen.weak}
+        write_output(arguments.png, picture(curves, title=title))
 
 
 def _corpus(config: Config) -> tuple[int, int]:
