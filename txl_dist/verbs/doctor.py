@@ -19,12 +19,13 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         run_dir: Folder of the runs, or of a run; need not exist. Its disk is tried.
         data: Folder or URL of a corpus to look at too.
         timeout_s: Seconds to wait for other ranks, after which the missing ones are named.
-        json: Write findings, facts and figures to this file too.
+        json: Write facts, findings and measurements to this file too.
     """
     if timeout_s < 1:
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         say("txl doctor: looking at this machine; some seconds", to=sys.stderr)
+    from dataclasses import asdict
     from json import dumps
 
     from txl_dist.files import write_output
@@ -35,6 +36,6 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         return  # another rank speaks, and exits for the job
     say("\n".join(report.lines()))
     if json is not None:
-        write_output(json, dumps(report.as_json(), indent=1, allow_nan=False).encode() + b"\n")
+        write_output(json, dumps(asdict(report), indent=1, allow_nan=False).encode() + b"\n")
     if report.count("problem"):
         raise SystemExit(1)

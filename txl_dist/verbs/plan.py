@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -58,8 +58,6 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     config = read_settings([str(arguments.config), *words])
     vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
     say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
-    import json
-
     from txl_dist.files import write_output
     from txl_dist.ops.plan.hardware import Cluster, find_gpu
     from txl_dist.ops.plan.plan import Question, make_plan
@@ -79,7 +77,7 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     facts = make_plan(config, question=question)
     say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
-        write_output(arguments.json, json.dumps(asdict(facts), indent=1, allow_nan=False).encode() + b"\n")
+        write_output(arguments.json, facts.as_json().encode() + b"\n")
     if arguments.png is not None and facts.chosen is None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
     elif arguments.png is not None and facts.chosen is not None:

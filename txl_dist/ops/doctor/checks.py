@@ -11,7 +11,8 @@ says where experience begins to look for the cause elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from txl_dist.ops.doctor.fabric import Reduce
 from txl_dist.ops.doctor.machine import WATCHED, Facts
@@ -20,7 +21,8 @@ from txl_dist.tables import size
 Verdict = Literal["ok", "warning", "problem"]
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """What one check found."""
 
     name: str
@@ -38,13 +40,10 @@ def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Find
     return Finding(name, "ok", found)
 
 
-def judge(facts: Facts, *, is_several: bool = False, has_met: bool = False) -> list[Finding]:
-    """All checks of one machine, each with a finding at least.
-
-    `is_several`: the job has other machines too. `has_met`: and its ranks have connected to each other.
-    """
+def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
+    """All checks of one machine. `is_cut_off`: the job has other machines, and its ranks have not met."""
     findings = [finding for check in CHECKS for finding in check(facts)]
-    return [*findings, _host_name(facts, local_hurts=is_several and not has_met)]
+    return [*findings, _host_name(facts, is_cut_off=is_cut_off)]
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
@@ -166,7 +165,7 @@ def _programs(facts: Facts) -> Iterator[Finding]:
         yield first_of("compiler", found, (facts.lacks_compiler, "problem", remedy))
 
 
-def _host_name(facts: Facts, *, local_hurts: bool) -> Finding:
+def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
     """gloo listens at the address that the host name has, unless it is told an interface."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
     listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
@@ -174,7 +173,7 @@ def _host_name(facts: Facts, *, local_hurts: bool) -> Finding:
     return first_of(
         "host name",
         f"{facts.host} resolves to {facts.host_address or 'nothing'}; interfaces: {listed or 'none but lo'}",
-        (is_local and local_hurts and "GLOO_SOCKET_IFNAME" not in facts.environment, "problem", remedy),
+        (is_local and is_cut_off and "GLOO_SOCKET_IFNAME" not in facts.environment, "problem", remedy),
     )
 
 

@@ -9,7 +9,7 @@ A rank that stands still ends in a message, as the groups of the ranks have a ti
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as torch_dist
@@ -22,7 +22,8 @@ REPEAT_FOR_S = 0.3
 ENOUGH_S = 0.5
 
 
-class Reduce(NamedTuple):
+@dataclass(frozen=True)
+class Reduce:
     """An all-reduce of one size."""
 
     num_bytes: int

@@ -8,9 +8,10 @@ least memory. All of it is predicted, not measured. `text` makes sentences of th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from txl_dist.config import Config, changed, check_config, check_vocabulary, config_changes, plan_batch
@@ -22,6 +23,7 @@ from txl_dist.ops.plan import scaling
 from txl_dist.ops.plan.hardware import Cluster, Gpu
 from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
+from txl_dist.sections import EngineSection
 from txl_dist.text.clusters import cluster_edges
 from txl_dist.train.footprint.rank import bytes_per_rank
 
@@ -59,11 +61,7 @@ class Question:
 class Option:
     """One way to run it."""
 
-    zero_stage: int
-    microbatch_lanes: int
-    activation_checkpointing: bool
-    precision: str
-    cuda_graph: bool
+    config: Config
     attention: AttentionKind
     needed_gib: float
     """Per rank; between the smallest and the largest micro-batch it is interpolated, which is never too little."""
@@ -73,16 +71,19 @@ class Option:
     tokens_per_s: float
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """By `section.key`."""
-        names = ("zero_stage", "activation_checkpointing", "precision", "cuda_graph")
-        engine = {f"engine.{name}": getattr(self, name) for name in names}
-        return engine | {"train.microbatch_lanes": self.microbatch_lanes}
+    def engine(self) -> EngineSection:
+        """Its settings of the engine."""
+        return self.config.engine
+
+    @property
+    def lanes(self) -> int:
+        """Of a micro-batch."""
+        return self.config.train.microbatch_lanes
 
     @property
     def memory_is_bound(self) -> bool:
         """Fused attention in fp32 is counted as plain attention, which needs more."""
-        return self.attention == "fused" and self.precision == "fp32"
+        return self.attention == "fused" and self.engine.precision == "fp32"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,14 @@ class Plan:
     """What the settings as they are would do, or why they cannot."""
     chosen: Choice | None
     predicted_not_measured: bool = True
+
+    def as_json(self) -> str:
+        """With those settings of each option in which they differ."""
+
+        def tried(config: Config) -> dict[str, Any]:
+            return {"microbatch_lanes": config.train.microbatch_lanes, **config.engine.model_dump(mode="json")}
+
+        return json.dumps(asdict(self), default=tried, indent=1, allow_nan=False)
 
 
 def make_plan(config: Config, *, question: Question) -> Plan:
@@ -249,11 +258,7 @@ class _Planner:
         work = self.work(config)
         step = step_time(work, self.question.cluster)
         return Option(
-            zero_stage=work.zero_stage,
-            microbatch_lanes=work.microbatch_lanes,
-            activation_checkpointing=config.engine.activation_checkpointing,
-            precision=work.precision,
-            cuda_graph=work.graphed,
+            config=config,
             attention=work.attention,
             needed_gib=needed_bytes / 2**30,
             fits=needed_bytes <= self.gpu.usable_bytes,
@@ -302,15 +307,15 @@ class _Planner:
         """The best that fits, with a CUDA graph where that helps."""
         fitting = [option for option in options if option.fits]
         for option in list(fitting):
-            graphed = changed(self.given, option.settings | {"engine.cuda_graph": True})
+            graphed = changed(option.config, {"engine.cuda_graph": True})
             if _is_valid(graphed):
                 fitting.append(self.option(graphed, option.needed_gib * 2**30))
         if not fitting:
             return None
         enough = ENOUGH * max(option.tokens_per_s for option in fitting)
         good = [option for option in fitting if option.tokens_per_s >= enough]
-        best = min(good, key=lambda one: (one.needed_gib, one.cuda_graph))
-        return self._details(changed(self.given, best.settings))
+        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph))
+        return self._details(best.config)
 
     def _details(self, config: Config) -> Choice:
         option, needed, corpus_tokens = self.option(config), self.needed(config), self.question.corpus_tokens

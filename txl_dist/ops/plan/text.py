@@ -37,7 +37,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if chosen is None:
         least = min(plan.options, key=lambda option: option.needed_gib)
         yield (
-            f"nothing fits: at least {least.needed_gib:.1f} GiB per GPU are needed (ZeRO {least.zero_stage}). "
+            f"nothing fits: at least {least.needed_gib:.1f} GiB per GPU are needed (ZeRO {least.engine.zero_stage}). "
             "Take more GPUs, larger ones, or --engine.offload_optimizer True."
         )
         return
@@ -69,8 +69,8 @@ def per_token(flops_by_part: Mapping[str, float]) -> str:
 
 def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
     full, usable = plan.question.cluster.gpu.memory_gib, plan.usable_gib
-    sizes = sorted({option.microbatch_lanes for option in plan.options})
-    stages = sorted({option.zero_stage for option in plan.options})
+    sizes = sorted({option.lanes for option in plan.options})
+    stages = sorted({option.engine.zero_stage for option in plan.options})
     if is_small:
         most, listed = max(option.needed_gib for option in plan.options), ", ".join(map(str, stages))
         fits = f"lanes fits at ZeRO {listed}, in {most:.2f} GiB at most of {usable:.1f}"
@@ -83,7 +83,7 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
         )
         table: dict[str, list[str]] = {}
         for option in plan.options:  # by stage, and in it by size
-            name = f"ZeRO {option.zero_stage}" + (", recomputed" if option.activation_checkpointing else "")
+            name = f"ZeRO {option.engine.zero_stage}{', recomputed' if option.engine.activation_checkpointing else ''}"
             speed = f"{option.tokens_per_s:,.0f}" if option.fits else "too large"
             table.setdefault(name, [name]).append(f"{option.needed_gib:.1f} {speed}")
         head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
@@ -95,16 +95,16 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
 def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
     given = plan.as_configured
     yield f"choose: {' '.join(chosen.flags) or 'the settings as they are'}"
-    if isinstance(given, Option) and given.precision != chosen.precision:
-        yield f"  {chosen.precision}: half the bytes of fp32, and the tensor cores' rate"
-    if len({option.zero_stage for option in plan.options}) == 1:
-        yield f"  ZeRO {chosen.zero_stage}: the only stage that the other settings allow"
+    if isinstance(given, Option) and given.engine.precision != chosen.engine.precision:
+        yield f"  {chosen.engine.precision}: half the bytes of fp32, and the tensor cores' rate"
+    if len({option.engine.zero_stage for option in plan.options}) == 1:
+        yield f"  ZeRO {chosen.engine.zero_stage}: the only stage that the other settings allow"
     else:
-        what = f"ZeRO {chosen.zero_stage}, micro-batches of {chosen.microbatch_lanes}"
+        what = f"ZeRO {chosen.engine.zero_stage}, micro-batches of {chosen.lanes}"
         yield f"  {what}: of what fits the fastest, or within 2 % of it and with least memory"
-    if chosen.activation_checkpointing:
+    if chosen.engine.activation_checkpointing:
         yield "  recomputing blocks: what would be faster without does not fit"
-    if chosen.cuda_graph:
+    if chosen.engine.cuda_graph:
         yield "  a CUDA graph: without one the host issues work more slowly than the GPU does it"
     if chosen.attention != "kernels":
         yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"
@@ -115,7 +115,7 @@ def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
     elif chosen.flags:
         bound, fits = "at most " if given.memory_is_bound else "", "" if given.fits else ", more than there is"
         needs = f"{bound}{given.needed_gib:.2f} GiB per GPU{fits}"
-        yield f"  as configured: {given.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"
+        yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"
 
 
 def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:

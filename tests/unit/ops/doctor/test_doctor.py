@@ -70,9 +70,9 @@ def variable(name: str, value: str) -> Facts:
     return changed(environment={name: value})
 
 
-@pytest.mark.parametrize("is_several", [False, True])
-def test_a_healthy_machine_has_no_complaint(is_several: bool) -> None:
-    findings = judge(HEALTHY, is_several=is_several)
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_healthy_machine_has_no_complaint(is_cut_off: bool) -> None:
+    findings = judge(HEALTHY, is_cut_off=is_cut_off)
     assert [finding for finding in findings if finding.verdict != "ok"] == []
     assert len(findings) > 11
     assert all(finding.found for finding in findings)
@@ -128,17 +128,13 @@ def test_a_launcher_that_has_started_this_is_not_missed_on_path() -> None:
     assert {finding.verdict for finding in judge(changed(programs=(), environment={"RANK": "0"}))} == {"ok"}
 
 
-def test_a_host_name_that_leads_nowhere_is_a_problem_with_several_nodes_only() -> None:
+def test_a_host_name_that_leads_nowhere_is_a_problem_where_the_ranks_of_several_nodes_do_not_meet() -> None:
     local = changed(host_address="127.0.1.1")
     assert {finding.verdict for finding in judge(local)} == {"ok"}
-    (problem,) = [finding for finding in judge(local, is_several=True) if finding.verdict == "problem"]
+    (problem,) = [finding for finding in judge(local, is_cut_off=True) if finding.verdict == "problem"]
     assert (problem.name, "eth0 10.0.0.1" in problem.found) == ("host name", True)
     named = dataclasses.replace(local, environment={"GLOO_SOCKET_IFNAME": "eth0"})
-    assert {finding.verdict for finding in judge(named, is_several=True)} == {"ok"}
-
-
-def test_a_local_host_name_is_no_problem_where_the_ranks_have_met() -> None:
-    assert {one.verdict for one in judge(changed(host_address="127.0.1.1"), is_several=True, has_met=True)} == {"ok"}
+    assert {finding.verdict for finding in judge(named, is_cut_off=True)} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -246,13 +242,13 @@ def test_facts_are_gathered_here_and_can_be_written_as_json(tmp_path: Path) -> N
     assert facts.memory_gib > 0
     assert "torch" in facts.versions
     assert "lo" not in facts.interfaces
-    report = Report({facts.host: facts}, [(facts.host, finding) for finding in judge(facts)], {})
-    assert json.loads(json.dumps(report.as_json()))["nodes"][facts.host]["host"] == facts.host
+    report = Report({facts.host: facts}, {facts.host: judge(facts)}, [])
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["nodes"][facts.host]["host"] == facts.host
 
 
 def test_a_line_begins_with_the_verdict_and_ends_with_the_remedy() -> None:
-    findings = [("a", Finding("x", "ok", "fine")), ("longer", Finding("y", "problem", "bad", "Mend it."))]
-    assert Report({"a": HEALTHY, "longer": HEALTHY}, findings, {}).lines() == [
+    findings = {"a": [Finding("x", "ok", "fine")], "longer": [Finding("y", "problem", "bad", "Mend it.")]}
+    assert Report({"a": HEALTHY, "longer": HEALTHY}, findings, []).lines() == [
         "ok       a       x  fine",
         "problem  longer  y  bad -> Mend it.",
         "2 checks on 2 nodes: 1 problems, 0 warnings",
@@ -265,5 +261,6 @@ def test_the_command_exits_with_1_if_there_is_a_problem(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("problem")]
     assert "corpus" in line
-    assert json.loads((tmp_path / "d.json").read_text())["problems"] == 1
+    (findings,) = json.loads((tmp_path / "d.json").read_text())["findings"].values()
+    assert [one["name"] for one in findings if one["verdict"] == "problem"] == ["corpus"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.json"]

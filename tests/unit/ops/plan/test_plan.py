@@ -55,7 +55,7 @@ def choice(facts: Plan) -> Choice:
 
 
 def test_bytes_grow_with_the_micro_batch(facts: Plan) -> None:
-    needed = {(row.zero_stage, row.microbatch_lanes): row.needed_gib for row in facts.options}
+    needed = {(row.engine.zero_stage, row.lanes): row.needed_gib for row in facts.options}
     assert set(needed) == {(stage, lanes) for stage in range(4) for lanes in (1, 2, 4, 8)}
     for stage in range(4):
         sizes = [needed[stage, lanes] for lanes in (1, 2, 4)]  # the whole of a rank's lanes accumulates no gradients
@@ -67,7 +67,7 @@ def test_bytes_fall_with_the_stage_where_parameters_are_most_of_them() -> None:
     config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 16})
     rows = make_plan(config, question=question(gpus=16)).options
     states = [row.needed_gib for row in rows]
-    assert [row.zero_stage for row in rows] == [0, 1, 2, 3]
+    assert [row.engine.zero_stage for row in rows] == [0, 1, 2, 3]
     assert states[1] > states[2] > states[3]
     assert states[0] > states[2]
 
@@ -75,7 +75,7 @@ def test_bytes_fall_with_the_stage_where_parameters_are_most_of_them() -> None:
 def test_what_is_chosen_fits_is_counted_and_is_within_2_percent_of_the_fastest(facts: Plan) -> None:
     chosen = choice(facts)
     assert chosen.fits
-    assert chosen.precision == "bf16"
+    assert chosen.engine.precision == "bf16"
     assert "--engine.precision bf16" in chosen.flags
     assert chosen.tokens_per_s >= 0.98 * max(row.tokens_per_s for row in facts.options if row.fits)
     assert chosen.needed_gib == pytest.approx(sum(chosen.needed_by_part_gib.values()))
@@ -124,7 +124,7 @@ def test_a_run_of_seconds_is_saved_at_its_end_only(facts: Plan) -> None:
 
 def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
     chosen = choice(make_plan(CONFIG, question=question("v100-16gb")))
-    assert (chosen.precision, chosen.attention) == ("fp16", "fused")
+    assert (chosen.engine.precision, chosen.attention) == ("fp16", "fused")
     assert chosen.needed_by_part_gib["scores"] > 0
     assert attention_kind(changed(CONFIG, engine={"precision": "bf16"}), gpu=GPUS["h100"]) == "kernels"
     assert attention_kind(CONFIG, gpu=GPUS["h100"]) == "fused"  # fp32
@@ -134,7 +134,7 @@ def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
 
 def test_lamb_leaves_stage_0_alone() -> None:
     facts = make_plan(changed(CONFIG, optim={"name": "lamb"}, engine={"zero_stage": 0}), question=question())
-    assert {row.zero_stage for row in facts.options} == {0}
+    assert {row.engine.zero_stage for row in facts.options} == {0}
     assert any("rule out ZeRO 1, 2, 3" in line for line in plan_lines(facts))
 
 
@@ -144,7 +144,7 @@ def test_recomputing_is_tried_where_memory_is_short_and_nothing_is_chosen_where_
     tight = Cluster(GPUS["h100"])
     monkeypatch.setattr(type(tight.gpu), "usable_bytes", property(lambda _: 1000.0))
     facts = make_plan(CONFIG, question=question())
-    assert {row.activation_checkpointing for row in facts.options} == {False, True}
+    assert {row.engine.activation_checkpointing for row in facts.options} == {False, True}
     assert facts.chosen is None
     lines = list(plan_lines(facts))
     assert lines[-1].startswith("nothing fits: at least ")
@@ -164,8 +164,8 @@ def test_lanes_that_do_not_divide_are_planned_for_the_nearest_number() -> None:
 def test_between_counted_micro_batches_memory_is_never_too_little(facts: Plan) -> None:
     config = changed(CONFIG, engine={"zero_stage": 1, "precision": "bf16"})
     for row in facts.options:
-        if row.zero_stage == 1:
-            one = changed(config, train={"microbatch_lanes": row.microbatch_lanes})
+        if row.engine.zero_stage == 1:
+            one = changed(config, train={"microbatch_lanes": row.lanes})
             batch = plan_batch(one.train, world_size=4)
             counted = bytes_per_rank(one, plan=batch, vocab_size=VOCAB_SIZE, on_gpu=True)
             assert row.needed_gib * 2**30 >= sum(counted.values()) * (1 - 1e-9)
