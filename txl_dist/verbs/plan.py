@@ -13,9 +13,8 @@ import tyro
 from txl_dist.config import Config
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.train import require_corpora
-from txl_dist.verbs.words import parse
+from txl_dist.verbs.words import parse, unknown_flag
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,9 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     arguments, words = parse(
         Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
-    own = ["--" + field.name.replace("_", "-") for field in fields(PlanArguments)[1:]]
     for word in words:
         if word.startswith("--") and "." not in word:
-            raise ConfigError(f"unknown flag {word}.{did_you_mean(word, own)} See txl plan --help.")
+            raise ConfigError(unknown_flag(word, [field.name for field in fields(PlanArguments)[1:]], prog="txl plan"))
     config = read_settings([str(arguments.config), *words])
     vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
     say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
@@ -78,12 +76,13 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
         write_output(arguments.json, facts.as_json().encode() + b"\n")
-    if arguments.png is not None and facts.chosen is None:
+    if arguments.png is None:
+        return
+    if facts.chosen is None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
-    elif arguments.png is not None and facts.chosen is not None:
-        title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
-        curves = {"strong": facts.chosen.strong, "weak": facts.chosen.weak}
-        write_output(arguments.png, picture(curves, title=title))
+        return
+    title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
+    write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))
 
 
 def _corpus(config: Config) -> tuple[int, int]:

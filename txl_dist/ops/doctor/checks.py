@@ -41,7 +41,7 @@ def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Find
 
 
 def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
-    """All checks of one machine. `is_cut_off`: the job has other machines, and its ranks have not met."""
+    """All checks of one machine. `is_cut_off`: it does not reach the others of the job."""
     findings = [finding for check in CHECKS for finding in check(facts)]
     return [*findings, _host_name(facts, is_cut_off=is_cut_off)]
 

@@ -76,16 +76,13 @@ def _renames(folder: Path) -> bool:
 
 def _locks(folder: Path) -> bool:
     path = folder / "lock"
-    with path.open("wb") as first, path.open("wb") as second:
-        try:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
+    with path.open("wb") as first, path.open("wb") as second, suppress(OSError):
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return True
-        return False
+    return False
 
 
 def _kind(folder: Path) -> str:

@@ -60,18 +60,17 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
 
     `timeout_s`: longest wait for other ranks, at each step.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        facts = gather(run_dir=run_dir, data=data)
+    facts = gather(run_dir=run_dir, data=data) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    if facts and os.environ.get("WORLD_SIZE", "1") == "1":
         return Report({facts.host: facts}, {facts.host: judge(facts)}, [])
     met = False
     try:
         with joined_ranks(timeout_s=timeout_s) as ranks:
             met = True
-            return _examine_job(ranks, run_dir=run_dir, data=data)
+            return _examine_job(ranks, facts)
     except (TxlError, RuntimeError) as error:  # torch's errors of communication are RuntimeErrors
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if facts is None:
             return None
-        facts = gather(run_dir=run_dir, data=data)
         is_several = str(facts.num_local_ranks) != os.environ["WORLD_SIZE"]
         what, _, remedy = str(error).partition(". ")
         remedy = remedy if isinstance(error, TxlError) else "Look at the network between the nodes."
@@ -79,8 +78,9 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
         return Report({facts.host: facts}, {facts.host: judge(facts, is_cut_off=is_several), "all": [failed]}, [])
 
 
-def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
-    facts = gather_objects(gather(run_dir=run_dir, data=data) if ranks.local_rank == 0 else None)
+def _examine_job(ranks: Ranks, facts_here: Facts | None) -> Report | None:
+    """All ranks, the first of each node with its facts."""
+    facts = gather_objects(facts_here)
     nodes = {f"{one.host}/rank{rank}": one for rank, one in enumerate(facts) if one is not None}
     between = [Finding("meeting", "ok", f"{ranks.world_size} ranks on {_nodes(len(nodes))}")]
     if len(nodes) > 1:

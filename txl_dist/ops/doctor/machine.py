@@ -15,6 +15,7 @@ import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,20 +136,13 @@ def _version(name: str) -> str:
         return ""
 
 
-def _unmet() -> list[str]:
-    found = []
-    try:
-        lines = importlib.metadata.requires("txl_dist") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its source, as in our images
-        return []
-    for line in lines:
-        need = Requirement(line)
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(need.name)
-        if not version or not need.specifier.contains(version, prereleases=True):
-            found.append(f"{need.name}{need.specifier} (is {version or 'not installed'})")
-    return found
+def _unmet() -> Iterator[str]:
+    with suppress(importlib.metadata.PackageNotFoundError):  # run from its source, as in our images
+        for need in map(Requirement, importlib.metadata.requires("txl_dist") or []):
+            applies = need.marker is None or need.marker.evaluate({"extra": ""})
+            version = _version(need.name)
+            if applies and not (version and need.specifier.contains(version, prereleases=True)):
+                yield f"{need.name}{need.specifier} (is {version or 'not installed'})"
 
 
 def _drivers() -> list[str]:

@@ -80,11 +80,6 @@ class Option:
         """Of a micro-batch."""
         return self.config.train.microbatch_lanes
 
-    @property
-    def memory_is_bound(self) -> bool:
-        """Fused attention in fp32 is counted as plain attention, which needs more."""
-        return self.attention == "fused" and self.engine.precision == "fp32"
-
 
 @dataclass(frozen=True)
 class Saving:

@@ -7,7 +7,7 @@ with the line of 50 % and the first count beneath it marked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from txl_dist.ops.plan.hardware import Cluster
@@ -88,15 +88,15 @@ def largest_divisor(number: int, *, at_most: int) -> int:
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
-def picture(curves: Mapping[str, Sequence[Point]], *, title: str) -> bytes:
-    """A PNG: efficiency of the named curves over GPUs."""
+def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, title: str) -> bytes:
+    """A PNG: efficiency over GPUs."""
     import io
 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.subplots()
-    for name, points in curves.items():
+    for name, points in (("strong", strong_points), ("weak", weak_points)):
         gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
         (line,) = axes.plot(gpus, shares, marker="o", markersize=3, label=f"{name} scaling")
         if broken := breaking_point(points):

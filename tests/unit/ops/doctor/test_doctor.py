@@ -218,7 +218,7 @@ def test_the_tightest_control_group_counts_in_both_versions(tmp_path: Path, monk
 
 
 def test_a_requirement_that_is_not_met_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine._unmet() == []
+    assert list(machine._unmet()) == []
     monkeypatch.setattr(
         machine.importlib.metadata, "requires", lambda name: ["numpy>=99", "torch", 'nope; extra == "x"']
     )
