@@ -313,27 +313,27 @@ class _Planner:
         return self._details(best.config)
 
     def _details(self, config: Config) -> Choice:
-        option, needed, corpus_tokens = self.option(config), self.needed(config), self.question.corpus_tokens
-        rate, given = option.tokens_per_s, self.given
-        tokens = self.question.budget_tokens or given.train.max_steps * self.work(config).tokens_per_step
-        peak = self.gpu.flops(config.engine.precision) * self.gpus
-        work, cluster = self.work(config), self.question.cluster
+        needed, work, question = self.needed(config), self.work(config), self.question
+        option = self.option(config, sum(needed.values()))
+        tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
+        length_s = tokens / option.tokens_per_s
+        peak = self.gpu.flops(work.precision) * self.gpus
         # On fewer GPUs micro-batches may be larger, beside states that nobody shares: 16 bytes per parameter.
         per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
         fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
         largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))
         return Choice(
             **vars(option),
-            flags=[f"--{change.key} {change.new}" for change in config_changes(given, config)],
+            flags=[f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
             needed_by_part_gib={name: size / 2**30 for name, size in needed.items()},
-            mfu_pct=100 * rate * sum(self.flops.values()) / peak,
+            mfu_pct=100 * option.tokens_per_s * sum(self.flops.values()) / peak,
             budget_tokens=tokens,
-            epochs=tokens / corpus_tokens if corpus_tokens else None,
-            length_s=tokens / rate,
-            gpu_hours=tokens / rate / 3600 * self.gpus,
-            saving=self._saving(option, work, length_s=tokens / rate),
-            strong=scaling.strong(largest, cluster, num_lanes=given.train.num_lanes),
-            weak=scaling.weak(work, cluster),
+            epochs=tokens / question.corpus_tokens if question.corpus_tokens else None,
+            length_s=length_s,
+            gpu_hours=length_s / 3600 * self.gpus,
+            saving=self._saving(option, work, length_s=length_s),
+            strong=scaling.strong(largest, question.cluster, num_lanes=self.given.train.num_lanes),
+            weak=scaling.weak(work, question.cluster),
         )
 
     def as_configured(self) -> Option | str:
