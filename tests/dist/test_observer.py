@@ -172,7 +172,7 @@ def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_
     record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
     nlls = []
     for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8), 2, 2 + NUM_SEGMENTS):
-        nothing = empty_memory(num_layers=2, num_lanes=3, memory_len=0, width=32, dtype=torch.float32)
+        nothing = empty_memory(num_layers=2, num_lanes=3, memory_len=0, width=32, like=torch.empty(0))
         nlls.append(engine.losses(maker.batch(segment), nothing)[0])
     alone_T = torch.stack(nlls).mean((0, 1))
     assert record["loss_by_position_without_memory"] == pytest.approx(alone_T.tolist(), abs=1e-5)

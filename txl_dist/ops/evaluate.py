@@ -19,7 +19,7 @@ from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.evaluation import EvalStream
 from txl_dist.data.read.units import TextUnits, text_units
 from txl_dist.dist import gather_objects, joined_ranks, this_rank
-from txl_dist.errors import CheckpointError, ConfigError, DataError, of_all
+from txl_dist.errors import CheckpointError, ConfigError, DataError, explained, of_all
 from txl_dist.files import write_output
 from txl_dist.infer.bundle import Bundle, load_bundle
 from txl_dist.log import start_logging, warn_for_all
@@ -85,13 +85,10 @@ def evaluate_trained(
 def _check_writable(path: Path) -> None:
     """Before an hour of scoring, not after it; a file that is not there yet is not left behind."""
     is_new = not path.exists()
-    try:
-        with path.open("a", encoding="utf-8"):
-            pass
+    with explained(ConfigError, f"cannot write {path}", "Name another file with --json."):
+        path.open("ab").close()
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --json.") from error
 
 
 def _with_overrides(config: Config, overrides: Overrides, *, memory_len: int, target: Path) -> Config:

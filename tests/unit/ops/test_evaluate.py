@@ -235,7 +235,7 @@ def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_pat
 
 
 def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:
-    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, dtype=torch.float32)
+    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, like=torch.empty(0))
     zeros = attended(empty)
     assert torch.equal(zeros.hidden_LBMD, torch.zeros(2, 3, 4, 5))
     document_BT = torch.zeros(3, 2, dtype=torch.int64)
