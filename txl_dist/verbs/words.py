@@ -63,7 +63,7 @@ def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> No
             value = "".join(words[number + 1 : number + 2])
         is_flag = word.startswith("--")
         if is_flag and name not in known:
-            problems.append(_unknown_flag(flag, known, prog=prog))
+            problems.append(unknown_flag(flag, known, prog=prog))
         elif not is_flag and is_joined and name in setting_names():
             problems.append(_stray_word(word, known, prog=prog))
         elif is_flag and choices and value not in choices and value[:1] not in ("", "-"):
@@ -72,7 +72,7 @@ def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> No
         raise ConfigError("\n".join(problems))
 
 
-def _unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
+def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
     name = flag.removeprefix("--").replace("-", "_")
     lacks = " (its section is missing)" if "." not in name and any(one.endswith(f".{name}") for one in known) else ""
