@@ -12,6 +12,7 @@ import io
 import re
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,30 +25,11 @@ COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a
 NUM_BINS = 250
 _STEPS = (1, 2, 2.5, 5, 10)
 _INK, _GRID = "#010101", "#020202"
+"""As the style sheet has them."""
 _SIZE_INCHES = (4.7, 2.9)
 _MAX_MARKS = 120
 _MAX_DOTS = 60
-_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 9.0,
-    "font.family": "sans-serif",
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.formatter.useoffset": False,
-    "axes.grid": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "lines.linewidth": 1.4,
-}
+_STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
 class Line(NamedTuple):
@@ -115,8 +97,7 @@ def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own settings would make other pictures
-        matplotlib.rcParams.update(_SETTINGS)
+        matplotlib.rc_file(_STYLE)  # and else the defaults: the user's own settings would make other pictures
         matplotlib.rcParams["svg.hashsalt"] = chart.name
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
