@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -32,6 +32,9 @@ MOST = 1e15
 """Larger numbers are no measurements, and overflow what is computed with them."""
 _MAX_SCORES = _MAX_LIST = 64
 _MAX_NAME = 200
+BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
+"""Of the text, for people. Older programs, whose start does not say where there are none and why (`no_bits`), recorded
+them without a look at whether they are a cost of the text; those are not kept."""
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
@@ -76,10 +79,6 @@ class Table:
         finite = self[name][np.isfinite(self[name])]
         return float(finite[-1]) if len(finite) else None
 
-    def without(self, names: Collection[str]) -> Table:
-        """The same, but for some columns."""
-        return Table({name: column for name, column in self.columns.items() if name not in names})
-
     def numbered(self, prefix: str) -> list[str]:
         """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
         names = [name for name in self.columns if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
@@ -123,11 +122,6 @@ class History:
         ends = [table.last("step") or 0.0 for table in (self.train, self.look, *self.evals.values())]
         starts = [event.step for event in self.events[-1:]]
         return int(max([*ends, *starts]))
-
-    def without(self, names: Collection[str]) -> History:
-        """The same, but for some columns."""
-        evals = {kind: table.without(names) for kind, table in self.evals.items()}
-        return replace(self, train=self.train.without(names), evals=evals)
 
 
 def read_history(run_dir: Path) -> History:
@@ -214,7 +208,7 @@ class _Reader:
         self._events: list[Event] = []
         self._samples: dict[tuple[int, str], Sample] = {}
         self._hosts: dict[int, str] = {}
-        self._hours, self._time_s = 0.0, math.nan
+        self._hours, self._time_s, self._not_kept = 0.0, math.nan, {*_NOT_KEPT, *BITS}
 
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
@@ -269,13 +263,15 @@ class _Reader:
         known = ("kind", "event", "step", "time_s")
         fields = {key: value for key, value in record.items() if key not in known}
         self._events.append(Event(name, step, self._hours, fields))
+        if "no_bits" in fields:
+            self._not_kept -= BITS.keys()
         if name in ("start", "rewound"):
             self._reached.append(({kind: rows.num for kind, rows in self._rows.items()}, step))
             self._samples = {key: sample for key, sample in self._samples.items() if sample.step <= step}
 
     def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in record.items():
-            if is_number(value) and name not in _NOT_KEPT and len(name) <= _MAX_NAME:
+            if is_number(value) and name not in self._not_kept and len(name) <= _MAX_NAME:
                 yield name, value
             elif name == "rank_ms" and isinstance(value, list):
                 if len(known := sorted(filter(is_number, value))) > 1:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from txl_dist.errors import ConfigError
-from txl_dist.files import read_bytes, replace_file
+from txl_dist.files import replace_file
 from txl_dist.ops.report.pictures import marks_explained, memory_sweep, pictures_of, spread
 from txl_dist.ops.report.records import SCORES, Event, Scores, read_scores
 from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
@@ -27,8 +27,7 @@ from txl_dist.tables import duration, printable
 _MAX_EVENTS = 300
 _MAX_SAMPLES = 12
 _MAX_TEXT = 4000
-"""Characters of a sample, a value or a configuration file that the page shows."""
-_MAX_CONFIG = 40_000
+"""Characters of a sample that the page shows."""
 _ORDINARY = ("saved", "replicas_agree")
 _DETAILS = {
     "start": "{ranks} ranks on {hosts} hosts ({device}), {threads_per_rank} threads each; torch {torch}",
@@ -127,7 +126,6 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
         ],
         "num_samples": len(samples),
         "setting_rows": setting_rows([run.settings, defaults()], ["this run", "default"]),
-        "config_text": _config_text(run.path),
         "files": _links(run.path, folder=folder),
     }
 
@@ -179,13 +177,6 @@ def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[
         if key != "run.dir" and len({json.dumps(value, default=str) for value in values}) > 1:
             rows.append([key, *(cut(str(value), most=200) for value in values)])
     return rows
-
-
-def _config_text(run_dir: Path) -> str:
-    try:
-        return cut(read_bytes(run_dir / SETTINGS).decode(errors="replace"), most=_MAX_CONFIG)
-    except OSError:
-        return ""
 
 
 def _links(run_dir: Path, *, folder: Path) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -21,7 +21,7 @@ import numpy as np
 
 from txl_dist.config import Config, flat
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
-from txl_dist.ops.report.records import MOST, FloatArray, History, Table, read_history
+from txl_dist.ops.report.records import BITS, MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
 from txl_dist.run_files import DONE, LOCK, SETTINGS, STATE, list_checkpoints
 from txl_dist.tables import aligned, compact, duration, printable
@@ -115,9 +115,7 @@ def read_run(path: Path) -> Run:
     """Raises DataError if there are no records."""
     history = read_history(path)
     settings, problem = read_settings(path)
-    run = Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
-    # Older programs recorded bits per byte without a look at whether they are a cost of the text.
-    return run if "no_bits" in run.start else replace(run, history=history.without(BITS))
+    return Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
@@ -200,7 +198,6 @@ def lead(run: Run) -> str:
     return f"{run.state[:1].upper()}{run.state[1:]}.{last}"
 
 
-BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
 _TOOLS = ("torch %(torch)s", "DeepSpeed %(deepspeed)s", "ZeRO-%(zero_stage)s", "%(precision)s")
 _SHAPE = ("%(model.num_layers)s layers", "width %(model.width)s", "%(model.num_heads)s heads",
           "%(model.positions)s positions", "cutoffs %(model.cutoffs)s")  # fmt: skip

@@ -187,13 +187,10 @@ def _summary(kind: str, record: Record) -> Any:
 
 
 def _text(tag: str, lines: Iterable[str]) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-    from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]
+    from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
     quoted = "".join(f"    {line}\n" for line in lines)  # indented: as it is
-    text = TensorProto(dtype="DT_STRING", string_val=[quoted.encode(errors="replace")])
-    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=text)
+    return text_pb(tag, quoted.encode(errors="replace"), description="").value[0]
 
 
 def _histogram(tag: str, heights: Sequence[float]) -> Any:
