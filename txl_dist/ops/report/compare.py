@@ -98,53 +98,47 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def unit_of(runs: Sequence[Run]) -> Unit:
     """Nats per token where that is fair, else bits per byte where all runs have them, else none."""
     tokenizers = {run.tokenizer for run in runs}
-    if len(tokenizers) == 1 and None not in tokenizers:
-        sentence = "All runs have the same tokenizer: losses are in nats per token"
-        return _judged("loss", "nats per token", sentence, _other_text(runs) or _other_targets(runs))
+    is_one = len(tokenizers) == 1 and None not in tokenizers
     differ = "It is not on record whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
     # Of the held-out text, or where there is none, of the training text.
     without = [run for run in runs if not run.history.evals.get("eval", run.history.train).has("bits_per_byte")]
-    if not without:
+    if is_one:
+        unit = Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token")
+    elif not without:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
-        return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs) or _unknown_text(runs))
-    reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
-    listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
-    sentence = (
-        f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the runs "
-        "are not ranked. `txl report RUN` shows each in its own units."
-    )
-    return Unit("", "", sentence, is_fair=False)
+        unit = Unit("bits_per_byte", "bits per byte", sentence)
+    else:
+        reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
+        listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
+        sentence = (
+            f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the "
+            "runs are not ranked. `txl report RUN` shows each in its own units."
+        )
+        return Unit("", "", sentence, is_fair=False)
+    if unfair := _unfair(runs, in_nats=is_one):
+        return unit._replace(sentence=f"{unit.sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
+    return unit._replace(sentence=f"{unit.sentence}.")
 
 
-def _judged(column: str, label: str, sentence: str, unfair: str) -> Unit:
-    if not unfair:
-        return Unit(column, label, f"{sentence}.")
-    return Unit(column, label, f"{sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
-
-
-def _other_text(runs: Sequence[Run]) -> str:
-    """How it is known that the runs were not scored on the same held-out text; empty if it may be the same."""
+def _unfair(runs: Sequence[Run], *, in_nats: bool) -> str:
+    """How it is known that the runs were not scored on the same text; empty if they may have been."""
     sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
-    return f"their held-out texts are others, of {_listed(sizes)} bytes" if len(sizes) > 1 else ""
-
-
-def _unknown_text(runs: Sequence[Run]) -> str:
-    """Which runs do not tell the size of their held-out text; empty if all do, or have no held-out losses to rank."""
-    unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
-    names = ", ".join(printable(run.name) for run in unknown)
-    return f"it is not on record how much held-out text was scored ({names})" if unknown else ""
-
-
-def _other_targets(runs: Sequence[Run]) -> str:
-    """In what the targets of runs of one tokenizer differ; empty if they are the same as far as is known."""
     counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
-    if len(counts) > 1:
-        return f"held-out losses are over other tokens, {_listed(counts)} of them"
     # Older programs did not score the first tokens of documents with document masks.
     scores_all = {run.settings.get("data.document_border") != "mask" or "no_bits" in run.start for run in runs}
-    return "not all of them score the first tokens of documents" if len(scores_all) > 1 else ""
+    unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
+    if len(sizes) > 1:
+        return f"their held-out texts are others, of {_listed(sizes)} bytes"
+    if in_nats and len(counts) > 1:
+        return f"held-out losses are over other tokens, {_listed(counts)} of them"
+    if in_nats and len(scores_all) > 1:
+        return "not all of them score the first tokens of documents"
+    if not in_nats and unknown:
+        names = ", ".join(printable(run.name) for run in unknown)
+        return f"it is not on record how much held-out text was scored ({names})"
+    return ""
 
 
 def _listed(numbers: Collection[float]) -> str:
