@@ -21,11 +21,13 @@ from txl_dist.ops.report.figures import Line
 from txl_dist.ops.report.pictures import Axis, Kind, Picture, Row, picture_of, places, shortened
 from txl_dist.ops.report.records import is_number
 from txl_dist.ops.report.report import check_writable, setting_rows, write_page
-from txl_dist.ops.report.summary import Run, best, facts_of, fixed, read_run, recent
-from txl_dist.tables import aligned, compact, duration, printable
+from txl_dist.ops.report.summary import Run, best, facts_of, fixed, read_run
+from txl_dist.tables import aligned, printable
 from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
+_FIGURES = {"step": "Step", "tokens": "Tokens seen", "work": "Working time", "speed": "Speed"}
+"""What a terminal has room for besides losses, by heading."""
 _FACTS = ("Corpus", "Tokenizer", "Model", "Memory", "Commit", "MFU", "Peak memory", "State")
 """What the page tells of each run besides, as its own page does."""
 
@@ -53,8 +55,13 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     runs = [read_run(path) for path in run_dirs]
     names = _names(run_dirs)
     unit = unit_of(runs)
-    figures = _figures(runs, names, unit)
     facts = [{fact.name: fact.value for fact in facts_of(run)} for run in runs]
+    figures = [["run", *_FIGURES, "train", "held-out", "best held-out"]]
+    for run, name, known in zip(runs, names, facts, strict=True):
+        lowest = best(run.history.held_out, unit.column)
+        losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
+        losses.append(f"{lowest[0]:.4f} at {lowest[1]:,}" if lowest else None)
+        figures.append([name, *(known.get(fact, "-") for fact in _FIGURES.values()), *(loss or "-" for loss in losses)])
     ranks = ranking(runs, names, unit)
     page = write_page(
         out,
@@ -155,24 +162,6 @@ def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
     if not unit.is_fair or len(lowest) < 2:
         return []
     return [f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {loss:.4f}" for loss, name in sorted(lowest))]
-
-
-def _figures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[list[str]]:
-    """A row per run of what it came to, losses in the unit; '-' where something is not on record."""
-    rows = [["run", "step", "tokens", "work", "tokens/s", "train", "held-out", "best held-out"]]
-    for run, name in zip(runs, names, strict=True):
-        history, lowest = run.history, best(run.history.held_out, unit.column)
-        figures = [
-            f"{history.step:,}",
-            compact(float(run.tokens_at(np.array([float(history.step)]))[0])),
-            duration(3600 * history.hours) if history.hours else None,
-            fixed(recent(history.train, "tokens_per_s"), 0),
-            fixed(history.train.last(unit.column), 4),
-            fixed(history.held_out.last(unit.column), 4),
-            f"{lowest[0]:.4f} at {lowest[1]:,}" if lowest else None,
-        ]
-        rows.append([name, *(figure or "-" for figure in figures)])
-    return rows
 
 
 def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:

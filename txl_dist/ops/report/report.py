@@ -92,7 +92,7 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( (s|min|h|days|%|at [\d,]+))?")
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?[kMGT]?( [\w/%]+| at [\d,]+)?")
 
 
 def render(template: str, **content: Any) -> str:

@@ -228,11 +228,7 @@ _COURSE: _Forms = (
     ("Time per step", "%(step_ms)s ms", ["median of the last %(recent)s records"]),
     ("Waiting for data", "%(data_wait_pct)s %%", ["of the time of the slowest rank"]),
     ("Peak memory", "%(peak_gib)s GiB", ["of the fullest rank"]),
-    (
-        "Slowest rank",
-        "%(slowest)s",
-        ["in %(slowest_share)s of the records", "there by %(slowest_by)s (median)"],
-    ),
+    ("Slowest rank", "%(slowest)s", ["in %(slowest_share)s of the records", "there by %(slowest_by)s (median)"]),
     ("Ranks", "%(ranks)s", ["hosts: %(hosts)s", "%(device)s", "threads per rank: %(threads_per_rank)s"]),
     ("Resumed", "%(resumed)s", ["%(troubles)s"]),
     ("Last record", "%(last_record)s", ()),
