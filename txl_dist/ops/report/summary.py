@@ -208,11 +208,7 @@ _SUBJECT: _Forms = (
     ("Corpus", "%(corpora)s", ["%(paths)s"]),
     ("Tokenizer", "%(vocab_size)s ids", ["%(tokenizer)s"]),
     ("Model", "%(size)s parameters", ["%(parameters)s", *_SHAPE]),
-    (
-        "Memory",
-        "%(train.memory_len)s tokens",
-        ["behind segments of %(train.segment_len)s", "%(train.num_lanes)s lanes"],
-    ),
+    ("Memory", "%(train.memory_len)s tokens", _SEGMENTS),
     ("Commit", "%(commit)s", ["txl_dist %(version)s", *_TOOLS]),
     ("Made by", "txl_dist %(unknown_commit_of)s", _TOOLS),
     ("Type of the weights", "%(dtype)s", ()),
