@@ -70,7 +70,7 @@ BUDGETS = {
     "infer": 300,
     "convert": 1100,
     "train": 4150,
-    "ops": 3250,
+    "ops": 3200,
     "verbs": 600,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
