@@ -22,6 +22,27 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 """Settings of the kinds of positions that know a memory; nine distances are fewer than most tests have keys."""
 POSITIONS: dict[str, dict[str, Any]] = {**RECURRENT, "absolute": {"positions": "absolute"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "post_norm": {},
+    "pre_norm": {"pre_norm": True, "final_norm": True},
+    "adaptive": {"cutoffs": (5, 20)},
+    "adaptive_pre_norm": {"cutoffs": (5, 20), "pre_norm": True},
+    "adaptive_div_2": {"cutoffs": (5, 20), "div_value": 2, "tie_projections": (False, True, True)},
+    "clamped": {"clamp_len": 4, "share_biases": False},
+    "learned": RECURRENT["learned_relative"],
+    "learned_all_distances": {"positions": "learned_relative", "num_distances": 48, "pre_norm": True},
+    "learned_clamped": {"clamp_len": 4, "share_biases": False, **RECURRENT["learned_relative"]},
+    "labml_like": {
+        "pre_norm": True,
+        "final_norm": True,
+        "value_bias": True,
+        "output_bias": True,
+        "scale_embedding": False,
+        "activation": "gelu",
+        **RECURRENT["learned_relative"],
+    },
+}
+"""Networks with a memory, by what is special about them."""
 
 
 def tiny_section(**changes: Any) -> ModelSection:

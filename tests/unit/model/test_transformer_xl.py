@@ -1,4 +1,4 @@
-"""The network: segments, lanes, documents and caches are ways to compute one and the same thing."""
+"""The network: segments, lanes and documents are ways to compute one and the same thing."""
 
 from __future__ import annotations
 
@@ -9,31 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, segment_losses, tiny_model
+from tests.helpers.models import POSITIONS, RECURRENT, VARIANTS, random_tokens, segment_losses, tiny_model
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
 from txl_dist.sections import ModelSection
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "post_norm": {},
-    "pre_norm": {"pre_norm": True, "final_norm": True},
-    "adaptive": {"cutoffs": (5, 20)},
-    "adaptive_pre_norm": {"cutoffs": (5, 20), "pre_norm": True},
-    "adaptive_div_2": {"cutoffs": (5, 20), "div_value": 2, "tie_projections": (False, True, True)},
-    "clamped": {"clamp_len": 4, "share_biases": False},
-    "learned": RECURRENT["learned_relative"],
-    "learned_all_distances": {"positions": "learned_relative", "num_distances": 48, "pre_norm": True},
-    "learned_clamped": {"clamp_len": 4, "share_biases": False, **RECURRENT["learned_relative"]},
-    "labml_like": {
-        "pre_norm": True,
-        "final_norm": True,
-        "value_bias": True,
-        "output_bias": True,
-        "scale_embedding": False,
-        "activation": "gelu",
-        **RECURRENT["learned_relative"],
-    },
-}
 WITHOUT_MEMORY: dict[str, dict[str, Any]] = {
     "absolute": POSITIONS["absolute"],
     "absolute_pre_norm": {"pre_norm": True, "final_norm": True, "clamp_len": 4, **POSITIONS["absolute"]},
@@ -154,37 +134,6 @@ def test_evaluating_between_two_steps_changes_no_training_loss() -> None:
                     segment_losses(model.eval(), random_tokens(3, 9, seed=9), memory_len=4, lengths=(4, 4))
                 model.train()
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
-
-
-@pytest.mark.parametrize(
-    ("settings", "memory_len"),
-    [
-        *((settings, memory_len) for settings in VARIANTS.values() for memory_len in (0, 1, 6, 40)),
-        *(
-            ({"same_length": same_length, **settings}, memory_len)
-            for same_length in ("memory", "memory_and_self")
-            for settings in RECURRENT.values()
-            for memory_len in (1, 6, 40)
-        ),
-    ],
-)
-@torch.no_grad()
-def test_cached_keys_and_values_give_what_cached_hidden_states_give(settings: dict[str, Any], memory_len: int) -> None:
-    model = tiny_model(**settings).eval()
-    memory = model.empty_memory(num_lanes=2, memory_len=memory_len)
-    cache = model.empty_cache(num_lanes=2, memory_len=memory_len)
-    distances = model.project_distances(memory_len + 7)
-    tokens_BS, start = random_tokens(2, 25), 0
-    for length in (7, 3, 1, 1, 1, 5, 1, 6):
-        piece = tokens_BS[:, start : start + length]
-        expected, memory = model(piece, memory)
-        given = cache.key_value_LBM2NH.clone()
-        hidden, next_cache = model.forward_cached(piece, cache, distances=distances)
-        assert (hidden - expected).abs().max() <= 1e-5
-        assert torch.equal(cache.key_value_LBM2NH, given)
-        assert next_cache.key_value_LBM2NH.shape == given.shape
-        assert torch.equal(next_cache.document_BM, memory.document_BM)
-        cache, start = next_cache, start + length
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
