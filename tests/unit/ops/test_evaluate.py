@@ -21,11 +21,13 @@ from tests.helpers.models import tiny_section
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import Package, write_bundle
+from txl_dist.infer.cached import FrozenModel
 from txl_dist.infer.probe import log_probabilities, probe_of
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
-from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
-from txl_dist.ops.evaluate import evaluate_trained
-from txl_dist.ops.evaluation_settings import Overrides
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.ops.evaluate.evaluate import evaluate_trained
+from txl_dist.ops.evaluate.scoring import Scores
+from txl_dist.ops.evaluation_settings import Outputs, Overrides
 from txl_dist.progress import Progress
 from txl_dist.text.tokenizer import load_tokenizer
 
@@ -87,10 +89,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
     out = made.bundle.parent / "result.json"
-    if isinstance(changes.get("memory_len"), int):
-        changes["memory_len"] = (changes["memory_len"],)
+    for name in {"memory_len", "segment_len", "clamp_len"} & changes.keys():
+        changes[name] = changes[name] if isinstance(changes[name], tuple) else (changes[name],)
     overrides = Overrides(**({"num_lanes": 1} | changes))
-    evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, json_path=out)
+    evaluate_trained(
+        made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=Outputs(json=out)
+    )
     results: dict[str, dict[str, float]] = json.loads(out.read_text())
     return results
 
@@ -184,10 +188,12 @@ def test_the_cost_of_text_is_the_same_with_document_masks_and_without(
         made = make(tmp_path / border, document_border=border, texts=texts)
         end = made.corpus.end_of_text
 
-        def losses(network: SegmentLoss, batch: Batch, memory: Memory, end: int | None = end) -> tuple[Tensor, Memory]:
-            return torch.where(batch.targets_BT == end, 0.0, math.log(62)), memory
+        def losses(
+            frozen: FrozenModel, hidden: Tensor, targets_BT: Tensor, end: int | None = end, **rest: Any
+        ) -> Tensor:
+            return torch.where(targets_BT == end, 0.0, math.log(62))
 
-        monkeypatch.setattr(SegmentLoss, "forward", losses)
+        monkeypatch.setattr(FrozenModel, "losses", losses)
         for num_lanes in (1, 3):
             result = evaluated(made, num_lanes=num_lanes)["model"]
             assert result["tokens"] == made.corpus.split("valid").tokens - 1
@@ -221,7 +227,7 @@ def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_pat
                 vocab_size=9)  # fmt: skip
     lines = evaluate_trained(
         made.bundle, data=made.corpus.folder, overrides=Overrides(num_lanes=2), baselines=True,
-        json_path=tmp_path / "out.json",
+        outputs=Outputs(json=tmp_path / "out.json"),
     )  # fmt: skip
     assert "ppl/word" in lines[1]
     assert "bits" not in lines[1]
@@ -295,14 +301,14 @@ def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_
 def test_an_evaluation_without_enough_memory_is_one_line_with_the_remedy(
     made: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=error))
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=error))
     with pytest.raises(ConfigError, match=r"not enough memory for this evaluation: .*Give fewer lanes") as told:
         evaluated(made)
     assert "\n" not in str(told.value)
 
 
 def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=RuntimeError("shapes differ")))
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ"):
         evaluated(made)
     torch.distributed.destroy_process_group()  # which a defect leaves behind, as the process ends with it
@@ -310,17 +316,30 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatc
 
 def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> None:
     with pytest.raises(ConfigError, match="is a bundle and knows no corpus"):
-        evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, json_path=None)
+        evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, outputs=Outputs())
 
 
 def test_what_all_ranks_know_is_said_by_rank_0_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, document_border="mask", begins_documents=False)
-    monkeypatch.setattr("txl_dist.ops.evaluate._score_model", Mock(return_value={}))
+    scores = Scores(
+        {
+            "model": {
+                "loss": 1.0,
+                "tokens": 1.0,
+                "by_cluster": [],
+                "by_position": [{"first": 0, "last": 0, "loss": 1.0, "tokens": 1}],
+            }
+        },
+        None,
+    )
+    monkeypatch.setattr("txl_dist.ops.evaluate.evaluate.score_model", Mock(return_value=scores))
     for rank, is_said in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
-        evaluate_trained(made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, json_path=None)
+        evaluate_trained(
+            made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, outputs=Outputs()
+        )
         assert ("never learnt to predict them" in capsys.readouterr().err) == is_said
 
 

@@ -34,8 +34,8 @@ class PeerRows:
         row_len, num_warm = split.tokens // num_lanes, -(-warm_up_len // segment_len) * segment_len
         if row_len < max(2, num_warm):
             raise ConfigError(
-                f"split {split.name!r} has {split.tokens:,} tokens, {row_len:,} for each of this protocol's {num_lanes} "
-                f"rows, which need {max(2, num_warm):,}. Score a longer one (--split, --data)"
+                f"split {split.name!r} has {split.tokens:,} tokens, {row_len:,} for each of this protocol's "
+                f"{num_lanes} rows, which need {max(2, num_warm):,}. Score a longer one (--split, --data)"
                 + (", or give less --memory-len." if num_warm > 2 else ".")
             )
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
@@ -48,7 +48,7 @@ class PeerRows:
 
     def __len__(self) -> int:
         """Forward passes, equal on all ranks."""
-        return -(-(self._rows.shape[1] - 1) // self.segment_len)
+        return int(-(-(self._rows.shape[1] - 1) // self.segment_len))
 
     def __iter__(self) -> Iterator[Segment]:
         for start in range(0, self._rows.shape[1] - 1, self.segment_len):
@@ -60,7 +60,7 @@ class PeerRows:
 
 
 class RandomCrops:
-    """`num_batches` times `num_lanes` pieces of `segment_len` tokens from random places, each on its own, all scored."""
+    """`num_batches` times `num_lanes` pieces of `segment_len` tokens from random places, each alone, all scored."""
 
     overlap_len = 0
 
@@ -70,8 +70,8 @@ class RandomCrops:
         """Raises ConfigError if the split is no longer than one of them."""
         if split.tokens <= segment_len:
             raise ConfigError(
-                f"split {split.name!r} has {split.tokens:,} tokens, and a crop with its last target {segment_len + 1:,}."
-                " Give a shorter --segment-len, or score a longer one (--split, --data)."
+                f"split {split.name!r} has {split.tokens:,} tokens, and a crop with its last target "
+                f"{segment_len + 1:,}. Give a shorter --segment-len, or score a longer one (--split, --data)."
             )
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
         self.segment_len, self.num_targets = segment_len, num_batches * num_lanes * segment_len

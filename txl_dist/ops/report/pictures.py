@@ -6,9 +6,10 @@ memory does, here. What is no curve of a column has a function of its own.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -236,15 +237,33 @@ def _positions(history: History) -> Picture:
     return picture(title, chart, caption=f"{caption}.", missing=f"{title}: nothing is on record.")
 
 
+def sweep(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
+    """The loss over the first of memory, segment and clamp that was scored with several lengths, a line for each of the
+    others'; None if none was."""
+    names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
+    rows = [one for one in scores.values() if "memory_len" in one and "loss" in one]
+    several = [key for key in names if len({one.get(key) for one in rows}) > 1]
+    if not several:
+        return None
+    along, *others = several
+    points: dict[str, dict[float, float]] = {}
+    for one in rows:
+        label = ", ".join(f"{names[key]} {compact(one.get(key, math.nan))}" for key in others)
+        points.setdefault(label, {})[one.get(along, math.nan)] = one["loss"]
+    lines = [
+        Line(label, np.array(sorted(own)), np.array([own[length] for length in sorted(own)]), style="dots")
+        for label, own in points.items()
+    ]
+    return Chart("sweep", _coloured(lines, ordered=True), f"tokens of {names[along]}", _NATS)
+
+
 def memory_sweep(scores: Scores) -> list[Picture]:
-    """The loss over the length of the memory, if it was scored with several."""
-    losses = {one["memory_len"]: one["loss"] for one in scores.values() if "memory_len" in one and "loss" in one}
-    if len(losses) < 2:
+    """The loss over the length of the memory, or of what else was scored with several."""
+    chart = sweep(scores)
+    if chart is None:
         return []
-    lengths = sorted(losses)
-    line = Line("", np.array(lengths), np.array([losses[length] for length in lengths]), style="dots")
-    chart = Chart("sweep", [line], "tokens of memory", _NATS)
-    return [picture("Held-out loss over the length of the memory", chart, caption="", missing="")]
+    title = f"Held-out loss over the length of the {chart.x_label.removeprefix('tokens of ')}"
+    return [picture(title, chart, caption="", missing="")]
 
 
 def _rank_times(run: Run) -> Picture:
