@@ -30,6 +30,7 @@ from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, generate, import_
 from txl_dist.verbs.plan import plan as run_plan
+from txl_dist.verbs.recl import recl
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.train import check_config_file, check_paths, usage
 from txl_dist.verbs.words import call, parse, stray_word, unknown_flag
@@ -148,6 +149,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "launch": launch,
     "plan": plan,
     "evaluate": evaluate,
+    "recl": recl,
     "export": export,
     "import": import_,
     "generate": generate,

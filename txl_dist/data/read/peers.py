@@ -23,6 +23,7 @@ class PeerRows:
     N tokens give rows of S = N // num_lanes; the tokens behind num_lanes * S are dropped, and the first of each row is
     no target: num_lanes * (S - 1) are scored. `warm_up_len` tokens, rounded up to whole segments, are run unscored
     before each row: the last ones of the row before it, and for the first row those of the last (NVIDIA's data_utils).
+    The last segment may be shorter.
     """
 
     overlap_len = 0
@@ -52,11 +53,8 @@ class PeerRows:
 
     def __iter__(self) -> Iterator[Segment]:
         for start in range(0, self._rows.shape[1] - 1, self.segment_len):
-            tokens = self._rows[:, start : start + self.segment_len + 1]
-            missing = self.segment_len + 1 - tokens.shape[1]
-            segment = plain_segment(np.pad(tokens, ((0, 0), (0, missing))))
-            is_target = np.arange(self.segment_len) < self.segment_len - missing
-            yield segment._replace(scored=self._is_row & is_target & (start >= self._num_warm))
+            segment = plain_segment(np.ascontiguousarray(self._rows[:, start : start + self.segment_len + 1]))
+            yield segment._replace(scored=segment.scored & self._is_row & (start >= self._num_warm))
 
 
 class RandomCrops:

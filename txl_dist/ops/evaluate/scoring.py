@@ -38,7 +38,8 @@ Result = dict[str, Any]
 
 MEMORY_OFF = "memory off"
 """The row that shows what memory brings."""
-_TELL_EVERY_S = 30.0
+TELL_EVERY_S = 30.0
+"""Between two lines of a log that tell how far scoring is."""
 
 
 class Row(NamedTuple):
@@ -130,14 +131,14 @@ def score_model(
     """
     engine, results, network = rows[0].config.engine, dict[str, Result](), target.bundle.model
     log_probs: LogProbs | None = None
-    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, _enough_memory():
+    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         if len(chosen := set(gather_objects(target.where))) > 1:  # of a run that saved between two looks
             raise of_all(
                 CheckpointError(f"the ranks have read different models: {', '.join(sorted(chosen))}. Name one of them.")
             )
         cuts = [_cut(split, row, overrides, ranks) for row in rows]
         total = sum(len(cut) * _pass_tokens(cut, ranks) for cut in cuts)
-        with Progress("scoring", total=total, every_s=_TELL_EVERY_S, unit="tokens") as progress:
+        with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
             for row, cut in zip(rows, cuts, strict=True):
                 row = row._replace(memory_len=_fitting(row.memory_len, cut, overrides))
                 if row.config.model != network.section:  # built anew, as layers may have taken the old settings in
@@ -275,7 +276,7 @@ def score_baselines(split: Split, config: Config, *, units: TextUnits) -> dict[s
 
 
 @contextmanager
-def _enough_memory() -> Iterator[None]:
+def enough_memory() -> Iterator[None]:
     """Raises ConfigError where memory could not be allocated."""
     try:
         yield

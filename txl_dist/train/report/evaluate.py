@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from txl_dist.config import Config
@@ -89,7 +90,7 @@ class LossSums:
         self._total_2X = torch.zeros(2, 1 + segment_len + len(edges) - 1, dtype=torch.float64, device=device)
 
     def add(self, nll_BT: Tensor, batch: Batch) -> None:
-        """The losses of a batch, of which context before the segment is left out."""
+        """The losses of a batch, of which context before the segment is left out; it may be shorter than others."""
         nll_BT, scored_BT, targets_BT = (
             one[:, -self._segment_len :] for one in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
         )
@@ -98,7 +99,8 @@ class LossSums:
                 (values_BT * ((targets_BT >= low) & (targets_BT < high))).sum()
                 for low, high in itertools.pairwise(self._edges)
             ]
-            self._total_2X[row] += torch.cat([values_BT.sum()[None], values_BT.sum(0), torch.stack(clusters)])
+            by_position_T = F.pad(values_BT.sum(0), (0, self._segment_len - values_BT.shape[1]))
+            self._total_2X[row] += torch.cat([values_BT.sum()[None], by_position_T, torch.stack(clusters)])
 
     def means(self) -> Means:
         """Over all ranks, which call it together."""
