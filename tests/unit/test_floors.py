@@ -65,12 +65,12 @@ BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 BUDGETS = {
     "top": 1550,
     "text": 800,
-    "data": 4250,
+    "data": 4300,
     "model": 1350,
     "infer": 300,
     "convert": 1100,
-    "train": 4150,
-    "ops": 3400,
+    "train": 4160,
+    "ops": 3850,
     "verbs": 600,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
