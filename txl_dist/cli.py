@@ -31,6 +31,7 @@ from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, import_
 from txl_dist.verbs.plan import plan as run_plan
+from txl_dist.verbs.recl import recl
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.train import check_config_file, check_paths, usage
 from txl_dist.verbs.words import call, parse, refuse_slips
@@ -130,6 +131,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "launch": launch,
     "plan": plan,
     "evaluate": evaluate,
+    "recl": recl,
     "export": export,
     "import": import_,
     "generate": generate,

@@ -67,13 +67,13 @@ LAZY = "__init__.py"
 BUDGETS = {
     "top": 1600,
     "text": 800,
-    "data": 4150,
+    "data": 4250,
     "model": 1350,
     "infer": 1000,
     "convert": 1100,
-    "train": 4100,
-    "ops": 3000,
-    "verbs": 650,
+    "train": 4150,
+    "ops": 3450,
+    "verbs": 700,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""

@@ -27,6 +27,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 _INK, _GRID = "#010101", "#020202"
 """As the style sheet has them."""
 _SIZE_INCHES = (4.7, 2.9)
+_PNG_DPI = 200
 _MAX_MARKS = 120
 _MAX_DOTS = 60
 _STYLE = Path(__file__).with_name("figures.mplstyle")
@@ -93,6 +94,15 @@ def thinned(x: FloatArray, y: FloatArray) -> Thinned:
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
     """An <svg> element for a page, with `alt` as its text for those who do not see it."""
+    return _for_page(_drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None}).decode(), alt=alt)
+
+
+def draw_png(chart: Chart) -> bytes:
+    """The same as a PNG file, on white."""
+    return _drawn(chart, (), format="png", dpi=_PNG_DPI, metadata={"Software": None})
+
+
+def _drawn(chart: Chart, marks: Sequence[Mark], **options: Any) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -108,11 +118,11 @@ def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
         labels = axes.get_legend_handles_labels()[1]
         if len(labels) > 1:
             figure.legend(loc="outside upper left", ncols=min(len(labels), 4), handlelength=1.2, columnspacing=1.0)
-        stream = io.StringIO()
+        stream = io.BytesIO()
         with warnings.catch_warnings():  # letters that its own font lacks, the reader's has
             warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(stream.getvalue(), alt=alt)
+            figure.savefig(stream, **options)
+    return stream.getvalue()
 
 
 def _draw_line(axes: Any, line: Line, *, colour: str) -> None:

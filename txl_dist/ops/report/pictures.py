@@ -7,9 +7,10 @@ as a loss over the length of the memory, finds its points itself.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from markupsafe import Markup
@@ -31,7 +32,7 @@ _NUM_BINS = 8
 """Of positions in the segment: enough tokens in each to see more than chance."""
 
 Kind = Literal["train", "eval", "look", "all"]
-Axis = Literal["step", "tokens", "hours", "position", "memory"]
+Axis = Literal["step", "tokens", "hours", "position"]
 
 
 class Picture(NamedTuple):
@@ -88,7 +89,6 @@ _GAIN_BY_POSITION = Row(
     caption="How much higher the loss on the same tokens is behind an empty memory. The first tokens of a segment have "
     "only the memory behind them.",
 )  # fmt: skip
-_SWEEP = Row(_MEMORY, "Held-out loss over the length of the memory", _NATS, {}, by="memory", is_log=True)
 
 
 def pictures_of(run: Run) -> dict[str, list[Picture]]:
@@ -132,7 +132,6 @@ def picture_of(row: Row, lines: Sequence[Line], *, hours: float = 0.0, marks: Se
         "tokens": "tokens seen",
         "hours": "hours of work" if hours >= 2 else "minutes of work",
         "position": "position in the segment, %",
-        "memory": "tokens of memory",
     }[row.by]
     chart = Chart(row.title, lines, x_label, row.unit, row.is_log)
     svg = draw(chart, marks=marks, alt=_described(chart._replace(lines=shown)))
@@ -209,8 +208,28 @@ def _positions(run: Run) -> Picture:
     return picture_of(row._replace(caption=caption), [Line("", x, y)])
 
 
+def sweep(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
+    """The loss over the first of memory, segment and clamp that was scored with several lengths, a line for each of the
+    others'; None if none was."""
+    names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
+    rows = [one for one in scores.values() if "memory_len" in one and "loss" in one]
+    several = [key for key in names if len({one.get(key) for one in rows}) > 1]
+    if not several:
+        return None
+    along, *others = several
+    points: dict[str, dict[float, float]] = {}
+    for one in rows:
+        label = ", ".join(f"{names[key]} {compact(one.get(key, math.nan))}" for key in others)
+        points.setdefault(label, {})[one.get(along, math.nan)] = one["loss"]
+    lines = [
+        Line(label, np.array(sorted(own)), np.array([own[length] for length in sorted(own)]))
+        for label, own in points.items()
+    ]
+    title = f"Held-out loss over the length of the {names[along]}"
+    return Chart(title, lines, f"tokens of {names[along]}", _NATS, is_log=True)
+
+
 def memory_sweep(scores: Scores) -> list[Picture]:
-    """The loss over the length of the memory, if it was scored with several."""
-    losses = sorted((one["memory_len"], one["loss"]) for one in scores.values() if {"memory_len", "loss"} <= one.keys())
-    x, y = np.array(losses).reshape(-1, 2).T
-    return [picture_of(_SWEEP, [Line("", x, y)])] if len(np.unique(x)) > 1 else []
+    """The loss over the length of the memory, or of what else was scored with several."""
+    chart = sweep(scores)
+    return [] if chart is None else [Picture(chart.name, Markup(draw(chart, alt=_described(chart))), "")]

@@ -15,7 +15,7 @@ from txl_dist.data.read.units import text_units
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.evaluate import evaluate
+from txl_dist.train.report.evaluate import evaluate_split
 from txl_dist.train.report.memory_use import look
 from txl_dist.train.report.sampling import sample_text
 from txl_dist.train.report.sinks import Record, Reporter
@@ -62,9 +62,8 @@ class Observer:
         """
         before_segment = partial(self._before_segment, step)
         results = [
-            evaluate(
-                self._engine.losses,
-                self._engine.empty_memory,
+            evaluate_split(
+                self._engine,
                 split,
                 maker=self._maker,
                 config=self._config,
@@ -89,8 +88,8 @@ class Observer:
         for split, result in reversed(pairs):  # that of the first corpus says that all are done
             self._reporter.write(labelled("eval", split, self._splits), result.record(step))
         best = min(self._evaluated.values(), default=math.inf)
-        if math.isfinite(results[0].loss):
-            self._evaluated[step] = results[0].loss
+        if math.isfinite(results[0].means.loss):
+            self._evaluated[step] = results[0].means.loss
         return self._evaluated.get(step, math.inf) < best
 
     def should_sample(self, step: int) -> bool:
