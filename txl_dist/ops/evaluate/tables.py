@@ -12,7 +12,7 @@ from txl_dist.tables import aligned, compact
 
 Result = dict[str, Any]
 
-_POSITIONS = 6
+_POSITIONS = 4
 """Parts of a segment that are shown."""
 
 
