@@ -13,7 +13,7 @@ _MOST = 1 << 20
 
 
 class Protocol(NamedTuple):
-    """How another program evaluates, as far as it is no argument there: docs/evaluation.md, data/read/peers.py."""
+    """How another program evaluates, as far as it is no argument there: docs/evaluating.md, data/read/peers.py."""
 
     num_lanes: int
     same_length: Literal["off", "memory", "memory_and_self"]

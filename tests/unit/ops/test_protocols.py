@@ -1,4 +1,4 @@
-"""The peers' protocols, each held to a few lines that were written from its description (docs/evaluation.md)."""
+"""The peers' protocols, each held to a few lines that were written from its description (docs/evaluating.md)."""
 
 from __future__ import annotations
 

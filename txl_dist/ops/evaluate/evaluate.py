@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.units import TextUnits, text_units, word_count
@@ -45,7 +44,14 @@ def evaluate_trained(
     if this_rank() > 0:
         return []  # rank 0 speaks
     results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
-    results = {name: values | _more(values, split, units, overrides) for name, values in results.items()}
+    words = 0 if units.problem else word_count(split)
+    for values in results.values():
+        if overrides.peer is not None:
+            values |= {"protocol": overrides.protocol, "bits_per_token": values["loss"] / math.log(2)}
+        if units.problem:
+            values["no_bits"] = units.problem
+        else:
+            values |= {"words": words, "word_ppl": math.exp(min(values["loss"] * split.tokens / words, 700.0))}
     if outputs.log_probs is not None and scores.log_p_N is not None:
         write_log_probs(outputs.log_probs, split, scores.log_p_N)
     lengths = {name: values for name, values in scores.results.items() if name != MEMORY_OFF}
@@ -65,17 +71,3 @@ def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextU
     if overrides.peer is None:
         return units
     return units._replace(problem=f"the protocol {overrides.protocol} does not score the whole text")
-
-
-def _more(values: dict[str, Any], split: Split, units: TextUnits, overrides: Overrides) -> dict[str, Any]:
-    """What is told of a score besides its own numbers."""
-    if overrides.peer is not None:
-        return {
-            "no_bits": units.problem,
-            "protocol": overrides.protocol,
-            "bits_per_token": values["loss"] / math.log(2),
-        }
-    if units.problem:
-        return {"no_bits": units.problem}
-    words = word_count(split)
-    return {"words": words, "word_ppl": math.exp(min(values["loss"] * split.tokens / words, 700.0))}

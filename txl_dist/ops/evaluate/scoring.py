@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -136,11 +137,14 @@ def score_model(
             raise of_all(
                 CheckpointError(f"the ranks have read different models: {', '.join(sorted(chosen))}. Name one of them.")
             )
-        cuts = [_cut(split, row, overrides, ranks) for row in rows]
+        cuts = [_cut(split, row, overrides, ranks=ranks) for row in rows]
+        pairs = list(zip(rows, cuts, strict=True))
+        for message in dict.fromkeys(itertools.chain(*(_shortened(*pair, overrides) for pair in pairs))):
+            warn_for_all("%s", message)
         total = sum(len(cut) * _pass_tokens(cut, ranks) for cut in cuts)
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
-            for row, cut in zip(rows, cuts, strict=True):
-                row = row._replace(memory_len=_fitting(row.memory_len, cut, overrides))
+            for row, cut in pairs:
+                row = row._replace(memory_len=min(row.memory_len, _most_memory(cut, overrides)))
                 if row.config.model != network.section:  # built anew, as layers may have taken the old settings in
                     changed = dataclasses.replace(target.bundle, section=row.config.model)
                     network = changed.open(target.bundle.dtype, where=target.where).model
@@ -148,7 +152,10 @@ def score_model(
                 if with_log_probs:
                     assert isinstance(cut, EvalStream)
                     log_probs = LogProbs(cut)
-                result = _score(network, row, cut, overrides, units, ranks, progress, log_probs)
+                result = _score(
+                    network, row, cut, units=units, ranks=ranks, progress=progress, log_probs=log_probs,
+                    with_zeros=overrides.zero_memory,
+                )  # fmt: skip
                 lengths = {"memory_len": row.memory_len, "segment_len": cut.segment_len}
                 results[_name(row, cut, overrides)] = result | lengths | {"clamp_len": row.config.model.clamp_len}
         return Scores(results, None if log_probs is None else log_probs.joined())
@@ -170,16 +177,14 @@ def _name(row: Row, cut: HeldOut, overrides: Overrides) -> str:
     return row.name or ", ".join(words) or "model"
 
 
-def _cut(split: Split, row: Row, overrides: Overrides, ranks: Ranks) -> HeldOut:
+def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldOut:
     evaluation, peer = row.config.eval, overrides.peer
     num_lanes, segment_len = evaluation.num_lanes, evaluation.segment_len or row.config.train.segment_len
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
     if peer is None:
-        stream = EvalStream(
+        return EvalStream(
             split, num_lanes=num_lanes, segment_len=segment_len, overlap_len=evaluation.overlap_len, **place
         )
-        _tell_cuts(stream, overrides, segment_len=segment_len)
-        return stream
     if peer.cut == "crops":
         batches = {"num_batches": NUM_CROP_BATCHES, "seed": CROP_SEED}
         return RandomCrops(split, num_lanes=num_lanes, segment_len=segment_len, **batches, **place)
@@ -191,11 +196,12 @@ def _score(
     model: TransformerXL,
     row: Row,
     cut: HeldOut,
-    overrides: Overrides,
+    *,
     units: TextUnits,
     ranks: Ranks,
     progress: Progress,
     log_probs: LogProbs | None,
+    with_zeros: bool,
 ) -> Result:
     def advance() -> None:
         if ranks.is_first:
@@ -207,7 +213,7 @@ def _score(
 
     maker = batch_maker(model, mask_documents=row.config.data.document_border == "mask")
     begin = _cached if model.section.scheme.uses_memory else _plain
-    losses, memory = begin(model, row, cut, with_documents=maker.mask_documents, with_zeros=overrides.zero_memory)
+    losses, memory = begin(model, row, cut, with_documents=maker.mask_documents, with_zeros=with_zeros)
     evaluation = evaluate(
         losses, memory, cut, maker=maker, units=units, ranks=ranks, before_segment=advance, after_segment=keep
     )
@@ -289,27 +295,26 @@ def enough_memory() -> Iterator[None]:
         ) from error
 
 
-def _tell_cuts(stream: EvalStream, overrides: Overrides, *, segment_len: int) -> None:
-    """Say which flags ask for more lanes or longer segments than the split has: the same scores, for less work."""
-    if overrides.num_lanes > stream.num_lanes:
-        warn_for_all(
-            "split %r has %s tokens to score: --num-lanes %s is cut to that",
-            *(stream.split.name, f"{stream.num_targets:,}", f"{overrides.num_lanes:,}"),
+def _shortened(row: Row, cut: HeldOut, overrides: Overrides) -> Iterator[str]:
+    """Which flags ask for more than the split has: the same scores come of less work."""
+    if not isinstance(cut, EvalStream):
+        return
+    name, segment_len, lane_len = cut.split.name, row.config.eval.segment_len, f"{cut.stripe_len:,}"
+    if overrides.num_lanes > cut.num_lanes:
+        yield (
+            f"split {name!r} has {cut.num_targets:,} tokens to score: --num-lanes {overrides.num_lanes:,} is cut to "
+            "that"
         )
-    if segment_len in overrides.segment_len and segment_len > stream.segment_len:
-        warn_for_all(
-            "a lane of split %r has %s tokens: --segment-len %s is cut to that",
-            *(stream.split.name, f"{stream.stripe_len:,}", f"{segment_len:,}"),
+    if segment_len in overrides.segment_len and segment_len > cut.segment_len:
+        yield f"a lane of split {name!r} has {lane_len} tokens: --segment-len {segment_len:,} is cut to that"
+    if row.memory_len > _most_memory(cut, overrides):
+        longer = " --num-lanes 1 makes it longer." if cut.num_lanes > 1 else ""
+        yield (
+            f"a lane of split {name!r} has {lane_len} tokens, and a memory of {row.memory_len:,} never holds more: it "
+            f"is cut to that.{longer}"
         )
 
 
-def _fitting(memory_len: int, cut: HeldOut, overrides: Overrides) -> int:
-    """The memory, no longer than what a lane of the split can put into it: the same scores, for less work."""
-    if not isinstance(cut, EvalStream) or overrides.zero_memory or memory_len <= cut.stripe_len:
-        return memory_len  # zeros are attended, as many as there are
-    longer = " --num-lanes 1 makes it longer." if cut.num_lanes > 1 else ""
-    warn_for_all(
-        "a lane of split %r has %s tokens, and a memory of %s never holds more: it is cut to that.%s",
-        *(cut.split.name, f"{cut.stripe_len:,}", f"{memory_len:,}", longer),
-    )
-    return cut.stripe_len
+def _most_memory(cut: HeldOut, overrides: Overrides) -> int:
+    """What a lane of the split can put into a memory; zeros are attended, as many as there are."""
+    return cut.stripe_len if isinstance(cut, EvalStream) and not overrides.zero_memory else sys.maxsize

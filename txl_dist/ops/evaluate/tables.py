@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from txl_dist.data.read.units import TextUnits
-from txl_dist.tables import aligned
+from txl_dist.tables import aligned, compact
 
 Result = dict[str, Any]
 
-_POSITIONS = 6
+_POSITIONS = 4
 """Parts of a segment that are shown."""
 
 
@@ -24,7 +24,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     columns = {key: title for key, title in columns.items() if any(key in values for values in results.values())}
     rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
-        told = [f"{values[key]:.{2 if key.endswith('ppl') else 4}f}" if key in values else "-" for key in columns]
+        told = [_number(key, values[key]) if key in values else "-" for key in columns]
         rows.append([name, *told, f"{values['loss']:.4f}", f"{int(values['tokens']):,}"])
     lines = aligned(rows)
     if units.problem:
@@ -34,6 +34,12 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     if len({values["tokens"] for values in results.values()}) > 1:
         lines.append("these rows are over different numbers of tokens: they do not compare")
     return lines
+
+
+def _number(key: str, value: float) -> str:
+    if key == "word_ppl":
+        return compact(value)  # of code, whose words are long, it is in the millions
+    return f"{value:.{2 if key == 'ppl' else 4}f}"
 
 
 def part_lines(result: Result) -> list[str]:
