@@ -16,14 +16,16 @@ write to the same slots; a row that remembers less has nothing at the oldest of 
 
 **The scores.** The term of the distances is one product, [queries, distances K-1 ... 0]. Behind each of its rows stand
 T - 1 cells of -inf, and row i is read T-1-i cells further on: the relative shift of `model.relative_attention` as a
-view, in which a future key has a distance below zero, and is masked by standing there. Torch's attention takes that
-view as what to add to its scores. Where rows or documents differ in what they see, it is copied once and masked.
+view, in which a future key has a distance below zero, and is masked by standing there. It
+is added to the products of queries and keys, and all happens to so few heads and rows at a time that their scores stay
+in a CPU's cache.
 
 Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = past + T keys, N heads, H head width.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -40,7 +42,9 @@ from txl_dist.model.positions import distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
 
 BLOCK_LEN = 64
-"""Queries of a chunk that attend at a time: their scores stay in a CPU's cache, and few of them are of future keys."""
+"""Queries of a chunk that attend at a time: few of their scores are of future keys."""
+MOST_SCORES = 2**18
+"""As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache."""
 
 
 class Past(NamedTuple):
@@ -61,7 +65,7 @@ class KeyValueRing:
         section, anchor = model.section, model.embedding.weight(0)
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
-        shape = (2, num_rows, section.num_heads, 2 * self.size + chunk_len, section.head_width)
+        shape = (2, section.num_heads, num_rows, 2 * self.size + chunk_len, section.head_width)
         self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
         self.documents = (
             torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
@@ -99,12 +103,12 @@ class KeyValueRing:
         self.known_B = np.minimum(self.known_B + num_tokens, self.memory_len)
         return mask
 
-    def write(self, layer: int, key_value_2BNTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
-        """Put a chunk behind the past of a layer. Returns (key_BNKH, value_BNKH) of both, as views."""
-        buffer, num_tokens = self.key_values[layer], key_value_2BNTH.shape[3]
+    def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
+        """Put a chunk behind the past of a layer. Returns (key_NBKH, value_NBKH) of both, as views."""
+        buffer, num_tokens = self.key_values[layer], key_value_2NBTH.shape[3]
         first = (self._next - num_tokens) % self.size
-        buffer.narrow(3, first, num_tokens).copy_(key_value_2BNTH)
-        buffer.narrow(3, first + self.size, num_tokens).copy_(key_value_2BNTH)
+        buffer.narrow(3, first, num_tokens).copy_(key_value_2NBTH)
+        buffer.narrow(3, first + self.size, num_tokens).copy_(key_value_2NBTH)
         key, value = buffer.narrow(3, first + self.size - past_len, past_len + num_tokens).unbind(0)
         return key, value
 
@@ -113,7 +117,7 @@ class KeyValueRing:
         """A copy of what a row remembers, or of the last `memory_len` positions of it."""
         length = int(self.known_B[row]) if memory_len is None else min(int(self.known_B[row]), memory_len)
         stop = self._next + self.size
-        key_value = torch.stack([buffer[:, row, :, stop - length : stop] for buffer in self.key_values])
+        key_value = torch.stack([buffer[:, :, row, stop - length : stop] for buffer in self.key_values])
         documents = torch.zeros(length, dtype=torch.int64, device=key_value.device)
         if self.documents is not None:
             documents = self.documents[row, stop - length : stop].clone()
@@ -129,7 +133,7 @@ class KeyValueRing:
         # Both copies of the slots before the next one; those behind it are written before they are read.
         for stop, length in ((self._next + self.size, self.known_B[row]), (self._next, min(self._next, num_given))):
             for buffer, key_value_2NSH in zip(self.key_values, past.key_value_L2NSH, strict=True):
-                buffer[:, row, :, stop - length : stop] = key_value_2NSH[:, :, num_given - length :]
+                buffer[:, :, row, stop - length : stop] = key_value_2NSH[:, :, num_given - length :]
             if self.documents is not None:
                 self.documents[row, stop - length : stop] = past.document_S[num_given - length :]
 
@@ -137,7 +141,7 @@ class KeyValueRing:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; one may be named several times."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
-        self.key_values = [buffer.index_select(1, index) for buffer in self.key_values]
+        self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
         if self.documents is not None:
             self.documents = self.documents.index_select(0, index)
         self.known_B = self.known_B[list(rows)]
@@ -148,7 +152,7 @@ class _Layer(NamedTuple):
 
     block: Block
     weight: Tensor
-    """Of queries, keys and values, [3 N H, D]."""
+    """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them."""
     bias: Tensor | None
     query_bias_2NH: Tensor
     """u, v; v is 0 where the model has none."""
@@ -170,6 +174,7 @@ class FrozenModel:
         assert not model.training
         self.model, section = model, model.section
         self.layers: list[_Layer] = []
+        scale = section.head_width**-0.5
         for block in cast(list[Block], list(model.blocks)):
             attention = block.attention
             content, position = attention.content_bias, attention.position_bias
@@ -177,8 +182,8 @@ class FrozenModel:
             value_bias = attention.key_value.value_bias
             bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
             biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
-            weight = torch.cat([attention.query.weight, attention.key_value.weight])
-            self.layers.append(_Layer(block, weight, bias, biases))
+            weight = torch.cat([attention.query.weight * scale, attention.key_value.weight])
+            self.layers.append(_Layer(block, weight, bias, biases * scale))
         self.tables = model.softmax.tables()
         self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
         self._distances: list[tuple[Tensor, Tensor | None]] = []
@@ -237,18 +242,17 @@ class FrozenModel:
         mask_BTK = ring.advance(num_tokens, document_BT)
         hidden, known, hiddens = embedded_BTD, self._distances_of(ring.size), []
         section = self.model.section
-        for index, (layer, (distance_NHS, bias_NS)) in enumerate(zip(self.layers, known, strict=True)):
+        for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
             hiddens.append(hidden)
             block = layer.block
             normed = block.attention_norm(hidden) if block.pre_norm else hidden
             projected = F.linear(normed, layer.weight, layer.bias)
-            projected_3BNTH = projected.unflatten(-1, (3, section.num_heads, section.head_width)).permute(2, 0, 3, 1, 4)
-            key_BNKH, value_BNKH = ring.write(index, projected_3BNTH[1:], past_len=past_len)
-            query_2BNTH = projected_3BNTH[0] + layer.query_bias_2NH[:, None, :, None]
-            context_BNTH = self._attend(
-                query_2BNTH, key_BNKH, value_BNKH, distance_NHS, bias_NS, mask_BTK, memory_len=ring.memory_len
-            )
-            hidden = block.finish(hidden, block.attention.output(context_BNTH.transpose(1, 2).flatten(2)))
+            projected_3NBTH = projected.unflatten(-1, (3, section.num_heads, section.head_width)).permute(2, 3, 0, 1, 4)
+            key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
+            query_2NBTH = projected_3NBTH[0] + layer.query_bias_2NH[:, :, None, None]
+            attend = self._attend if num_tokens > 1 else self._attend_one
+            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len)
+            hidden = block.finish(hidden, block.attention.output(context_NBTH.permute(1, 2, 0, 3).flatten(2)))
         return [*hiddens, self.model.final_norm(hidden)]
 
     @torch.inference_mode()
@@ -263,54 +267,78 @@ class FrozenModel:
 
     def _attend(
         self,
-        query_2BNTH: Tensor,
-        key_BNKH: Tensor,
-        value_BNKH: Tensor,
-        distance_NHS: Tensor,
-        bias_NS: Tensor | None,
+        query_2NBTH: Tensor,
+        key_NBKH: Tensor,
+        value_NBKH: Tensor,
+        distances: tuple[Tensor, Tensor | None],
         mask_BTK: Tensor | None,
         *,
         memory_len: int,
     ) -> Tensor:
-        """context_BNTH. `distance_NHS` are scaled, of S or more distances, down to that of a query to itself."""
-        (B, N, T, H), past_len = query_2BNTH.shape[1:], key_BNKH.shape[2] - query_2BNTH.shape[3]
-        contexts = []
-        for start in range(0, T, BLOCK_LEN):
-            stop = min(start + BLOCK_LEN, T)
-            num_queries, num_keys = stop - start, past_len + stop
-            row_len = num_keys + num_queries - 1
-            content_BNbH, position_BNbH = query_2BNTH[:, :, :, start:stop]
-            scores_NRS = position_BNbH.new_empty(N, B * num_queries, row_len)
-            torch.bmm(
-                position_BNbH.transpose(0, 1).reshape(N, B * num_queries, H),
-                distance_NHS[:, :, -num_keys:],
-                out=scores_NRS[:, :, :num_keys],
-            )
-            if bias_NS is not None:
-                scores_NRS[:, :, :num_keys] += bias_NS[:, None, -num_keys:]
-            if num_queries > 1:
-                scores_NRS[:, :, num_keys:] = float("-inf")
-            if self._window is not None and num_keys > memory_len + self._window:
-                scores_NRS[:, :, : num_keys - memory_len - self._window] = float("-inf")
-            lane = num_queries * row_len
-            shifted_BNbK = scores_NRS.as_strided(
-                (B, N, num_queries, num_keys), (lane, B * lane, row_len - 1, 1), num_queries - 1
+        """context_NBTH. `distances` are S or more, down to that of a query to itself."""
+        (N, B, T, H), K = query_2NBTH.shape[1:], key_NBKH.shape[2]
+        block_len = min(T, BLOCK_LEN)
+        most = block_len * (K + block_len - 1)
+        num_rows = min(B, max(1, MOST_SCORES // most))
+        num_heads = min(N, max(1, MOST_SCORES // (most * B)))
+        buffers = query_2NBTH.new_empty(2, num_heads * num_rows * most)
+        context_NBTH = query_2NBTH.new_empty(N, B, T, H)
+        for n, b, start in itertools.product(range(0, N, num_heads), range(0, B, num_rows), range(0, T, block_len)):
+            heads, rows, stop = slice(n, n + num_heads), slice(b, b + num_rows), min(start + block_len, T)
+            num_keys = K - T + stop
+            content_query, position_query = query_2NBTH[:, heads, rows, start:stop]
+            shifted = _scores_by_distance(
+                position_query,
+                *(None if x is None else x[heads, ..., -num_keys:] for x in distances),
+                num_masked=0 if self._window is None else max(0, num_keys - memory_len - self._window),
+                buffer=buffers[0],
             )
             if mask_BTK is not None:
-                shifted_BNbK = shifted_BNbK.masked_fill(~mask_BTK[:, None, start:stop, :num_keys], float("-inf"))
-            elif shifted_BNbK.is_cuda:  # whose kernels want rows that begin at multiples of 16 bytes
-                shifted_BNbK = shifted_BNbK.contiguous()
-            contexts.append(
-                F.scaled_dot_product_attention(
-                    content_BNbH, key_BNKH[:, :, :num_keys], value_BNKH[:, :, :num_keys], attn_mask=shifted_BNbK
+                shifted.masked_fill_(~mask_BTK[rows, start:stop, :num_keys], float("-inf"))
+            # Heads and rows as one dimension, of views.
+            content_query, key, value, out = (
+                x.flatten(0, 1)
+                for x in (
+                    content_query,
+                    key_NBKH[heads, rows, :num_keys],
+                    value_NBKH[heads, rows, :num_keys],
+                    context_NBTH[heads, rows, start:stop],
                 )
             )
-        return contexts[0] if len(contexts) == 1 else torch.cat(contexts, dim=2)
+            scores = buffers[1, : shifted.numel()].view(-1, *shifted.shape[2:])
+            torch.bmm(content_query, key.transpose(1, 2), out=scores)
+            scores += shifted.flatten(0, 1)
+            torch.softmax(scores, dim=-1, out=scores)
+            torch.bmm(scores, value, out=out)
+        return context_NBTH
+
+    def _attend_one(
+        self,
+        query_2NB1H: Tensor,
+        key_NBKH: Tensor,
+        value_NBKH: Tensor,
+        distances: tuple[Tensor, Tensor | None],
+        mask_B1K: Tensor | None,
+        *,
+        memory_len: int,
+    ) -> Tensor:
+        """As `_attend`, of one query per row: few operations count for more than a cache."""
+        N, B, K = key_NBKH.shape[:3]
+        scores_NB1K = _scores_by_distance(
+            query_2NB1H[1],
+            *(None if x is None else x[..., -K:] for x in distances),
+            num_masked=0 if self._window is None else max(0, K - memory_len - self._window),
+            buffer=query_2NB1H.new_empty(N * B * K),
+        )
+        if mask_B1K is not None:
+            scores_NB1K.masked_fill_(~mask_B1K, float("-inf"))
+        query, key, value, scores = (x.transpose(0, 1) for x in (query_2NB1H[0], key_NBKH, value_NBKH, scores_NB1K))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=1.0).transpose(0, 1)
 
     def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Per layer (encodings as the layer sees them, its learned bias) of that many distances or more, S-1 ... 0.
+        """Per layer (encodings as the layer sees them, its learned bias, scaled) of that many distances or more, S-1 ... 0.
 
-        Both times H ** -0.5, as scores are. They are kept, being the same for every chunk."""
+        They are kept, being the same for every chunk."""
         if not self._distances or self._distances[0][0].shape[2] < num_distances:
             scale = self.model.section.head_width**-0.5
             self._distances = []
@@ -322,5 +350,24 @@ class FrozenModel:
                 distances = layer.block.attention.distances(num_distances, encoding_KD=encoding_KD)
                 assert distances is not None
                 bias_NS = None if distances.bias_KN is None else distances.bias_KN.t().contiguous() * scale
-                self._distances.append(((distances.key_KNH * scale).permute(1, 2, 0).contiguous(), bias_NS))
+                self._distances.append((distances.key_KNH.permute(1, 2, 0).contiguous(), bias_NS))
         return self._distances
+
+
+def _scores_by_distance(
+    query_NBTH: Tensor, distance_NHK: Tensor, bias_NK: Tensor | None, *, num_masked: int, buffer: Tensor
+) -> Tensor:
+    """scores_NBTK of keys whose distances from the last query are K-1 ... 0, as a view of a buffer of at least
+    N * B * T * (K + T - 1). Those of the `num_masked` largest distances are -inf, and those of distances below 0."""
+    (N, B, T, H), K = query_NBTH.shape, distance_NHK.shape[2]
+    row_len = K + T - 1
+    scores_NSR = buffer[: N * B * T * row_len].view(N, B * T, row_len)
+    torch.bmm(query_NBTH.reshape(N, B * T, H), distance_NHK, out=scores_NSR[:, :, :K])
+    if bias_NK is not None:
+        scores_NSR[:, :, :K] += bias_NK[:, None]
+    if num_masked:
+        scores_NSR[:, :, :num_masked] = float("-inf")
+    if T > 1:
+        scores_NSR[:, :, K:] = float("-inf")
+    lane = T * row_len
+    return scores_NSR.as_strided((N, B, T, K), (B * lane, lane, row_len - 1, 1), T - 1)

@@ -284,8 +284,8 @@ def test_nothing_of_the_past_is_joined_moved_or_made_anew_for_a_token(is_masked:
             with LargestResult() as seen:
                 frozen.run(tokens_BS[:, start : start + 1], ring, document_BT=document_BT)
             assert not any(word in name for name in seen.names for word in ("cat", "stack", "roll", "index_select"))
-            # The scores of 2 rows and 2 heads; keys and values of a layer would be ten times as much.
-            assert seen.num_elements <= 2 * 2 * (memory_len + 10)
+            # Scores of 2 rows and 2 heads, twice; keys and values of a layer would be five times as much.
+            assert seen.num_elements <= 2 * 2 * 2 * (memory_len + 10)
         else:
             frozen.run(tokens_BS[:, start : start + 1], ring, document_BT=document_BT)
     now = [*ring.key_values, *([] if ring.documents is None else [ring.documents])]
