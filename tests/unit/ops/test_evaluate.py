@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tests.helpers.bundles import MEMORY_LEN, SEGMENT_LEN, Made, make
 from tests.helpers.models import tiny_section
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.infer.cached import FrozenModel
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
@@ -26,6 +27,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.ops.evaluate.evaluate import evaluate_trained
 from txl_dist.ops.evaluate.scoring import Scores
 from txl_dist.ops.evaluation_settings import Outputs, Overrides
+from txl_dist.ops.report.pictures import sweep
 from txl_dist.progress import Progress
 
 POSITIONS: dict[str, dict[str, Any]] = {
@@ -451,3 +453,45 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
             tmp_path / "nothing", data="x", overrides=Overrides(**changes), baselines=False, outputs=Outputs(**paths)
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_belong_together_or_is_not_whole_is_refused_before_it_is_scored(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
+    other = make(tmp_path / "other", kind="bpe", vocab_size=270)
+    with pytest.raises(DataError, match=r"was prepared with another tokenizer than .*--tokenizer-file"):
+        evaluated(made._replace(corpus=other.corpus))
+    for damage in ("cut", "gone", "of other weights"):
+        folder = tmp_path / damage
+        shutil.copytree(made.bundle, folder / "bundle")
+        weights = folder / "bundle" / "model.safetensors"
+        if damage == "cut":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        elif damage == "gone":
+            weights.unlink()
+        else:
+            weights.write_bytes((other.bundle / "model.safetensors").read_bytes())
+        with pytest.raises(CheckpointError) as told:
+            evaluated(made._replace(bundle=folder / "bundle"))
+        assert "model.safetensors" in str(told.value)
+        assert not (folder / "result.json").exists()
+
+
+def test_a_picture_has_the_first_length_that_differs_along_its_axis_and_a_line_for_each_of_the_others() -> None:
+    scores = {
+        f"{memory} {segment}": {"memory_len": memory, "segment_len": segment, "clamp_len": 0, "loss": memory + segment}
+        for memory in (8, 0)
+        for segment in (16, 32)
+    }
+    chart = sweep({"order 0": {"loss": 9.0}, **scores})
+    assert chart is not None
+    assert chart.x_label == "tokens of memory"
+    assert {line.label: (line.x.tolist(), line.y.tolist()) for line in chart.lines} == {
+        "segment 16": ([0, 8], [16, 24]),
+        "segment 32": ([0, 8], [32, 40]),
+    }
+    alone = sweep({name: one for name, one in scores.items() if one["memory_len"]})
+    assert alone is not None
+    assert (alone.x_label, [line.label for line in alone.lines]) == ("tokens of segment", [""])
+    assert sweep({"model": {"memory_len": 8, "loss": 1.0}, "order 0": {"loss": 2.0}}) is None

@@ -99,16 +99,16 @@ def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
 
 def draw_png(chart: Chart) -> bytes:
     """The same as a PNG file, on white."""
-    return _drawn(chart, (), format="png", dpi=_PNG_DPI, metadata={"Software": None})
+    return _drawn(chart, (), grid="#dddddd", format="png", dpi=_PNG_DPI, metadata={"Software": None})
 
 
-def _drawn(chart: Chart, marks: Sequence[Mark], **options: Any) -> bytes:
+def _drawn(chart: Chart, marks: Sequence[Mark], *, grid: str = _GRID, **options: Any) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
         matplotlib.rc_file(_STYLE)  # and else the defaults: the user's own settings would make other pictures
-        matplotlib.rcParams["svg.hashsalt"] = chart.name
+        matplotlib.rcParams.update({"svg.hashsalt": chart.name, "grid.color": grid})
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         for index, line in enumerate(chart.lines):
