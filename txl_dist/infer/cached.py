@@ -62,7 +62,13 @@ class KeyValueRing:
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
         shape = (2, num_rows, section.num_heads, 2 * self.size + chunk_len, section.head_width)
-        self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
+        try:
+            self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no room for a memory of {memory_len:,} tokens for {num_rows} texts: {str(error).splitlines()[0]}. "
+                "Choose a smaller --memory-len or --batch-size."
+            ) from error
         self.documents = (
             torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
         )
@@ -188,7 +194,11 @@ class FrozenModel:
         """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
 
         `with_documents`: each chunk comes with the document of each of its tokens, and sees no other.
+
+        Raises ConfigError if there is no room for it, or a query would see nothing.
         """
+        if self._window == 0 and memory_len == 0:
+            raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
         return KeyValueRing(
             self.model, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
         )

@@ -44,7 +44,7 @@ class TextMemory:
 
         What fell out of a full memory when they came does not come back.
         """
-        length = self.past.document_S.shape[0] - num_tokens
+        length = max(0, self.past.document_S.shape[0] - num_tokens)
         past = Past(self.past.key_value_L2NSH[:, :, :, :length], self.past.document_S[:length])
         return type(self)(past, last, self.model)
 

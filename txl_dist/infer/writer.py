@@ -141,9 +141,10 @@ class _Work:
         return shown
 
     def kept(self) -> list[Token]:
-        """The tokens whose text was shown."""
+        """The tokens whose text was shown; none that had only begun a character."""
         if self.finish == "stop":
-            return [token for token, length in zip(self.tokens, self._lengths, strict=True) if length <= self._shown]
+            reached = max((length for length in self._lengths if length <= self._shown), default=0)
+            return self.tokens[: self._lengths.index(reached) + 1 if reached else 0]
         return self.tokens[:-1] if self.finish == "end_of_text" else self.tokens
 
     def _num_suspect(self) -> int:

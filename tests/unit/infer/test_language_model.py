@@ -319,7 +319,7 @@ def test_prompts_are_read_one_by_one_as_rows_become_free(lm: LanguageModel) -> N
     def prompts() -> Any:
         for number in range(6):
             read.append(number)
-            yield "abc"
+            yield lm.prompt("abc")
 
     pieces = lm.write(prompts(), Writing(max_tokens=5, batch_size=2))
     next(pieces)
