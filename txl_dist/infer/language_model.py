@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,18 +275,16 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:
-        """Of texts that are read together, each padded to the longest."""
-        lengths = [len(row.ids) for row in rows]
+        """Of some texts; those that the ring takes are read together, each padded to the longest."""
+        segment_len, lengths = self.bundle.segment_len, [len(row.ids) for row in rows]
+        if not self.network.section.scheme.uses_memory or zero_memory:  # whose places may be counted from the end
+            plain = partial(log_probabilities, self.network, segment_len=segment_len, memory_len=memory_len)
+            texts = [torch.tensor([row.ids], dtype=torch.int64, device=self.device) for row in rows]
+            return [plain(tokens_1S, zero_memory=zero_memory)[0] for tokens_1S in texts]
         tokens_BS = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for tokens_S, row in zip(tokens_BS, rows, strict=True):
             tokens_S[: len(row.ids)] = torch.tensor(row.ids)
         tokens_BS = tokens_BS.to(self.device)
-        segment_len = self.bundle.segment_len
-        if not self.network.section.scheme.uses_memory or zero_memory:
-            log_p_BS = log_probabilities(
-                self.network, tokens_BS, segment_len=segment_len, memory_len=memory_len, zero_memory=zero_memory
-            )
-            return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
         ring = self.frozen.ring(num_rows=len(rows), memory_len=memory_len, chunk_len=segment_len)
         for index, row in enumerate(rows):
             if row.past is not None:
