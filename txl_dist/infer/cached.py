@@ -65,8 +65,9 @@ class KeyValueRing:
         try:
             self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
         except RuntimeError as error:
+            num_bytes = section.num_layers * np.prod(shape, dtype=float) * anchor.itemsize
             raise ConfigError(
-                f"no room for a memory of {memory_len:,} tokens for {num_rows} texts: {str(error).splitlines()[0]}. "
+                f"no room for a memory of {memory_len:,} tokens for {num_rows} texts, {num_bytes / 1e9:,.1f} GB. "
                 "Choose a smaller --memory-len or --batch-size."
             ) from error
         self.documents = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -51,13 +51,15 @@ def generate_texts(
     with, for settings out of range and for files that cannot be written.
     """
     start_logging()
-    with ExitStack() as stack:
+    with _filling(), ExitStack() as stack:
         model = load(source)
         memory = None if load_memory is None else model.load_memory(load_memory)
         begun: dict[int, tuple[Given, Prompt]] = {}
         prompts = _begun(given, model, memory, begun)
         pieces = model.write(prompts, writing, keep_memory=save_memory is not None)
-        sink = None if out is None else _open(out, stack)
+        sink: TextIO | None = None
+        if out is not None:
+            sink = sys.stdout if out == STANDARD else stack.enter_context(out.open("w", encoding="utf-8"))
         is_shown = is_one and sink is None
         if is_shown:
             pieces = _shown(pieces, model, begun)
@@ -153,10 +155,15 @@ def _whole_texts(pieces: Iterator[Piece], *, num_samples: int) -> Iterator[tuple
             turn = (turn[0], turn[1] + 1) if turn[1] + 1 < num_samples else (turn[0] + 1, 0)
 
 
-def _open(path: Path, stack: ExitStack) -> TextIO:
-    if path == STANDARD:
-        return sys.stdout
+@contextmanager
+def _filling() -> Iterator[None]:
+    """Raises ConfigError for an output that cannot be opened or is full."""
     try:
-        return stack.enter_context(path.open("w", encoding="utf-8"))
+        yield
+    except BrokenPipeError:  # its reader has what it wants
+        raise
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --out.") from error
+        what = error.filename or "the texts"
+        raise ConfigError(
+            f"cannot write {what}: {error.strerror}. Make room, or name another file with --out."
+        ) from error

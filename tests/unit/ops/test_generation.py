@@ -197,6 +197,8 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999")
     assert "is not valid UTF-8 (character 1). Give it as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
     assert "no room for a memory of 1,000,000,000,000 tokens" in shell.refusal("--memory-len", str(10**12))
+    full = "cannot write the texts: No space left on device. Make room, or name another file with --out."
+    assert full in shell.refusal("--out", "/dev/full")
     mute = made(tmp_path / "mute", begins=False)
     assert "cannot begin a document. Give a prompt." in shell.refusal(bundle=mute)
     window = made(tmp_path / "window", same_length="memory")
