@@ -66,12 +66,19 @@ class KeyValueRing:
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
         shape = (2, section.num_heads, num_rows, 2 * self.size + chunk_len, section.head_width)
-        self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
+        try:
+            self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
+        except RuntimeError as error:
+            num_bytes = section.num_layers * np.prod(shape, dtype=float) * anchor.itemsize
+            raise ConfigError(
+                f"no room for a memory of {memory_len:,} tokens for {num_rows} texts, {num_bytes / 1e9:,.1f} GB. "
+                "Choose a smaller --memory-len or --batch-size."
+            ) from error
         self.documents = (
             torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
         )
         self.known_B = np.zeros(num_rows, dtype=np.int64)
-        """Positions that each row remembers, of the last `memory_len`."""
+        """Positions that each row remembers: one more than are read, so that the last one may be taken back."""
         self._next = 0  # slot of the next position
 
     @property
@@ -82,7 +89,7 @@ class KeyValueRing:
     @property
     def past_len(self) -> int:
         """Positions of the past that a chunk reads: as many as the row with the longest one has."""
-        return int(self.known_B.max(initial=0))
+        return min(int(self.known_B.max(initial=0)), self.memory_len)
 
     def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
         """Make room for a chunk, of which each layer's keys and values follow. Returns mask_BTK, or None where every
@@ -96,11 +103,11 @@ class KeyValueRing:
             seen_B1K = self.documents[:, None, first + self.size - past_len : first + self.size + num_tokens]
             mask = seen_B1K == document_BT[:, :, None]
         elif int(self.known_B.min(initial=past_len)) < past_len:
-            begin_B = torch.from_numpy(past_len - self.known_B).to(self.key_values[0].device)
+            begin_B = torch.from_numpy(np.maximum(past_len - self.known_B, 0)).to(self.key_values[0].device)
             key_K = torch.arange(past_len + num_tokens, device=begin_B.device)
             mask = (key_K >= begin_B[:, None])[:, None].expand(-1, num_tokens, -1)
         self._next = (first + num_tokens) % self.size
-        self.known_B = np.minimum(self.known_B + num_tokens, self.memory_len)
+        self.known_B = np.minimum(self.known_B + num_tokens, self.memory_len + 1)
         return mask
 
     def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
@@ -113,10 +120,13 @@ class KeyValueRing:
         return key, value
 
     @torch.inference_mode()
-    def past(self, row: int, *, memory_len: int | None = None) -> Past:
-        """A copy of what a row remembers, or of the last `memory_len` positions of it."""
-        length = int(self.known_B[row]) if memory_len is None else min(int(self.known_B[row]), memory_len)
-        stop = self._next + self.size
+    def past(self, row: int, *, without_last: int = 0) -> Past:
+        """A copy of what a row remembers, as if the last so many positions had not been there.
+
+        One is taken back without a trace; for more the oldest are missing, where the memory was full.
+        """
+        length = int(np.clip(self.known_B[row] - without_last, 0, self.memory_len))
+        stop = self._next + self.size - without_last
         key_value = torch.stack([buffer[:, :, row, stop - length : stop] for buffer in self.key_values])
         documents = torch.zeros(length, dtype=torch.int64, device=key_value.device)
         if self.documents is not None:
@@ -193,7 +203,11 @@ class FrozenModel:
         """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
 
         `with_documents`: each chunk comes with the document of each of its tokens, and sees no other.
+
+        Raises ConfigError if there is no room for it, or a query would see nothing.
         """
+        if self._window == 0 and memory_len == 0:
+            raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
         return KeyValueRing(
             self.model, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
         )

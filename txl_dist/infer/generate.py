@@ -133,16 +133,14 @@ class Decoder:
             self._rows.select(taken)
             self._texts = [self._texts[row] for row in taken]
 
-    def memory(self, key: Hashable) -> tuple[Past, int]:
-        """(what a text remembers, its last token, which is not part of that): to go on with it later."""
-        row = self._row_of(key)
-        text = self._texts[row]
-        assert text is not None
-        return self._rows.past(row), text.last
+    def past(self, key: Hashable, *, without_last: int = 0) -> Past:
+        """What is remembered of a text but its last token; as if the last so many had not been made (see
+        `KeyValueRing.past`)."""
+        return self._rows.past(self._row_of(key), without_last=without_last)
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """The next token of every text. Those that end stay in work, for `memory`, until they are removed."""
+        """The next token of every text. Those that end stay in work, for `past`, until they are removed."""
         log_p_BV = self._rows.run([0 if text is None else text.last for text in self._texts])
         groups: dict[Sampling, list[tuple[int, _Text]]] = {}
         for row, text in enumerate(self._texts):
@@ -208,8 +206,8 @@ class _CachedRows:
     def read(self, row: int, request: Request) -> None:
         self._ring.put(row, self.past_of(request))
 
-    def past(self, row: int) -> Past:
-        return self._ring.past(row)
+    def past(self, row: int, *, without_last: int) -> Past:
+        return self._ring.past(row, without_last=without_last)
 
     def run(self, tokens: list[int]) -> Tensor:
         hidden_B1D = self._frozen.run(torch.tensor(tokens, device=self._device)[:, None], self._ring)
@@ -236,7 +234,7 @@ class _WindowRows:
             f"a model with {self._model.section.positions} positions remembers nothing. Give the whole text again."
         )
 
-    def past(self, row: int) -> Past:
+    def past(self, row: int, *, without_last: int) -> Past:
         return self.past_of(Request(ids=(), max_tokens=0))
 
     def run(self, tokens: list[int]) -> Tensor:

@@ -11,8 +11,9 @@ lm.generate(" and then", memory=memory).text         # ... and gone on from, as 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from txl_dist.infer.bundle import Bundle
 from txl_dist.infer.cached import FrozenModel, KeyValueRing
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.probe import log_probabilities
-from txl_dist.infer.settings import Writing, check_ids
+from txl_dist.infer.settings import Writing, check_ids, check_text
 from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory
 from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, write
 from txl_dist.model.transformer_xl import TransformerXL
@@ -114,7 +115,6 @@ class LanguageModel:
         zero_memory: bool = False,
     ) -> list[Tensor]:
         """As `score`, of several texts together."""
-        self._check_memory(memory)
         rows = [self._read(text, memory) for text in texts]
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
@@ -144,46 +144,36 @@ class LanguageModel:
     ) -> list[list[Generation]]:
         """As `generate`, of several prompts together: the `num_samples` texts of each."""
         writing = Writing.of(settings)
-        texts = [[""] * writing.num_samples for _ in prompts]
-        made: list[dict[int, Generation]] = [{} for _ in prompts]
-        for piece in self.write(prompts, writing, memory=memory, keep_memory=keep_memory):
-            texts[piece.prompt][piece.sample] += piece.text
-            if piece.ending:
-                text, prompt = texts[piece.prompt][piece.sample], self.prompt(prompts[piece.prompt], memory)
-                made[piece.prompt][piece.sample] = self.generation(text, piece.ending, prompt)
-        return [[samples[sample] for sample in range(writing.num_samples)] for samples in made]
+        begun = [self.prompt(prompt, memory) for prompt in prompts]
+        texts: dict[tuple[int, int], str] = defaultdict(str)
+        made: dict[tuple[int, int], Generation] = {}
+        for number, sample, text, ending in self.write(begun, writing, keep_memory=keep_memory):
+            texts[number, sample] += text
+            if ending:
+                made[number, sample] = self.generation(texts[number, sample], ending, begun[number])
+        return [[made[number, sample] for sample in range(writing.num_samples)] for number in range(len(prompts))]
 
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
         """As `generate`, of one prompt: the text in pieces, as they are made."""
-        return (piece.text for piece in self.write([prompt], Writing.of(settings), memory=memory) if piece.text)
+        pieces = self.write([self.prompt(prompt, memory)], Writing.of(settings))
+        return (piece.text for piece in pieces if piece.text)
 
-    def write(
-        self,
-        prompts: Iterable[Text],
-        writing: Writing,
-        *,
-        memory: TextMemory | None = None,
-        keep_memory: bool = False,
-    ) -> Iterator[Piece]:
+    def write(self, prompts: Iterable[Prompt], writing: Writing, *, keep_memory: bool = False) -> Iterator[Piece]:
         """As `generate`, of many prompts, which are read one by one: pieces of all texts as they come."""
         writing.check(vocab_size=self.tokenizer.vocab_size)
-        self._check_memory(memory)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
                 f"a model with {self.network.section.positions} positions remembers nothing. Leave the memory out."
             )
         decoder = self._decoder(writing.memory_len)
-        made = (self.prompt(prompt, memory) for prompt in prompts)
-        return write(decoder, self.tokenizer, made, writing, keeps_memory=keep_memory)
+        return write(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
 
     def generation(self, text: str, ending: Ending, prompt: Prompt) -> Generation:
         """A whole text, of its pieces, its end and its prompt."""
         ids = [token.id for token in ending.tokens]
         memory = None
         if ending.past is not None:
-            last = ids[-1] if ids else prompt.ids[-1]
-            whole = TextMemory(ending.past, last, self.fingerprint)
-            memory = whole.without_last(ending.num_made - len(ids), last=last)
+            memory = TextMemory(ending.past, ids[-1] if ids else prompt.ids[-1], self.fingerprint)
         log_probs, top = [token.log_p for token in ending.tokens], [token.top for token in ending.tokens]
         return Generation(text, ids, ending.finish, log_probs, top, memory)
 
@@ -192,7 +182,6 @@ class LanguageModel:
 
         Raises ConfigError where the model remembers nothing, and as `generate`.
         """
-        self._check_memory(memory)
         prompt = self.prompt(text, memory)
         past = self._decoder(memory_len).read(Request(ids=prompt.ids, max_tokens=0, past=prompt.past))
         return TextMemory(past, prompt.ids[-1], self.fingerprint)
@@ -250,8 +239,8 @@ class LanguageModel:
         return torch.stack(hiddens), memory  # outside of inference mode, so that others may train on them
 
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
-        """What a text is for `generation`: its ids behind a memory; without one, behind an end-of-text, where the model
-        can begin a document and the text is not given as ids. Raises as `generate`."""
+        """What a text is for `write` and `generation`: its ids behind a memory; without one, behind an end-of-text,
+        where the model can begin a document and the text is not given as ids. Raises as `generate`."""
         prompt = self._read(text, memory)
         if not prompt.ids:
             has_mark = self.tokenizer.end_of_text is not None
@@ -260,6 +249,10 @@ class LanguageModel:
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
+        if memory is not None and memory.model != self.fingerprint:
+            raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
+        if isinstance(text, str):
+            check_text(text)
         ids = self.encode(text) if isinstance(text, str) else list(text)
         check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="the prompt")
         shown, end_of_text = text if isinstance(text, str) else self.tokenizer.decode(ids), self.tokenizer.end_of_text
@@ -268,10 +261,6 @@ class LanguageModel:
         elif end_of_text is not None and self.bundle.begins_documents and (isinstance(text, str) or not ids):
             ids = [end_of_text, *ids]
         return Prompt(tuple(ids), None if memory is None else memory.past, self.tokenizer.joint(shown))
-
-    def _check_memory(self, memory: TextMemory | None) -> None:
-        if memory is not None and memory.model != self.fingerprint:
-            raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
 
     def _decoder(self, memory_len: int) -> Decoder:
         bundle, uses_memory = self.bundle, self.network.section.scheme.uses_memory
@@ -284,18 +273,16 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:
-        """Of texts that are read together, each padded to the longest."""
-        lengths = [len(row.ids) for row in rows]
+        """Of some texts; those that the ring takes are read together, each padded to the longest."""
+        segment_len, lengths = self.bundle.segment_len, [len(row.ids) for row in rows]
+        if not self.network.section.scheme.uses_memory or zero_memory:  # whose places may be counted from the end
+            plain = partial(log_probabilities, self.network, segment_len=segment_len, memory_len=memory_len)
+            texts = [torch.tensor([row.ids], dtype=torch.int64, device=self.device) for row in rows]
+            return [plain(tokens_1S, zero_memory=zero_memory)[0] for tokens_1S in texts]
         tokens_BS = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for tokens_S, row in zip(tokens_BS, rows, strict=True):
             tokens_S[: len(row.ids)] = torch.tensor(row.ids)
         tokens_BS = tokens_BS.to(self.device)
-        segment_len = self.bundle.segment_len
-        if not self.network.section.scheme.uses_memory or zero_memory:
-            log_p_BS = log_probabilities(
-                self.network, tokens_BS, segment_len=segment_len, memory_len=memory_len, zero_memory=zero_memory
-            )
-            return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
         ring = self.frozen.ring(num_rows=len(rows), memory_len=memory_len, chunk_len=segment_len)
         for index, row in enumerate(rows):
             if row.past is not None:

@@ -102,6 +102,14 @@ def check_ids(ids: Sequence[int], *, vocab_size: int, what: str) -> None:
             raise ConfigError(f"{what}: {i} is no id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it.")
 
 
+def check_text(text: str) -> None:
+    """Raises ConfigError for halves of characters, which stand for bytes that are not UTF-8, or came so in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
+
+
 def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:
     """Raises ConfigError for the first rule of (setting, whether it holds, what it is) that does not hold."""
     for name, holds, rule in rules:

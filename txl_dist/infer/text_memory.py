@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,15 +37,6 @@ class TextMemory:
     def __len__(self) -> int:
         """Tokens that are remembered."""
         return self.past.document_S.shape[0] + 1
-
-    def without_last(self, num_tokens: int, *, last: int) -> Self:
-        """As if the last so many tokens had not been there; `last` is then the last one.
-
-        What fell out of a full memory when they came does not come back.
-        """
-        length = self.past.document_S.shape[0] - num_tokens
-        past = Past(self.past.key_value_L2NSH[:, :, :, :length], self.past.document_S[:length])
-        return type(self)(past, last, self.model)
 
     def save(self, path: str | Path) -> None:
         """Write the file; an older one is replaced. Raises ConfigError if it cannot be written."""

@@ -32,9 +32,7 @@ class Ending(NamedTuple):
     tokens: list[Token]
     """Of its text; those behind its end are left out."""
     past: Past | None
-    """What is remembered of the prompt and of all tokens that were made but the last; only if asked for."""
-    num_made: int
-    """Tokens that were made, those included that are left out."""
+    """What is remembered of the prompt and of the text but its last token; only if asked for."""
 
 
 class Piece(NamedTuple):
@@ -66,7 +64,7 @@ def write(
             work = _Work(key, tokenizer.decoder(after=prompt.ids), writing.stop, tokenizer.end_of_text)
             if request.max_tokens == 0:
                 past = decoder.read(request) if keeps_memory else None
-                yield Piece(*key, prompt.joint, Ending("length", [], past, 0))
+                yield Piece(*key, prompt.joint, Ending("length", [], past))
                 continue
             decoder.add(key, request)
             works[key] = work
@@ -80,10 +78,12 @@ def write(
                 if text:
                     yield Piece(*work.key, text, None)
                 continue
-            past = decoder.memory(token.key)[0] if keeps_memory else None
+            kept, past = work.kept(), None
+            if keeps_memory:
+                past = decoder.past(token.key, without_last=len(work.tokens) - len(kept))
             decoder.remove(token.key)
             del works[token.key]
-            yield Piece(*work.key, text, Ending(work.finish, work.kept(), past, len(work.tokens)))
+            yield Piece(*work.key, text, Ending(work.finish, kept, past))
 
 
 def _requests(
@@ -141,9 +141,10 @@ class _Work:
         return shown
 
     def kept(self) -> list[Token]:
-        """The tokens whose text was shown."""
+        """The tokens whose text was shown; none that had only begun a character."""
         if self.finish == "stop":
-            return [token for token, length in zip(self.tokens, self._lengths, strict=True) if length <= self._shown]
+            reached = max((length for length in self._lengths if length <= self._shown), default=0)
+            return self.tokens[: self._lengths.index(reached) + 1 if reached else 0]
         return self.tokens[:-1] if self.finish == "end_of_text" else self.tokens
 
     def _num_suspect(self) -> int:

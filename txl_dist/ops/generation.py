@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from txl_dist.console import say, write_text
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.files import parse_json
 from txl_dist.infer.language_model import LanguageModel, Text
 from txl_dist.infer.settings import Writing
 from txl_dist.infer.text_memory import TextMemory
-from txl_dist.infer.writer import Piece
+from txl_dist.infer.writer import Piece, Prompt
 from txl_dist.log import start_logging
 from txl_dist.ops.export import load
 
@@ -28,6 +29,8 @@ class Given(NamedTuple):
     text: Text
     record: dict[str, Any]
     """What is told of it beside its texts."""
+    where: str = ""
+    """Line of a file, for errors."""
 
 
 def generate_texts(
@@ -48,29 +51,32 @@ def generate_texts(
     with, for settings out of range and for files that cannot be written.
     """
     start_logging()
-    with ExitStack() as stack:
-        sink = None if out is None else _open(out, stack)
+    with _filling(), ExitStack() as stack:
         model = load(source)
         memory = None if load_memory is None else model.load_memory(load_memory)
-        kept: list[Given] = []
-        prompts = (_keep(kept, one).text for one in given)
-        pieces = model.write(prompts, writing, memory=memory, keep_memory=save_memory is not None)
-        if is_one and sink is None:
-            _show(pieces, model, kept, memory, save_memory)
-            return
+        begun: dict[int, tuple[Given, Prompt]] = {}
+        prompts = _begun(given, model, memory, begun)
+        pieces = model.write(prompts, writing, keep_memory=save_memory is not None)
+        sink: TextIO | None = None
+        if out is not None:
+            sink = sys.stdout if out == STANDARD else stack.enter_context(out.open("w", encoding="utf-8"))
+        is_shown = is_one and sink is None
+        if is_shown:
+            pieces = _shown(pieces, model, begun)
         for piece, text in _whole_texts(pieces, num_samples=writing.num_samples):
             assert piece.ending is not None
-            one = kept[piece.prompt]
-            made = model.generation(text, piece.ending, model.prompt(one.text, memory))
-            if sink is None:
-                say(f"--- prompt {piece.prompt + 1}, sample {piece.sample + 1}: {made.finish}")
-                write_text((one.text if isinstance(one.text, str) else model.decode(one.text)) + text + "\n")
-            else:
+            is_last = piece.sample == writing.num_samples - 1
+            one, prompt = begun.pop(piece.prompt) if is_last else begun[piece.prompt]
+            made = model.generation(text, piece.ending, prompt)
+            if sink is not None:
                 record = one.record | {"sample": piece.sample, "text": text, "finish": made.finish, "ids": made.ids}
                 if writing.log_probs >= 0:
                     record |= {"log_probs": made.log_probs, "top": made.top}
                 sink.write(json.dumps(record) + "\n")
                 sink.flush()
+            elif not is_shown:
+                say(f"--- prompt {piece.prompt + 1}, sample {piece.sample + 1}: {made.finish}")
+                write_text(_text_of(one, model) + text + "\n")
             if save_memory is not None and made.memory is not None:
                 made.memory.save(save_memory)
 
@@ -83,18 +89,16 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        place = f"{where}, line {number}: "
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
-            raise ConfigError(f"{where}, line {number}: no JSON ({error}). Mend it.") from error
-        text = None if not isinstance(record, dict) else record.get("prompt", record.get("tokens"))
+            raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
+        text: Any = None if not isinstance(record, dict) else record.get("prompt", record.get("tokens"))
         is_ids = isinstance(text, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in text)
         if not (isinstance(text, str) or is_ids):
-            raise ConfigError(
-                f'{where}, line {number}: it must be an object with "prompt", a text, or "tokens", a list of ids.'
-            )
-        assert text is not None
-        yield Given(text, record)
+            raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
+        yield Given(text, record, place)
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -103,7 +107,7 @@ def read_lines(path: Path) -> Iterator[str]:
         if path == STANDARD:
             yield from sys.stdin
             return
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:
             yield from stream
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Name another file.") from error
@@ -111,22 +115,29 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ConfigError(f"{path} is not valid UTF-8 (byte {error.start}). Give it as UTF-8.") from error
 
 
-def _show(
-    pieces: Iterator[Piece], model: LanguageModel, kept: list[Given], memory: TextMemory | None, save: Path | None
-) -> None:
-    """One text, prompt and all, as it is made."""
-    shown = ""
-    for piece in pieces:
-        text = kept[0].text
-        if not shown:
-            write_text(text if isinstance(text, str) else model.decode(text))
-        write_text(piece.text)
-        shown += piece.text or " "
-        if piece.ending and save is not None:
-            made = model.generation(shown, piece.ending, model.prompt(text, memory))
-            assert made.memory is not None
-            made.memory.save(save)
+def _begun(
+    given: Iterable[Given], model: LanguageModel, memory: TextMemory | None, begun: dict[int, tuple[Given, Prompt]]
+) -> Iterator[Prompt]:
+    """The prompts, one by one; those in work stand in `begun` by their number."""
+    for number, one in enumerate(given):
+        try:
+            prompt = model.prompt(one.text, memory)
+        except TxlError as error:
+            raise ConfigError(f"{one.where}{error}") from error
+        begun[number] = one, prompt
+        yield prompt
+
+
+def _shown(pieces: Iterable[Piece], model: LanguageModel, begun: dict[int, tuple[Given, Prompt]]) -> Iterator[Piece]:
+    """The pieces of one text, each written for people as it comes, behind the prompt."""
+    for number, piece in enumerate(pieces):
+        write_text(piece.text if number else _text_of(begun[0][0], model) + piece.text)
+        yield piece
     write_text("\n")
+
+
+def _text_of(one: Given, model: LanguageModel) -> str:
+    return one.text if isinstance(one.text, str) else model.decode(one.text)
 
 
 def _whole_texts(pieces: Iterator[Piece], *, num_samples: int) -> Iterator[tuple[Piece, str]]:
@@ -144,16 +155,15 @@ def _whole_texts(pieces: Iterator[Piece], *, num_samples: int) -> Iterator[tuple
             turn = (turn[0], turn[1] + 1) if turn[1] + 1 < num_samples else (turn[0] + 1, 0)
 
 
-def _keep(kept: list[Given], one: Given) -> Given:
-    kept.append(one)
-    return one
-
-
-def _open(path: Path, stack: ExitStack) -> TextIO:
-    """Before the model is read, not after it."""
-    if path == STANDARD:
-        return sys.stdout
+@contextmanager
+def _filling() -> Iterator[None]:
+    """Raises ConfigError for an output that cannot be opened or is full."""
     try:
-        return stack.enter_context(path.open("w", encoding="utf-8"))
+        yield
+    except BrokenPipeError:  # its reader has what it wants
+        raise
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with --out.") from error
+        what = error.filename or "the texts"
+        raise ConfigError(
+            f"cannot write {what}: {error.strerror}. Make room, or name another file with --out."
+        ) from error

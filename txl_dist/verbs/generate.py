@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from txl_dist.errors import ConfigError
-from txl_dist.infer.settings import Writing
+from txl_dist.infer.settings import Writing, check_text
 from txl_dist.run_files import TRAINED, require
 from txl_dist.verbs.words import announce
 
@@ -48,17 +48,21 @@ def generate(
     num_texts = writing.num_samples * max(1, len(prompt))
     if save_memory is not None and (num_texts > 1 or jsonl is not None):
         raise ConfigError("--save-memory keeps the memory of one text. Give one prompt, and one sample.")
-    if save_memory is not None and not save_memory.parent.is_dir():
-        raise ConfigError(f"there is no folder {save_memory.parent}. Name another file with --save-memory.")
     if writing.log_probs >= 0 and out is None:
         raise ConfigError("--log-probs are told as JSON. Give --out FILE; --out - is standard output.")
-    if load_memory is not None and not os.path.lexists(load_memory):
-        raise ConfigError(f"{load_memory} does not exist. Name a file that --save-memory wrote.")
+    pipe = Path("-")
+    for path in (file, jsonl, load_memory):
+        if path is not None and path != pipe and not path.exists():
+            raise ConfigError(f"{path} does not exist. Name another file.")
+    for flag, path in {"--out": out, "--save-memory": save_memory}.items():
+        if path is None or path == pipe:
+            continue
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"cannot write {path}. Name another file with {flag}.")
+        if path.exists() and any(read.exists() and path.samefile(read) for read in (file, jsonl) if read):
+            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another one.")
     for text in prompt:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
+        check_text(text)
     announce(f"generating up to {writing.max_tokens} tokens with {source}, {kind.value}; seed {writing.seed}")
     from txl_dist.ops.generation import Given, generate_texts, prompts_in_lines, read_lines
 

@@ -208,6 +208,12 @@ def test_many_texts_are_scored_together_as_one_by_one(lm: LanguageModel) -> None
     assert lm.score_batch([]) == []
 
 
+def test_scores_without_a_memory_do_not_depend_on_longer_texts_beside(tokenizer: Tokenizer) -> None:
+    absolute, batch = model_of(tokenizer, positions="absolute"), ["a", *texts(4), ""]
+    for together, text in zip(absolute.score_batch(batch), batch, strict=True):
+        assert torch.allclose(together, absolute.score(text), atol=1e-5)
+
+
 def test_scores_behind_a_memory_are_those_of_the_whole_text(lm: LanguageModel) -> None:
     first, second = "the cat sat", " on the mat"
     whole = lm.score(first + second, memory_len=100)
@@ -319,7 +325,7 @@ def test_prompts_are_read_one_by_one_as_rows_become_free(lm: LanguageModel) -> N
     def prompts() -> Any:
         for number in range(6):
             read.append(number)
-            yield "abc"
+            yield lm.prompt("abc")
 
     pieces = lm.write(prompts(), Writing(max_tokens=5, batch_size=2))
     next(pieces)
