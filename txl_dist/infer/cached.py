@@ -155,7 +155,7 @@ class _Layer(NamedTuple):
     weight: Tensor
     """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them."""
     bias: Tensor | None
-    query_bias_2NH: Tensor
+    query_bias_2N11H: Tensor
     """u, v; v is 0 where the model has none."""
 
 
@@ -207,7 +207,7 @@ class FrozenModel:
             bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
             biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
             weight = torch.cat([attention.query.weight * scale, attention.key_value.weight])
-            self.layers.append(_Layer(block, weight, bias, biases * scale))
+            self.layers.append(_Layer(block, weight, bias, biases[:, :, None, None] * scale))
         self.tables = model.softmax.tables()
         self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
         self._distances: list[tuple[Tensor, Tensor | None]] = []
@@ -267,6 +267,7 @@ class FrozenModel:
         hidden, known, hiddens = embedded_BTD, self._distances_of(ring.size), []
         section = self.model.section
         num_keys = past_len + num_tokens
+        shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
         parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
         attend = self._attend if num_tokens > 1 else self._attend_one
         for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
@@ -274,9 +275,9 @@ class FrozenModel:
             block = layer.block
             normed = block.attention_norm(hidden) if block.pre_norm else hidden
             projected = F.linear(normed, layer.weight, layer.bias)
-            projected_3NBTH = projected.unflatten(-1, (3, section.num_heads, section.head_width)).permute(2, 3, 0, 1, 4)
+            projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
-            query_2NBTH = projected_3NBTH[0] + layer.query_bias_2NH[:, :, None, None]
+            query_2NBTH = projected_3NBTH[0] + layer.query_bias_2N11H
             context_NBTH = attend(
                 query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len, parts=parts
             )
@@ -355,7 +356,7 @@ class FrozenModel:
         distance_NHS, bias_NS = distances
         scores_NB1K = _scores_by_distance(
             query_2NB1H[1],
-            distance_NHS[:, :, -K:],
+            distance_NHS.narrow(2, distance_NHS.shape[2] - K, K),
             None if bias_NS is None else bias_NS[:, -K:],
             num_masked=self._num_beyond(K, memory_len=memory_len),
             buffer=parts.buffer,
