@@ -20,7 +20,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
-from txl_dist.config import Config, changed, choices_of, load_config, setting_names
+from txl_dist.config import Config, changed, load_config, setting_names
 from txl_dist.console import say
 from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
@@ -31,9 +31,10 @@ from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, import_
 from txl_dist.verbs.plan import plan as run_plan
+from txl_dist.verbs.recl import recl
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.train import check_config_file, check_paths, usage
-from txl_dist.verbs.words import call, parse, stray_word, unknown_flag
+from txl_dist.verbs.words import call, parse, refuse_slips
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
         check_config_file(file)
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
-    _check_flags(argv, prog=prog)
+    flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
+    refuse_slips(argv, [*setting_names(), *flags, "no_dry_run", "help"], prog=prog)
     arguments: TrainArguments = parse(TrainArguments, argv, prog=prog, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
@@ -118,26 +120,6 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     if not arguments.init:
         return arguments
     return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
-
-
-def _check_flags(argv: Sequence[str], *, prog: str) -> None:
-    """Refuse unknown flags, impossible choices and settings without dashes, all at once, in a line each."""
-    flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
-    known, problems = [*setting_names(), *flags, "no_dry_run", "help"], []
-    for word, after in zip(argv, [*argv[1:], ""], strict=False):
-        flag, is_joined, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in setting_names() and is_joined and not flag.startswith("--"):
-            problems.append(stray_word(word, known, prog=prog))
-        if not flag.startswith("--") or not name:
-            continue
-        value = value if is_joined else after
-        if name not in known:
-            problems.append(unknown_flag(flag, known, prog=prog))
-        elif "." in name and (choices := choices_of(name)) and value not in choices and value[:1] not in ("", "-"):
-            problems.append(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 _PATH_FLAGS = {"--out", "--data", "--valid", "--test", "--data.path", "--run.dir"}
@@ -149,6 +131,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "launch": launch,
     "plan": plan,
     "evaluate": evaluate,
+    "recl": recl,
     "export": export,
     "import": import_,
     "generate": generate,

@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, explained
 from txl_dist.files import parse_toml, read_bytes
 from txl_dist.sections import (
     SCHEMES,
@@ -184,12 +184,10 @@ def load_config(path: str | Path) -> Config:
 
     Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
     """
+    with explained(ConfigError, f"cannot read the config file {path}", "Name a TOML file, as those in configs/."):
+        content = read_bytes(Path(path))
     try:
-        text = read_bytes(Path(path)).decode()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the config file {path}: {error.strerror or error}. Name a TOML file, as those in configs/."
-        ) from error
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     try:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from txl_dist.errors import ConfigError, LostRankError, TxlError
+from txl_dist.errors import ConfigError, LostRankError, TxlError, explained
 from txl_dist.meeting import first_line, free_port, meet
 
 T = TypeVar("T")
@@ -172,17 +172,13 @@ def uses_gpu() -> bool:
 
 
 def _join(*, timeout_s: int, num_threads: int) -> Ranks:
-    try:
+    what = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and OMP_NUM_THREADS must be integers"
+    with explained(ConfigError, what, "Unset them or fix the launcher.", of=(ValueError,)):
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         local_size = local_world_size(world_size)
         threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
         int(os.environ.get("MASTER_PORT", "0"))
-    except ValueError as error:
-        raise ConfigError(
-            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and OMP_NUM_THREADS must be integers: "
-            f"{error}. Unset them or fix the launcher."
-        ) from error
     if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
             f"WORLD_SIZE={world_size} but MASTER_ADDR or MASTER_PORT is not set: the ranks cannot find each other. "

@@ -5,6 +5,8 @@ The command line prints the message without a traceback and exits with `exit_cod
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 REQUEUE = 75
 """Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
@@ -60,3 +62,17 @@ class LostRankError(TxlError, RuntimeError):
     """A rank died or makes no progress; the others cannot go on without it."""
 
     exit_code = HANG
+
+
+@contextmanager
+def explained(
+    kind: type[TxlError], what: str, remedy: str = "", *, of: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
+    """Errors `of` these classes in the block become one for people: `what: reason. remedy`. Ours pass as they are."""
+    try:
+        yield
+    except TxlError:
+        raise
+    except of as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise kind(f"{what}: {reason}" + (f". {remedy}" if remedy else "")) from error

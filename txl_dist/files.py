@@ -29,7 +29,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_type_hints
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, explained
 
 T = TypeVar("T")
 
@@ -87,13 +87,10 @@ def write_output(path: Path, data: bytes) -> None:
 
     Raises ConfigError.
     """
-    try:
-        with path.open("wb") as stream:
-            stream.write(data)
-            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                flush_to_disk(stream)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}. Choose another file.") from error
+    with explained(ConfigError, f"cannot write {path}", "Choose another file."), path.open("wb") as stream:
+        stream.write(data)
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            flush_to_disk(stream)
 
 
 def open_to_append(path: Path) -> int:

@@ -108,37 +108,21 @@ def is_url(path: str | Path) -> bool:
     return isinstance(path, str) and ("://" in path or "::" in path or path.startswith("pipe:"))
 
 
-def require(
-    path: str | Path,
-    *wanted: Kind,
-    what: str = "",
-    remedies: Mapping[Kind, str] | None = None,
-    empty_is_fine: bool = False,
-) -> Kind:
+def require(path: str | Path, *wanted: Kind, what: str = "", remedies: Mapping[Kind, str] | None = None) -> Kind:
     """The kind of a path, which must be among `wanted`.
 
     `what` names the flag or setting in the message. `remedies`: what to say of a wrong kind in place of what one does
-    with it anywhere; `{path}` in it is the path. `empty_is_fine`: a path to be written may be missing, or an empty
-    folder, and is then `Kind.NOTHING`.
+    with it anywhere; `{path}` in it is the path.
     Raises ConfigError, a line that names the kind and a remedy.
     """
     kind = kind_of(path)
-    if kind in wanted or (kind is Kind.NOTHING and empty_is_fine and _is_empty(path)):
+    if kind in wanted:
         return kind
     where = f"{what} {path}" if what else f"{path}"
     if kind is Kind.NOTHING and kind not in (remedies or {}):
         raise ConfigError(_why_nothing(Path(path), where, wanted))
     remedy = {**_USES, **(remedies or {})}[kind].format(path=path)
     raise ConfigError(f"{where} is {kind.value}, not {_either(wanted)}. {remedy}")
-
-
-def _is_empty(path: str | Path) -> bool:
-    try:
-        return not os.listdir(path)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
 
 
 def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:

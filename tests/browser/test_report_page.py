@@ -147,8 +147,9 @@ def test_wide_tables_scroll_inside_their_own_frame(browser: Any, pages: dict[str
 def test_the_page_is_whole_without_scripts(browser: Any, pages: dict[str, Path]) -> None:
     with visit(browser, pages["report"], width=390, javascript=False) as seen:
         assert len(seen.page.query_selector_all("figure svg")) == 19
-        seen.page.click("text=All settings (config.toml)")
-        assert "[optim]" in seen.page.inner_text("details[open] pre:last-of-type >> nth=-1")
+        assert not seen.page.is_visible("td:has-text('training stood still') >> nth=0")
+        seen.page.click("details > summary:has-text('events')")
+        assert seen.page.is_visible("td:has-text('training stood still') >> nth=0")
 
 
 def test_printing_is_black_on_white_whatever_the_screen(browser: Any, pages: dict[str, Path]) -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from tests.helpers import forked
 from tests.helpers.ranks import run_ranks
-from txl_dist.dist import Ranks
 from txl_dist.ops.doctor import fabric
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -75,10 +74,10 @@ def test_two_nodes_are_reported_once_each_and_what_is_between_them_by_rank_0(tmp
     assert [line[1] for line in lines if line[2] == "versions"] == [f"{host}/rank0", f"{host}/rank1"]
     between = {words[2]: words[0] for words in lines if words[1] == "all"}
     assert between["meeting"] == between["differences"] == between["shared"] == "ok", out
-    assert {"all-reduce", "links"} <= set(between)
-    figures = json.loads((folders[0] / "d.json").read_text())["figures"]
-    assert figures["all_reduce"][0]["num_bytes"] == 4096
-    assert all(one["bus_gb_s"] > 0 for one in figures["all_reduce"])
+    assert "all-reduce" in between
+    reduces = json.loads((folders[0] / "d.json").read_text())["all_reduce"]
+    assert reduces[0]["num_bytes"] == 4096
+    assert all(one["bus_gb_s"] > 0 for one in reduces)
     assert list(tmp_path.glob("*RUN*")) == []
 
 
@@ -139,15 +138,8 @@ def test_the_deepspeed_launcher_runs_it_and_its_exit_code_tells(tmp_path: Path) 
     assert good.returncode == int("\nproblem" in good.stdout)
 
 
-def measured(ranks: Ranks) -> tuple[list[fabric.Reduce], list[fabric.Peer]]:
-    return fabric.measure_reduce(ranks), fabric.measure_peers(ranks, [1, 2])
-
-
-def test_reduces_and_links_are_measured_the_same_for_all_ranks(tmp_path: Path) -> None:
-    results = run_ranks(measured, world_size=3, folder=tmp_path)
-    reduces, peers = results[0]
+def test_all_reduces_are_measured_the_same_for_all_ranks(tmp_path: Path) -> None:
+    results = run_ranks(fabric.measure_reduce, world_size=3, folder=tmp_path)
     assert results[1] == results[2] == results[0]
-    assert [peer.rank for peer in peers] == [1, 2]
-    assert all(peer.round_trip_ms > 0 and peer.mib_s > 0 for peer in peers)
-    for one in reduces:
+    for one in results[0]:
         assert one.bus_gb_s == pytest.approx(2 * 2 / 3 * one.num_bytes / (one.ms / 1000) / 1e9)

@@ -29,7 +29,7 @@ from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.report.evaluate import POSITION_BINS, evaluate
+from txl_dist.train.report.evaluate import POSITION_BINS, evaluate_split
 from txl_dist.train.report.memory_use import NUM_SEGMENTS, look
 from txl_dist.train.report.sampling import sample_text
 
@@ -54,7 +54,7 @@ def observing_worker(ranks: Ranks, stage: int, folder: str) -> NUMBERS:
     generator = torch.get_rng_state()
     record = look(engine, split, maker=maker, config=config, ranks=ranks, step=7)
     text = sample_text(engine, corpus.tokenizer, config, device=ranks.device, seed=5)
-    result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=ranks)
+    result = evaluate_split(engine, split, maker=maker, config=config, ranks=ranks)
     after = [value for _, value in engine.named_values()]
     # At stage 3 small parameters stay gathered from their first use on.
     same = [torch.equal(old, new) for old, new in zip(before, after, strict=True) if len(old)]
@@ -172,7 +172,7 @@ def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_
     record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
     nlls = []
     for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8), 2, 2 + NUM_SEGMENTS):
-        nothing = empty_memory(num_layers=2, num_lanes=3, memory_len=0, width=32, dtype=torch.float32)
+        nothing = empty_memory(num_layers=2, num_lanes=3, memory_len=0, width=32, like=torch.empty(0))
         nlls.append(engine.losses(maker.batch(segment), nothing)[0])
     alone_T = torch.stack(nlls).mean((0, 1))
     assert record["loss_by_position_without_memory"] == pytest.approx(alone_T.tolist(), abs=1e-5)
@@ -186,7 +186,7 @@ def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: 
     config = config_of(0, train={"segment_len": 40, "memory_len": 12}, eval={"num_lanes": 3})
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     split, maker = corpus.split("valid"), batch_maker(engine.model, mask_documents=False)
-    result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=RANK)
+    result = evaluate_split(engine, split, maker=maker, config=config, ranks=RANK)
     rows = []  # (position, target, nats) of every scored target
     memory = engine.empty_memory(num_lanes=3, memory_len=12)
     for segment in EvalStream(split, num_lanes=3, segment_len=40):
@@ -195,15 +195,22 @@ def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: 
         for lane, position in zip(*np.nonzero(segment.scored), strict=True):
             rows.append((position, int(batch.targets_BT[lane, position]), float(nll_BT[lane, position])))
     position, target, nats = (np.array(column) for column in zip(*rows, strict=True))
-    assert result.tokens == len(rows) == split.tokens - 1
-    assert result.loss == pytest.approx(nats.mean(), abs=1e-6)
+    means = result.means
+    assert means.tokens == len(rows) == split.tokens - 1
+    assert means.loss == pytest.approx(nats.mean(), abs=1e-6)
     edges = np.floor(np.linspace(0, 40, POSITION_BINS + 1)).astype(int)
-    bins = [nats[(position >= low) & (position < high)].mean() for low, high in itertools.pairwise(edges)]
-    assert result.loss_by_position == pytest.approx(bins, abs=1e-6)
-    clusters = [nats[(target >= low) & (target < high)] for low, high in ((0, 10), (10, 25), (25, 1 << 30))]
-    means = [float(one.mean()) if len(one) else math.nan for one in clusters]
-    assert result.loss_by_cluster == pytest.approx(means, abs=1e-6, nan_ok=True)
-    assert len([loss for loss in means if not math.isnan(loss)]) >= 2
+    bins = [nats[(position >= low) & (position < high)] for low, high in itertools.pairwise(edges)]
+    assert [part.loss for part in means.by_position] == pytest.approx([one.mean() for one in bins], abs=1e-6)
+    assert [part.tokens for part in means.by_position] == [len(one) for one in bins]
+    assert [(part.first, part.last + 1) for part in means.by_position] == list(itertools.pairwise(edges))
+    ranges = ((0, 10), (10, 25), (25, split.corpus.vocab_size))
+    clusters = [nats[(target >= low) & (target < high)] for low, high in ranges]
+    expected = [float(one.mean()) if len(one) else math.nan for one in clusters]
+    assert [part.loss for part in means.by_cluster] == pytest.approx(expected, abs=1e-6, nan_ok=True)
+    assert [(part.first, part.last + 1, part.tokens) for part in means.by_cluster] == [
+        (*edges, len(one)) for edges, one in zip(ranges, clusters, strict=True)
+    ]
+    assert len([loss for loss in expected if not math.isnan(loss)]) >= 2
 
 
 def test_an_evaluation_of_a_part_of_a_split_records_no_bits_of_its_text(corpus: Corpus, no_other_ranks: None) -> None:
@@ -212,7 +219,7 @@ def test_an_evaluation_of_a_part_of_a_split_records_no_bits_of_its_text(corpus: 
     maker, found = batch_maker(engine.model, mask_documents=False), {}
     for max_tokens in (0, 50):
         config = config_of(0, eval={"max_tokens": max_tokens})
-        result = evaluate(engine.losses, engine.empty_memory, split, maker=maker, config=config, ranks=RANK)
+        result = evaluate_split(engine, split, maker=maker, config=config, ranks=RANK)
         found[max_tokens] = result.record(3)
     assert (found[0]["tokens"], found[50]["tokens"]) == (split.tokens - 1, 49)
     assert found[0].keys() - found[50].keys() == {"bits_per_byte", "bits_per_character"}

@@ -95,6 +95,7 @@ def train_record(
         "data_wait_pct": chance.expovariate(2), "peak_gib": 1.2 + 0.1 * (step > 100),
         "mfu_pct": 38 + chance.gauss(0, 1),
         "tokens_seen": step * TOKENS_PER_STEP, "skipped_steps": 0, "skipped_documents": 0, "epoch": step / max_steps,
+        **({"save_s": 0.1 + (step * 37 % 100) / 500} if step % (max_steps // 10) == 0 else {}),
         "eta_s": (max_steps - step) * step_ms / 1000, "rank_ms": times, "slowest_rank": slowest,
         "slowest_host": f"node-{'ab'[slowest // 2 % 2]}", "slowest_pct": 100 * (max(times) / median - 1),
         "time_s": clock.after(step_ms / 100),

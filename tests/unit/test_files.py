@@ -17,7 +17,7 @@ from txl_dist.data.format import INDEX_NAME
 from txl_dist.data.prepare.reindex import reindex_corpus
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import ConfigError, DataError, explained
 from txl_dist.files import canonical_hash, hashed_json, inside, parse_json, parse_toml, read_bytes, replace_file
 from txl_dist.log import GrowingFile
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
@@ -114,7 +114,8 @@ def test_the_package_writes_files_by_one_way_only() -> None:
     known = {
         "files.py": ["open"],  # `write_output`: the file that a user named
         "ops/doctor/disk.py": ["open", "open", "write_bytes", "write_bytes"],  # in a folder of tempfile's
-        "ops/evaluate.py": ["open"],  # --json FILE: is it writable?
+        "ops/evaluation_settings.py": ["open"],  # --json FILE: is it writable?
+        "ops/evaluate/log_probs.py": ["savez"],  # into memory
         "data/storage/origins.py": ["open"],  # into the part file that cache.py has made anew
     }
     found: dict[str, list[str]] = {}
@@ -244,3 +245,21 @@ def test_a_manifest_lists_no_folder(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     assert files_of(tmp_path) == []
     assert problems_of(tmp_path)[0].endswith(f"{MANIFEST} is missing")
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "message"),
+    [
+        (FileNotFoundError(2, "No such file"), DataError, "cannot read it: No such file. Look there."),
+        (ValueError("no number"), DataError, "cannot read it: no number. Look there."),
+        (ConfigError("ours"), ConfigError, "ours"),
+        (TypeError("a defect"), TypeError, "a defect"),
+    ],
+)
+def test_an_error_is_told_by_what_reason_and_remedy_but_ours_and_defects_pass_as_they_are(
+    error: Exception, told: type[Exception], message: str
+) -> None:
+    known = (OSError, ValueError)
+    with pytest.raises(told) as raised, explained(DataError, "cannot read it", "Look there.", of=known):
+        raise error
+    assert str(raised.value) == message

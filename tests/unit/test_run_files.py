@@ -106,11 +106,3 @@ def test_a_path_beside_the_right_one_is_answered_with_the_right_one(tmp_path: Pa
     (tmp_path / "data/.y.prepare").mkdir()
     assert "The same `txl prepare` goes on" in refusal(tmp_path / "data/y", CORPUS)
     assert refusal(tmp_path / "data/z", CORPUS, what="--data").startswith(f"--data {tmp_path}/data/z does not exist")
-
-
-def test_an_output_may_be_missing_or_empty_and_nothing_else(tmp_path: Path) -> None:
-    empty = lay_out(tmp_path / "empty", [])
-    for path in (empty, tmp_path / "missing"):
-        assert require(path, BUNDLE, empty_is_fine=True) is NOTHING
-    with pytest.raises(ConfigError, match=r"no config\.toml"):
-        require(lay_out(tmp_path / "full", ["a.txt"]), RUN, empty_is_fine=True)

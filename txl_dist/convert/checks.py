@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from txl_dist.convert.names import Weights
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, explained
 from txl_dist.files import parse_object, read_bytes
 from txl_dist.log import logger
 from txl_dist.sections import ModelSection
@@ -69,12 +69,9 @@ def read_json(path: Path | None) -> dict[str, Any]:
     """A JSON object; an empty one without a path. Raises CheckpointError."""
     if path is None:
         return {}
-    try:
+    remedy = 'It must hold one JSON object, such as {"n_layer": 12, ...}.'
+    with explained(CheckpointError, f"{path} cannot be read as JSON", remedy, of=(OSError, ValueError)):
         return parse_object(read_bytes(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f'{path} cannot be read as JSON: {error}. It must hold one JSON object, such as {{"n_layer": 12, ...}}.'
-        ) from error
 
 
 def only_tensors(values: Any, *, where: str) -> Weights:

@@ -35,11 +35,8 @@ _IN_LAYER = {
 }
 _RELATIVE = {"attention.distance.weight": "dec_attn.r_net.weight"}
 _ABSOLUTE = {"attention.query.weight": "dec_attn.q_net.weight", "attention.key_value.weight": "dec_attn.kv_net.weight"}
-_PER_LAYER = {
-    "attention.content_bias": "dec_attn.r_w_bias",
-    "attention.position_bias": "dec_attn.r_r_bias",
-}
 _SHARED = {"attention.content_bias": "r_w_bias", "attention.position_bias": "r_r_bias"}
+_PER_LAYER = {our: f"dec_attn.{their}" for our, their in _SHARED.items()}
 _TABLES = {"attention.distance.weight": "r_emb", "attention.distance.bias": "r_bias"}
 
 

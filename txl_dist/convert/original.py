@@ -29,7 +29,7 @@ from txl_dist.convert.checks import (
 )
 from txl_dist.convert.names import Weights, from_original, partners, shapes_of
 from txl_dist.convert.pickles import Inert, modules_tensors, read_torch_file
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import CheckpointError, ConfigError, explained
 from txl_dist.sections import ModelSection
 
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
@@ -94,10 +94,8 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
 def read_weights(file: Path) -> Any:
     """The content of a .safetensors or torch.save file; of a dict around a state dict, the state dict."""
     if file.suffix == ".safetensors":
-        try:
+        with explained(CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)):
             return load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}. Copy it again.") from error
     content = read_torch_file(file)
     if isinstance(content, dict):
         if "model_config" in content:
@@ -157,9 +155,8 @@ def model_of(
 def section_of(theirs: Weights, settings: OriginalSettings, *, same_length: Window, where: str) -> ModelSection:
     """The model that settings tell, and shapes where they are silent. Raises CheckpointError naming what is missing."""
     positions = _positions(theirs, settings, where=where)
-    per_layer = any(name.endswith(".dec_attn.r_w_bias") for name in theirs)
-    if settings.untie_r is not None:
-        per_layer = settings.untie_r
+    has_own = any(name.endswith(".dec_attn.r_w_bias") for name in theirs)
+    per_layer = has_own if settings.untie_r is None else settings.untie_r
     num_heads, head_width = _heads(theirs, settings, positions=positions, per_layer=per_layer, where=where)
     num_layers = settings.n_layer or count(theirs, "layers.")
     # The last one first: a wrong number must not build a thousand layers to find out.

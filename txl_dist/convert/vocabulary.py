@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.convert.pickles import ZIP_START, Inert, read_any
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import open_regular, parse_json, read_text
 from txl_dist.text.base import END_OF_TEXT, Tokenizer, byte_symbols
 from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
@@ -39,16 +39,14 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
     """A vocabulary file of any kind. Raises DataError or CheckpointError if it is damaged or of another size."""
-    try:
+    with explained(DataError, f"cannot read the vocabulary {path}", "Check the path."):
         with open_regular(path) as file:
             start = file.read(len(ZIP_START))
         if path.suffix in PICKLE_SUFFIXES or start.startswith((ZIP_START, PICKLE_START)):
             return tokenizer_of(read_any(path), where=str(path), vocab_size=vocab_size)
-        text = read_text(path)
-    except OSError as error:
-        raise DataError(f"cannot read the vocabulary {path}: {error.strerror or error}. Check the path.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the vocabulary {path} is neither text in UTF-8 nor a pickle: {error}. {_REMEDY}") from error
+        what = f"the vocabulary {path} is neither text in UTF-8 nor a pickle"
+        with explained(DataError, what, _REMEDY, of=(UnicodeDecodeError,)):
+            text = read_text(path)
     values = _json_of(text, path)
     if isinstance(values, dict) and isinstance(values.get("kind"), str):
         return _checked(load_tokenizer(path), where=str(path), vocab_size=vocab_size)

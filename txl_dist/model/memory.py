@@ -51,19 +51,11 @@ class Memory(NamedTuple):
         return Memory(hidden_LBMD, document_BM)
 
 
-def empty_memory(
-    *,
-    num_layers: int,
-    num_lanes: int,
-    memory_len: int,
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-) -> Memory:
-    """A memory of `memory_len` tokens that holds nothing. `dtype` is the compute type of the model."""
+def empty_memory(*, num_layers: int, num_lanes: int, memory_len: int, width: int, like: Tensor) -> Memory:
+    """A memory of `memory_len` tokens that holds nothing, of the type and on the device of `like`, a weight say."""
     return Memory(
-        hidden_LBMD=torch.zeros(num_layers, num_lanes, memory_len, width, dtype=dtype, device=device),
-        document_BM=torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=device),
+        hidden_LBMD=torch.zeros(num_layers, num_lanes, memory_len, width, dtype=like.dtype, device=like.device),
+        document_BM=torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=like.device),
     )
 
 

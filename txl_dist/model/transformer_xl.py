@@ -58,15 +58,8 @@ class TransformerXL(nn.Module):
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """A memory that holds nothing, in this model's compute type and on its device."""
-        anchor = self.embedding.weight(0)
-        return empty_memory(
-            num_layers=self.section.num_layers,
-            num_lanes=num_lanes,
-            memory_len=memory_len,
-            width=self.section.width,
-            dtype=anchor.dtype,
-            device=anchor.device,
-        )
+        layers, width, like = self.section.num_layers, self.section.width, self.embedding.weight(0)
+        return empty_memory(num_layers=layers, num_lanes=num_lanes, memory_len=memory_len, width=width, like=like)
 
     def forward(
         self,

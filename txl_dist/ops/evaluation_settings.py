@@ -1,15 +1,34 @@
-"""What may be asked of `txl evaluate`. Light to import, since the command line makes its flags of it."""
+"""What may be asked of `txl evaluate` and `txl recl`. Light to import, since the command line makes its flags of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from txl_dist.errors import ConfigError
 
 _MOST = 1 << 20
 """Of tokens and lanes: more than any memory of use, and less than what the settings allow."""
+
+
+class Protocol(NamedTuple):
+    """How another program evaluates, as far as it is no argument there: docs/evaluating.md, data/read/peers.py."""
+
+    num_lanes: int
+    same_length: Literal["off", "memory", "memory_and_self"]
+    """What its published recipes evaluate with, where there is memory."""
+    cut: Literal["rows", "warm rows", "crops"]
+    source: str
+
+
+PROTOCOLS = {
+    "original": Protocol(10, "memory", "rows", "kimiyoung/transformer-xl, pytorch/eval.py"),
+    "nvidia": Protocol(16, "memory_and_self", "warm rows", "NVIDIA/DeepLearningExamples, eval.py of Transformer-XL"),
+    "nanogpt": Protocol(64, "off", "crops", "karpathy/nanoGPT, estimate_loss of train.py"),
+}
+NUM_CROP_BATCHES, CROP_SEED = 200, 1337
+"""Of nanoGPT: its eval_iters and its seed, though not its generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +39,14 @@ class Overrides:
     """Split to score; the default is the run's."""
     memory_len: tuple[int, ...] = (-1,)
     """Tokens of memory; -1 means as trained. Several, for instance 0 64 512, are scored one after the other."""
-    segment_len: int = 0
-    """Tokens per forward pass; 0 means as trained."""
+    segment_len: tuple[int, ...] = (0,)
+    """Tokens per forward pass; 0 means as trained. Each combination with several memories and clamps is scored."""
     num_lanes: int = 0
     """Stripes that the split is cut into; 0 means as configured."""
     overlap_len: int = 0
     """Tokens before each segment that are run again, not scored, as context; only with --memory-len 0. 0 means as
     configured."""
-    clamp_len: int = -1
+    clamp_len: tuple[int, ...] = (-1,)
     """Distances above this many tokens share one encoding; -1 means as trained, 0 no clamping."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
     """Keys that a query sees: memory_len of them (memory: original PyTorch code and Hugging Face), one more
@@ -36,19 +55,144 @@ class Overrides:
     """Begin with a memory of zeros that is attended, as Hugging Face and TensorFlow do."""
     without_memory: bool = False
     """Also score with memory off, to see what memory brings."""
+    protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
+    """Cut the text and count as that program does, to set a result beside its published ones."""
+
+    @property
+    def peer(self) -> Protocol | None:
+        """Whose protocol it is; None for ours."""
+        return PROTOCOLS.get(self.protocol)
+
+    @property
+    def num_combinations(self) -> int:
+        """Evaluations that the lengths ask for."""
+        return len(self.memory_len) * len(self.segment_len) * len(self.clamp_len)
 
     def check(self, target: Path, *, is_bundle: bool, data: str | Path) -> None:
         """Of what is scored, on what corpus, if one is named. Raises ConfigError for a number that no evaluation can
-        have, and for a bundle without a corpus."""
+        have, for a protocol with what it has itself, and for a bundle without a corpus."""
         if is_bundle and not data:
             raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
-        if not self.memory_len:
-            raise ConfigError("--memory-len needs a value: 0 or more tokens, or several, for instance 0 64 512.")
-        numbers = [("memory_len", length) for length in self.memory_len]
-        numbers += [(name, getattr(self, name)) for name in ("segment_len", "num_lanes", "overlap_len", "clamp_len")]
-        for name, value in numbers:
-            flag, unit = f"--{name.replace('_', '-')}", "lanes" if name == "num_lanes" else "tokens"
-            if value < (-1 if name in ("memory_len", "clamp_len") else 0):
-                raise ConfigError(f"{flag} {value}: it must be 0 or more {unit}. Leave it out for as trained.")
-            if value > _MOST:
-                raise ConfigError(f"{flag} {value}: it must be at most {_MOST:,} {unit}.")
+        for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
+            values = getattr(self, name)
+            flag = f"--{name.replace('_', '-')}"
+            if not values:
+                raise ConfigError(f"{flag} needs a value: 0 or more tokens, or several, for instance {example}.")
+            for value in values:
+                check_number(flag, value, least=0 if name == "segment_len" else -1)
+        check_number("--num-lanes", self.num_lanes, unit="lanes")
+        check_number("--overlap-len", self.overlap_len)
+        if self.peer is not None:
+            self._check_protocol(self.peer)
+
+    def _check_protocol(self, peer: Protocol) -> None:
+        is_crops = peer.cut == "crops"
+        refused = {
+            "--num-lanes": self.num_lanes and not is_crops,
+            "--memory-len": is_crops and any(length > 0 for length in self.memory_len),
+            "--overlap-len": self.overlap_len,
+            "--same-length": self.same_length not in ("trained", "off", peer.same_length),
+            "--zero-memory": self.zero_memory,
+            "--without-memory": self.without_memory,
+        }
+        if found := [flag for flag, is_given in refused.items() if is_given]:
+            raise ConfigError(
+                f"{', '.join(found)} contradicts --protocol {self.protocol}, which has its own way there "
+                f"({peer.source}). Leave out one or the other."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Files that an evaluation writes."""
+
+    json: Path | None = None
+    """Write the results to this file too."""
+    log_probs: Path | None = None
+    """Write the log-probability of each scored token to this file, .npz or .jsonl."""
+    plot: Path | None = None
+    """Draw the losses over memory, segment or clamp lengths into this PNG file."""
+
+    def check(self, overrides: Overrides) -> None:
+        """Raises ConfigError for a file that cannot be written, and for one that this evaluation has nothing for."""
+        if self.log_probs is not None:
+            if overrides.num_combinations > 1 or overrides.without_memory or overrides.peer is not None:
+                raise ConfigError(
+                    "--log-probs is of one evaluation of the whole split. Give one --memory-len, --segment-len and "
+                    "--clamp-len, and leave out --without-memory and --protocol."
+                )
+            check_output("--log-probs", self.log_probs, suffixes=(".npz", ".jsonl"))
+        if self.plot is not None:
+            if overrides.num_combinations < 2:
+                raise ConfigError(
+                    "--plot draws losses over several lengths. Give several to --memory-len, --segment-len or "
+                    "--clamp-len."
+                )
+            check_output("--plot", self.plot, suffixes=(".png",))
+        if self.json is not None:
+            check_output("--json", self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReclSettings:
+    """How the context of a group of models is measured."""
+
+    split: str = ""
+    """Split to score; the default is that of the first run."""
+    step: int = 100
+    """Tokens by which the context grows; the shortest has as many."""
+    max_context: int = 1000
+    """Longest context, in tokens."""
+    r: tuple[float, ...] = (0.1, 0.5, 1.0)
+    """Shares of the targets that count, the hardest first."""
+    num_tokens: int = 500
+    """Targets that are drawn from the split; each is scored behind every length of context."""
+    memory_len: int = -1
+    """Tokens of memory, of all models that have one; -1 means as trained."""
+    num_lanes: int = 50
+    """Targets that are scored side by side."""
+    seed: int = 0
+    """Of the draw."""
+
+    @property
+    def contexts(self) -> list[int]:
+        """In tokens, the shortest first."""
+        return list(range(self.step, self.max_context + 1, self.step))
+
+    def check(self) -> None:
+        """Raises ConfigError for numbers that measure nothing."""
+        for flag, value in (("--step", self.step), ("--num-tokens", self.num_tokens), ("--num-lanes", self.num_lanes)):
+            check_number(flag, value, least=1, unit="lanes" if flag == "--num-lanes" else "tokens")
+        check_number("--max-context", self.max_context)
+        check_number("--memory-len", self.memory_len, least=-1)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed {self.seed}: it must be 0 or more and below 2**63.")
+        if len(self.contexts) < 2:
+            raise ConfigError(
+                f"--max-context {self.max_context}: it must be at least two steps of --step {self.step} tokens."
+            )
+        if not self.r or not all(0 < share <= 1 for share in self.r):
+            raise ConfigError(f"--r {' '.join(map(str, self.r))}: shares must be above 0 and at most 1.")
+
+
+def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens") -> None:
+    """Raises ConfigError for a number outside of its range; -1 stands for as trained."""
+    hint = "" if least > 0 else " Leave it out for as trained."
+    if value < least:
+        raise ConfigError(f"{flag} {value}: it must be {max(0, least)} or more {unit}.{hint}")
+    if value > _MOST:
+        raise ConfigError(f"{flag} {value}: it must be at most {_MOST:,} {unit}.")
+
+
+def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> None:
+    """Before an hour of scoring, not after it; a file that is not there yet is not left behind. Raises ConfigError."""
+    if suffixes and path.suffix not in suffixes:
+        raise ConfigError(f"{flag} {path}: it must end in {' or '.join(suffixes)}.")
+    is_new = not path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+        if is_new:
+            path.unlink(missing_ok=True)  # another rank looks too
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with {flag}.") from error

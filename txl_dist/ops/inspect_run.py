@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from txl_dist.config import load_config
 from txl_dist.data.check import inspect as of_corpus
 from txl_dist.data.read.corpora import open_all, open_corpora
@@ -30,7 +28,7 @@ from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, reading
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {
@@ -223,13 +221,10 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 
 
 def _lane_file(path: Path) -> dict[str, Any]:
-    try:
-        with open_tensors(path) as file:
-            hidden = file.get_slice("hidden")
-            num_layers, _, memory_len, width = hidden.get_shape()
-            dtype = str(hidden.get_dtype())
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
+    with reading("the memories", path) as file:
+        hidden = file.get_slice("hidden")
+        num_layers, _, memory_len, width = hidden.get_shape()
+        dtype = str(hidden.get_dtype())
     shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
     lanes = lanes_of(path)
     return {"file": f"lanes/{path.name}", "first": lanes.start, "last": lanes.stop - 1, **shape}
@@ -248,11 +243,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
         num_tokens = tokens.get((one.fingerprint, one.split))
         found.append(
             {
-                "name": one.name,
-                "split": one.split,
-                "fingerprint": one.fingerprint,
-                "num_lanes": one.num_lanes,
-                "position": one.position,
+                **{key: getattr(one, key) for key in ("name", "split", "fingerprint", "num_lanes", "position")},
                 "cut_in_epoch": one.epoch,
                 "epochs_read": num_tokens and epochs_read(one.cut(), one.position, num_tokens=num_tokens),
                 "skips": [list(skip) for skip in one.skips],

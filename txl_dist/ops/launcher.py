@@ -60,9 +60,11 @@ def launch(
     done_before = _stamp(run_dir / DONE)
     wants_hostfile = any(flag.startswith(("-H", "--hostfile")) for flag in launcher_flags)
     strained = None if verbose else Strained(pattern_of_chatter(wants_hostfile=wants_hostfile))
+    # What a person has set comes first: ssh takes the first value of an option.
+    ssh_arguments = f"{os.environ.get(SSH_ARGUMENTS, '')} {SSH_KEEP_ALIVE}".strip()
     launcher = subprocess.Popen(
         ["deepspeed", *launcher_flags, "--module", "txl_dist", "train", *train_words],
-        env=os.environ | {LAUNCHED_BY: json.dumps(process_id()), SSH_ARGUMENTS: _ssh_arguments()},
+        env=os.environ | {LAUNCHED_BY: json.dumps(process_id()), SSH_ARGUMENTS: ssh_arguments},
         stdout=strained.stdout if strained else None,
         stderr=strained.stderr if strained else None,
         start_new_session=True,
@@ -173,11 +175,6 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
-
-
-def _ssh_arguments() -> str:
-    """What a person has set comes first: ssh takes the first value of an option."""
-    return f"{os.environ.get(SSH_ARGUMENTS, '')} {SSH_KEEP_ALIVE}".strip()
 
 
 def _die_with_parent() -> Callable[[], None] | None:

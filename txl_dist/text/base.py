@@ -16,11 +16,12 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from txl_dist.errors import DataError
 from txl_dist.files import write_bytes
 
 Ids = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
@@ -192,6 +194,26 @@ class SpelledTokenizer(Tokenizer):
         settings = {name: getattr(self, name) for name in self.defaults}
         changed = {name: value for name, value in settings.items() if value != self.defaults[name]}
         return {"symbols": self.symbols} | changed | {name: getattr(self, name) for name in self._required}
+
+
+def batches(
+    items: Iterable[T],
+    *,
+    most_characters: int,
+    most_items: int = sys.maxsize,
+    text_of: Callable[[T], str] = str,
+) -> Iterator[list[T]]:
+    """Lists of consecutive items, each closed once their texts have so many characters, or there are so many."""
+    batch: list[T] = []
+    held = 0
+    for item in items:
+        batch.append(item)
+        held += len(text_of(item))
+        if held >= most_characters or len(batch) >= most_items:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def unknown_error(what: str, found: str) -> DataError:

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from typing_extensions import override
 
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import parse_object
 from txl_dist.text.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, Tokenizer, byte_symbols
 from txl_dist.text.subwords import PIECE_LEN, LibraryTokenizer
@@ -201,13 +201,9 @@ class SentencePieceTokenizer(ForeignTokenizer):
 
     @staticmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
-        try:
+        what = "this tokenizer is a sentencepiece model, which needs the package sentencepiece"
+        with explained(DataError, what, "Run `pip install sentencepiece`.", of=(ImportError,)):
             from sentencepiece import SentencePieceProcessor
-        except ImportError as error:
-            raise DataError(
-                "this tokenizer is a sentencepiece model, which needs the package sentencepiece: "
-                "pip install sentencepiece"
-            ) from error
         library = SentencePieceProcessor()
         try:
             library.LoadFromSerializedProto(base64.b64decode(content, validate=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.foreign import ForeignTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from txl_dist.text.tokenizer import read_tokenizer, tokenizer_bytes
@@ -53,16 +53,14 @@ def _is_json(content: bytes) -> bool:
 
 
 def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
-    try:
+    remedy = (
+        "Give the tokenizer.json of Hugging Face's library tokenizers, the .model of a sentencepiece model, or a "
+        "tokenizer.json that `txl prepare` wrote."
+    )
+    damage = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+    with explained(DataError, f"{name} is no tokenizer that this program knows", remedy, of=damage):
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
         if not content.startswith(_FIRST_OF_A_MODEL):
             raise ValueError("it is neither JSON nor a sentencepiece model")
         return SentencePieceTokenizer.in_foreign_order(base64.b64encode(content).decode())
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{name} is no tokenizer that this program knows ({error}). Give the tokenizer.json of Hugging Face's "
-            "library tokenizers, the .model of a sentencepiece model, or a tokenizer.json that `txl prepare` wrote."
-        ) from error

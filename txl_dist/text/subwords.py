@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from txl_dist.text.base import Ids, SpelledTokenizer, Tokenizer, byte_symbols, bytes_of_symbol
+from txl_dist.text.base import Ids, SpelledTokenizer, Tokenizer, batches, byte_symbols, bytes_of_symbol
 
 PIECE_LEN = 1 << 16
 """Characters of text that the library sees at once."""
@@ -42,15 +42,9 @@ class LibraryTokenizer(Tokenizer):
         return cut_pieces(text)
 
     def _encode_pieces(self, pieces: Sequence[str]) -> Iterator[Ids]:
-        first = 0
-        while first < len(pieces):
-            last, held = first, 0
-            while last < len(pieces) and held < BATCH_LEN:
-                held += len(pieces[last])
-                last += 1
-            batch = self._library.encode_batch_fast(pieces[first:last], add_special_tokens=False)
-            yield from (np.array(encoding.ids, dtype=np.int32) for encoding in batch)
-            first = last
+        for batch in batches(pieces, most_characters=BATCH_LEN):
+            encoded = self._library.encode_batch_fast(batch, add_special_tokens=False)
+            yield from (np.array(encoding.ids, dtype=np.int32) for encoding in encoded)
 
 
 class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):

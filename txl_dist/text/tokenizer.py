@@ -13,18 +13,15 @@ not know. What all share is in base.py, training in training.py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import parse_object, read_bytes
 from txl_dist.text.base import FORMAT_VERSION, Tokenizer
 from txl_dist.text.characters import ByteTokenizer, CharTokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
 from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer
 from txl_dist.text.words import WordTokenizer
-
-TokenizerKind = Literal["byte", "char", "word", "bpe", "unigram"]
-"""The kinds that can be trained here."""
 
 _CLASSES: tuple[type[Tokenizer], ...] = (
     ByteTokenizer,
@@ -46,18 +43,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
     """Of a file that is a tokenizer of any kind. Raises DataError if it cannot be read."""
-    try:
+    with explained(DataError, f"cannot read the tokenizer {path}", remedy):
         return read_bytes(Path(path))
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror or error}. {remedy}") from error
 
 
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
     """The tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
-    try:
+    with explained(DataError, f"the tokenizer {name} is not valid JSON", _REMEDY, of=(ValueError,)):
         values = parse_object(content)
-    except ValueError as error:
-        raise DataError(f"the tokenizer {name} is not valid JSON: {error}. {_REMEDY}") from error
     try:
         if values["format_version"] != FORMAT_VERSION:
             raise DataError(

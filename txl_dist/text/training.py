@@ -18,49 +18,30 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.base import END_OF_TEXT, UNKNOWN, Tokenizer, byte_symbols
+from txl_dist.errors import DataError
+from txl_dist.text.base import END_OF_TEXT, UNKNOWN, Tokenizer, batches, byte_symbols
+from txl_dist.text.learning import Learning, TokenizerKind
 from txl_dist.text.subwords import byte_level, cut_pieces
-from txl_dist.text.tokenizer import TokenizerKind, build_tokenizer
+from txl_dist.text.tokenizer import build_tokenizer
 from txl_dist.text.words import END_OF_LINE, split_words
 
 Texts = Callable[[], Iterable[str]]
 
 DEFAULT_SUBWORDS = 4096
-MOST_IDS = 1 << 24
-"""That may be asked for; a library that learns pieces makes room for as many."""
-BATCH_LEN = 1 << 20
-"""Characters that are encoded at once."""
 PLAIN_MARKS: dict[str, Any] = {"line_start": None, "line_end": END_OF_LINE, "unknown": UNKNOWN}
 SENTENCE_MARKS: dict[str, Any] = {"line_start": "<S>", "line_end": "<S>", "unknown": "<UNK>"}
 """Those of lm1b."""
-_KINDS_WITH = {
-    "vocab_size": ("word", "bpe", "unigram"),
-    "min_frequency": ("word", "bpe"),
-    "lower_case": ("char", "word"),
-    "only_seen": ("byte", "char"),
-    "sentence_marks": ("word",),
-}
-"""The kinds for which a setting means something."""
+BATCH_LEN = 1 << 20
+"""Characters that are encoded at once."""
 
 
-def train_tokenizer(
-    kind: TokenizerKind,
-    texts: Texts,
-    *,
-    vocab_size: int = 0,
-    min_frequency: int = 1,
-    lower_case: bool = False,
-    end_of_text: bool = True,
-    only_seen: bool = False,
-    sentence_marks: bool = False,
-) -> Tokenizer:
-    """A tokenizer for the texts.
+def train_tokenizer(kind: TokenizerKind, texts: Texts, **settings: Any) -> Tokenizer:
+    """A tokenizer for the texts; the settings are the fields of `Learning`.
 
     `vocab_size` is the largest number of ids, all marks included: 0 means 4,096 for bpe and unigram and no limit for
     word; byte and char have the size they have. `min_frequency` is the fewest occurrences of a word, or of a BPE
@@ -70,20 +51,14 @@ def train_tokenizer(
     `sentence_marks` are lm1b's: `<S>` on both sides of each line, and `<UNK>`.
     Raises ConfigError for an impossible size or a setting that the kind does not have, DataError without text.
     """
-    check_training(
-        kind,
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        lower_case=lower_case,
-        end_of_text=end_of_text,
-        only_seen=only_seen,
-        sentence_marks=sentence_marks,
-    )
-    marks = SENTENCE_MARKS if sentence_marks else PLAIN_MARKS
-    num_marks = _num_marks(kind, end_of_text=end_of_text, sentence_marks=sentence_marks)
-    max_size = vocab_size - num_marks if vocab_size else 0
-    documents = CountedTexts(texts, lower_case=lower_case)
-    values: dict[str, Any] = {"lower_case": lower_case, "only_seen": only_seen, **marks}
+    learning = Learning(**settings)
+    learning.check_kind(kind)
+    only_seen, end_of_text, min_frequency = learning.only_seen, learning.end_of_text, learning.min_frequency
+    marks = SENTENCE_MARKS if learning.sentence_marks else PLAIN_MARKS
+    num_marks = learning.num_marks(kind)
+    max_size = learning.vocab_size - num_marks if learning.vocab_size else 0
+    documents = CountedTexts(texts, lower_case=learning.lower_case)
+    values: dict[str, Any] = {"lower_case": learning.lower_case, "only_seen": only_seen, **marks}
     if kind == "byte":
         counts = _count_bytes(documents, only_seen=only_seen)
     elif kind == "char":
@@ -120,34 +95,6 @@ class CountedTexts:
                 yield text.lower() if self._lower_case else text
         if not self.count:
             raise DataError("there is no text to make a tokenizer from. Check the inputs and the split.")
-
-
-def check_training(kind: str, *, end_of_text: bool, **given: int) -> None:
-    """Refuse the arguments that `train_tokenizer` refuses, without any text. Raises ConfigError."""
-    if kind not in get_args(TokenizerKind):
-        raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(get_args(TokenizerKind))}.")
-    if given["min_frequency"] < 1 or given["vocab_size"] < 0:
-        name = "vocab_size" if given["vocab_size"] < 0 else "min_frequency"
-        raise ConfigError(f"{name}={given[name]} must be {0 if name == 'vocab_size' else 1} or more.")
-    for name, kinds in _KINDS_WITH.items():
-        if given[name] != (name == "min_frequency") and kind not in kinds:
-            known = " and ".join(kinds)
-            raise ConfigError(f"{name} has no meaning for a {kind} tokenizer, only for {known}; leave it out.")
-    num_marks = _num_marks(kind, end_of_text=end_of_text, sentence_marks=bool(given["sentence_marks"]))
-    smallest, vocab_size = num_marks + (1 if kind == "word" else 256), given["vocab_size"]
-    if vocab_size and vocab_size < smallest:
-        raise ConfigError(f"vocab_size={vocab_size} is too small: a {kind} tokenizer needs {smallest} or more.")
-    if vocab_size > MOST_IDS:
-        raise ConfigError(
-            f"vocab_size={vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids. Give a smaller number, "
-            "or leave it out."
-        )
-
-
-def _num_marks(kind: str, *, end_of_text: bool, sentence_marks: bool) -> int:
-    """Ids that are no pieces of text."""
-    marks = SENTENCE_MARKS if sentence_marks else PLAIN_MARKS
-    return end_of_text + (len({*marks.values()} - {None}) if kind == "word" else 0)
 
 
 def _number(kind: str, counts: dict[str, int], values: dict[str, Any], *, end_of_text: bool = False) -> Tokenizer:
@@ -227,24 +174,10 @@ def _learn(model: Any, trainer: Any, texts: CountedTexts) -> dict[str, Any]:
 def count_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> npt.NDArray[np.int64]:
     """[V] int64: how often each id occurs in the texts."""
     total: npt.NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    for batch in batches_of_text(texts):
+    for batch in batches(texts, most_characters=BATCH_LEN):
         for ids in tokenizer.encode_batch(batch):
             total += np.bincount(ids, minlength=tokenizer.vocab_size)
     return total
-
-
-def batches_of_text(texts: Iterable[str], *, batch_len: int = BATCH_LEN) -> Iterator[list[str]]:
-    """Lists of consecutive texts, each list closed once it holds `batch_len` characters."""
-    batch: list[str] = []
-    held = 0
-    for text in texts:
-        batch.append(text)
-        held += len(text)
-        if held >= batch_len:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 def by_frequency(counts: Mapping[str, int]) -> list[str]:

@@ -7,7 +7,7 @@ the prefetch thread, `pinned` too; `to_device` is the only part on the training 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,6 +96,17 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch if device.type == "cpu" else _mapped(batch, lambda value: value.to(device, non_blocking=True))
 
 
+def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """With each of its tensors moved, those of its partitions too."""
+
+    def moved(value: torch.Tensor | Partition | None) -> Any:
+        if value is None or isinstance(value, torch.Tensor):
+            return None if value is None else move(value)
+        return tuple(ClusterRows(*map(move, cluster)) for cluster in value)
+
+    return Batch(*map(moved, batch))
+
+
 def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
     """The steps of this rank behind a position. Runs in the reader thread."""
     config, device = job.config, job.ranks.device
@@ -133,17 +144,3 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
     )
     maker = batch_maker(model, mask_documents=mask_documents)
     return (maker.batch(segment) for segment, _ in stream)
-
-
-def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    def move_partition(partition: Partition | None) -> Partition | None:
-        return None if partition is None else tuple(ClusterRows(*map(move, cluster)) for cluster in partition)
-
-    return Batch(
-        tokens_BT=move(batch.tokens_BT),
-        targets_BT=move(batch.targets_BT),
-        scored_BT=move(batch.scored_BT),
-        document_BT=None if batch.document_BT is None else move(batch.document_BT),
-        token_partition=move_partition(batch.token_partition),
-        target_partition=move_partition(batch.target_partition),
-    )

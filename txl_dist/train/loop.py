@@ -31,7 +31,7 @@ from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard
 from txl_dist.train.health import Health, after_rewind
-from txl_dist.train.report.metrics import Interval, MfuMeter, start_facts, train_record
+from txl_dist.train.report.metrics import Interval, start_facts, train_record
 from txl_dist.train.report.observer import Observer, StopAskedError, text_facts
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.report.sinks import Reporter
@@ -79,7 +79,6 @@ class Run:
         self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(job.ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(engine, job, self.clock)
-        self.mfu = MfuMeter(job)
         self.reporter = Reporter(job, start_step=start.step)
         self.stragglers = StragglerWatch(self.reporter)
         self.guard = Guard(job, self.reporter)
@@ -242,8 +241,7 @@ class Run:
         num_skipped, tokens_per_step = self.damage.num_skipped, self.job.plan.tokens_per_step
         values = interval.report(step=state.step, tokens_per_step=tokens_per_step, num_skipped=num_skipped)
         values |= self.stragglers(values["rank_ms"], step=state.step)
-        mfu, waited = self.mfu(values["tokens_per_s"]), self.saving.seconds()
-        self.reporter.write("train", train_record(self.job, state, values, mfu=mfu, waited=waited))
+        self.reporter.write("train", train_record(self.job, state, values, waited=self.saving.seconds()))
 
     def _observe(self, state: TrainState) -> None:
         """Evaluate and sample where that is due, until asked to stop; the best is saved where that is wanted."""

@@ -6,10 +6,11 @@ runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  sta
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, explained
 from txl_dist.files import free_name, open_regular, parse_object, replace_file
 from txl_dist.run_files import CHECKPOINT_NAME, CHECKPOINTS, DONE, LOCK, RECORDS, SETTINGS, STOP, Kind, kind_of
 
@@ -20,7 +21,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
     Where its settings are lost, those in the checkpoint that it goes on from decide (`check_checkpoint`).
     """
     path = run_dir / SETTINGS
-    try:
+    with _using(run_dir):
         if run_dir.exists() and not run_dir.is_dir():
             raise ConfigError(f"{run_dir} is a file, and no run directory. Choose another --run.dir.")
         if path.is_file():
@@ -31,8 +32,6 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
             and not all(_is_early(one.name) for one in run_dir.iterdir())
         ):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
-    except OSError as error:
-        raise _unusable(run_dir, error) from error
 
 
 def _is_early(name: str) -> bool:
@@ -45,12 +44,10 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
 
     Rank 0 only, after `check_run_dir`. Raises ConfigError if it cannot be written.
     """
-    try:
+    with _using(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_file(run_dir / SETTINGS, config_to_toml(config).encode())
         (run_dir / DONE).unlink(missing_ok=True)
-    except OSError as error:
-        raise _unusable(run_dir, error) from error
     for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for proof in run_dir.glob(f"{LOCK}.*.rank*"):
@@ -96,7 +93,6 @@ def set_aside(run_dir: Path, *, newer_than: Path, word: str) -> None:
             path.rename(free_name(path, word))
 
 
-def _unusable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot use the run directory {run_dir}: {error.strerror}. Mend its permissions or choose another --run.dir."
-    )
+def _using(run_dir: Path) -> AbstractContextManager[None]:
+    remedy = "Mend its permissions or choose another --run.dir."
+    return explained(ConfigError, f"cannot use the run directory {run_dir}", remedy)

@@ -132,10 +132,9 @@ def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> 
     for split in (*job.corpora.train, *job.corpora.eval):
         try:
             split.check_files()
-        except UnreachableError:
-            raise
         except DataError as error:
-            if split not in job.corpora.train or config.data.on_damage == "fail":
+            is_damage = not isinstance(error, UnreachableError)
+            if split not in job.corpora.train or config.data.on_damage == "fail" or not is_damage:
                 raise
             warnings.append(str(error))
     tokenizer_json, stream, saved, step = job.tokenizer.to_json(), job.corpora.begin, None, 0

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
-from txl_dist.ops.evaluation_settings import Overrides
+from txl_dist.ops.evaluation_settings import Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.verbs.words import announce
 
@@ -19,27 +19,28 @@ def evaluate(
     target: Positional[Path],
     /,
     overrides: Annotated[Overrides, arg(name="")],
+    outputs: Annotated[Outputs, arg(name="")],
     data: str = "",
     baselines: bool = False,
-    json: Path | None = None,
 ) -> None:
     """Score a held-out split with a trained run, a checkpoint or a bundle.
 
     Args:
         target: Run directory, checkpoint folder or bundle.
         overrides: How the evaluation differs from training.
+        outputs: Files that are written.
         data: Corpus, a folder or URL; a run knows its own.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
-        json: Write the results to this file too.
     """
     kind = require(target, *TRAINED)
     overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
+    outputs.check(overrides)
     if data:
         require(data, Kind.CORPUS, what="--data")
     announce(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
-    from txl_dist.ops.evaluate import evaluate_trained
+    from txl_dist.ops.evaluate.evaluate import evaluate_trained
 
-    lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, json_path=json)
+    lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, outputs=outputs)
     if lines:
         say("\n".join(lines))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,9 +13,8 @@ import tyro
 from txl_dist.config import Config
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.train import require_corpora
-from txl_dist.verbs.words import parse
+from txl_dist.verbs.words import parse, unknown_flag
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,12 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     arguments, words = parse(
         Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
-    own = ["--" + field.name.replace("_", "-") for field in fields(PlanArguments)[1:]]
     for word in words:
         if word.startswith("--") and "." not in word:
-            raise ConfigError(f"unknown flag {word}.{did_you_mean(word, own)} See txl plan --help.")
+            raise ConfigError(unknown_flag(word, [field.name for field in fields(PlanArguments)[1:]], prog="txl plan"))
     config = read_settings([str(arguments.config), *words])
     vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
     say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
-    gc.disable()  # a sixth of the time would go into looking for garbage, of which there are 7 MiB
-    try:
-        _answer(arguments, config, vocab_size=vocab_size, corpus_tokens=corpus_tokens)
-    finally:
-        gc.enable()
-
-
-def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus_tokens: int) -> None:
-    import json
-
     from txl_dist.files import write_output
     from txl_dist.ops.plan.hardware import Cluster, find_gpu
     from txl_dist.ops.plan.plan import Question, make_plan
@@ -78,9 +65,8 @@ def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus
     gpu = find_gpu(arguments.gpu)
     if arguments.intra_node:
         gpu = replace(gpu, bus_gb_s=arguments.intra_node)
-    cluster = Cluster(gpu, arguments.gpus_per_node, arguments.interconnect)
     question = Question(
-        cluster=cluster,
+        cluster=Cluster(gpu, arguments.gpus_per_node, arguments.interconnect),
         gpus=arguments.gpus,
         vocab_size=vocab_size,
         corpus_tokens=corpus_tokens,
@@ -89,12 +75,14 @@ def _answer(arguments: PlanArguments, config: Config, *, vocab_size: int, corpus
     facts = make_plan(config, question=question)
     say("\n".join(plan_lines(facts)))
     if arguments.json is not None:
-        write_output(arguments.json, json.dumps(facts, indent=1, allow_nan=False).encode() + b"\n")
-    if arguments.png is not None and facts["scaling"] is None:
+        write_output(arguments.json, facts.as_json().encode() + b"\n")
+    if arguments.png is None:
+        return
+    if facts.chosen is None:
         say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
-    elif arguments.png is not None:
-        title = f"{arguments.config.name} on {cluster.gpu.device}: predicted, not measured"
-        write_output(arguments.png, picture(facts["scaling"], title=title))
+        return
+    title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
+    write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))
 
 
 def _corpus(config: Config) -> tuple[int, int]:

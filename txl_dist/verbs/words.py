@@ -18,7 +18,7 @@ from typing import Any
 
 import tyro
 
-from txl_dist.config import explain_flag, lower, setting_names
+from txl_dist.config import choices_of, explain_flag, lower, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import did_you_mean
@@ -58,6 +58,28 @@ def announce(what: str) -> None:
         say(f"{what} ...", to=sys.stderr)
 
 
+def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
+    """Refuse unknown flags, impossible choices of settings and settings without dashes, all at once, in a line each.
+
+    `known` are names, of flags and of settings, with underscores. Raises ConfigError.
+    """
+    problems = []
+    for number, word in enumerate(words):
+        name, (flag, is_joined, value) = _name(word), word.partition("=")
+        choices = choices_of(name) if name in setting_names() else ()
+        if not is_joined:
+            value = "".join(words[number + 1 : number + 2])
+        is_flag = word.startswith("--")
+        if is_flag and name not in known:
+            problems.append(unknown_flag(flag, known, prog=prog))
+        elif not is_flag and is_joined and name in setting_names():
+            problems.append(_stray_word(word, known, prog=prog))
+        elif is_flag and choices and value not in choices and value[:1] not in ("", "-"):
+            problems.append(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
     name = flag.removeprefix("--").replace("-", "_")
@@ -68,7 +90,7 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     return f"unknown flag {flag}{lacks}.{hint or f' See {prog} --help.'}"
 
 
-def stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:
+def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:
     """What to say of a word that is neither a flag nor the value of one."""
     name, is_joined, value = word.lstrip("-").partition("=")
     plain = name.replace("-", "_")
@@ -88,8 +110,7 @@ def _spelt(name: str) -> str:
 
 def _explain(said: str, words: list[str], *, flags: dict[str, str], prog: str) -> str:
     known = list(flags)
-    if unknown := [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) not in known]:
-        return "\n".join(unknown_flag(flag, known, prog=prog) for flag in unknown)
+    refuse_slips(words, known, prog=prog)
     if strays := _between(said, "Unrecognized options: ", "$"):
         return _of_strays(strays.split(", "), words, known=known, prog=prog)
     if missing := _between(said, "Missing from .*?: ", "$"):
@@ -111,7 +132,7 @@ def _of_strays(strays: list[str], words: list[str], *, known: Sequence[str], pro
     if _name(word) in known and "=" not in word and strays[1:]:
         return f"{word} {strays[1]} lacks its dashes. Write --{_name(word).replace('_', '-')} {strays[1]}."
     at = words.index(word) if word in words else 0
-    return stray_word(word, known, prog=prog, has_flag=at > 0 and words[at - 1].startswith("--"))
+    return _stray_word(word, known, prog=prog, has_flag=at > 0 and words[at - 1].startswith("--"))
 
 
 def _name(word: str) -> str:

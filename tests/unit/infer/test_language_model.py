@@ -77,7 +77,7 @@ def test_a_batch_of_prompts_equals_single_runs_but_for_draws_at_a_border(
 ) -> None:
     """In fp32, where a batch rounds otherwise than a row. Such draws are counted: at most one in 10,000."""
     lm, num_draws, num_at_border = model_of(tokenizer), 0, 0
-    for seed in range(4):
+    for seed in range(2):
         together = lm.generate_batch(texts(16), max_tokens=60, seed=seed, **settings)
         alone = [lm.generate(text, max_tokens=60, seed=seed, **settings) for text in texts(16)]
         for (one,), other in zip(together, alone, strict=True):
@@ -86,7 +86,7 @@ def test_a_batch_of_prompts_equals_single_runs_but_for_draws_at_a_border(
                 first = next(i for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b)
                 assert distance_to_border(lm, texts(16)[together.index([one])], one.ids[:first], seed) <= BORDER
                 num_at_border += 1
-    assert num_draws > 2000
+    assert num_draws > 1500
     assert num_at_border <= num_draws / 10_000
 
 

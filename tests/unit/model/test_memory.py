@@ -25,7 +25,7 @@ def numbered(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_memory_holds_the_newest_positions_oldest_first_in_a_static_shape(
     memory_len: int, lengths: tuple[int, ...]
 ) -> None:
-    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=memory_len, width=WIDTH, dtype=torch.float32)
+    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=memory_len, width=WIDTH, like=torch.empty(0))
     seen = 0
     for length in lengths:
         hidden, document = numbered(seen, length)
@@ -42,7 +42,7 @@ def test_memory_holds_the_newest_positions_oldest_first_in_a_static_shape(
 
 def test_appending_makes_a_new_value_and_leaves_the_old_one_alone() -> None:
     hidden, document = numbered(0, 5)
-    old = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, dtype=torch.float32)
+    old = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, like=torch.empty(0))
     new = old.append(hidden, document_BT=document)
     new.hidden_LBMD.fill_(7.0)
     assert (old.hidden_LBMD == 0).all()
@@ -52,7 +52,7 @@ def test_appending_makes_a_new_value_and_leaves_the_old_one_alone() -> None:
 
 def test_appending_cuts_the_way_of_gradients() -> None:
     hidden, document = numbered(0, 3)
-    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, dtype=torch.float32)
+    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, like=torch.empty(0))
     new = memory.append(hidden.clone().requires_grad_() * 2, document_BT=document)
     assert not new.hidden_LBMD.requires_grad
 

@@ -6,9 +6,10 @@ import json
 import math
 import random
 import re
+import shutil
 import string
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,68 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.corpora import tiny_corpus
+from tests.helpers.bundles import MEMORY_LEN, SEGMENT_LEN, Made, make
 from tests.helpers.models import tiny_section
-from txl_dist.data.read.corpus import Corpus
-from txl_dist.errors import ConfigError
-from txl_dist.infer.bundle import Package, write_bundle
-from txl_dist.infer.probe import log_probabilities, probe_of
+from txl_dist.errors import CheckpointError, ConfigError, DataError
+from txl_dist.infer.cached import FrozenModel
+from txl_dist.infer.probe import log_probabilities
 from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
-from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
-from txl_dist.ops.evaluate import evaluate_trained
-from txl_dist.ops.evaluation_settings import Overrides
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.ops.evaluate.evaluate import evaluate_trained
+from txl_dist.ops.evaluate.scoring import Scores
+from txl_dist.ops.evaluation_settings import Outputs, Overrides
+from txl_dist.ops.report.pictures import sweep
 from txl_dist.progress import Progress
-from txl_dist.text.tokenizer import load_tokenizer
 
-SEGMENT_LEN, MEMORY_LEN = 16, 24
 POSITIONS: dict[str, dict[str, Any]] = {
     "relative": {},
     "learned_relative": {"positions": "learned_relative", "num_distances": 12},
 }
-
-
-class Made(NamedTuple):
-    """A corpus and a bundle of a random model that fits it."""
-
-    corpus: Corpus
-    bundle: Path
-    weights: dict[str, Tensor]
-    settings: dict[str, Any]
-
-
-TEXTS = ["abc" * 40 + "d" * i for i in range(12)]
-
-
-def make(
-    folder: Path,
-    *,
-    document_border: str = "carry",
-    texts: list[str] = TEXTS,
-    kind: str = "byte",
-    vocab_size: int = 0,
-    begins_documents: bool = True,
-    **settings: Any,
-) -> Made:
-    folder.mkdir(exist_ok=True)
-    corpus = tiny_corpus(folder, texts=texts, valid_fraction=0.3, kind=kind, vocab_size=vocab_size)
-    tokenizer = load_tokenizer(corpus.folder / "tokenizer.json")
-    torch.manual_seed(1)
-    section = tiny_section(init_std=0.2, **settings)
-    model = TransformerXL(section, vocab_size=tokenizer.vocab_size).eval()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    package = Package(
-        section=section,
-        weights=weights,
-        tokenizer=tokenizer,
-        segment_len=SEGMENT_LEN,
-        memory_len=MEMORY_LEN,
-        document_border=document_border,
-        begins_documents=begins_documents,
-        source={"step": 1},
-        probe=probe_of(model, memory_len=MEMORY_LEN),
-    )
-    write_bundle(folder / "bundle", package)
-    return Made(corpus, folder / "bundle", weights, settings)
 
 
 @pytest.fixture(scope="module", params=POSITIONS)
@@ -87,10 +43,11 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
     out = made.bundle.parent / "result.json"
-    if isinstance(changes.get("memory_len"), int):
-        changes["memory_len"] = (changes["memory_len"],)
+    outputs = Outputs(json=out, log_probs=changes.pop("log_probs", None))
+    for name in {"memory_len", "segment_len", "clamp_len"} & changes.keys():
+        changes[name] = changes[name] if isinstance(changes[name], tuple) else (changes[name],)
     overrides = Overrides(**({"num_lanes": 1} | changes))
-    evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, json_path=out)
+    evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=outputs)
     results: dict[str, dict[str, float]] = json.loads(out.read_text())
     return results
 
@@ -184,10 +141,12 @@ def test_the_cost_of_text_is_the_same_with_document_masks_and_without(
         made = make(tmp_path / border, document_border=border, texts=texts)
         end = made.corpus.end_of_text
 
-        def losses(network: SegmentLoss, batch: Batch, memory: Memory, end: int | None = end) -> tuple[Tensor, Memory]:
-            return torch.where(batch.targets_BT == end, 0.0, math.log(62)), memory
+        def losses(
+            frozen: FrozenModel, hidden: Tensor, targets_BT: Tensor, end: int | None = end, **rest: Any
+        ) -> Tensor:
+            return torch.where(targets_BT == end, 0.0, math.log(62))
 
-        monkeypatch.setattr(SegmentLoss, "forward", losses)
+        monkeypatch.setattr(FrozenModel, "losses", losses)
         for num_lanes in (1, 3):
             result = evaluated(made, num_lanes=num_lanes)["model"]
             assert result["tokens"] == made.corpus.split("valid").tokens - 1
@@ -221,7 +180,7 @@ def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_pat
                 vocab_size=9)  # fmt: skip
     lines = evaluate_trained(
         made.bundle, data=made.corpus.folder, overrides=Overrides(num_lanes=2), baselines=True,
-        json_path=tmp_path / "out.json",
+        outputs=Outputs(json=tmp_path / "out.json"),
     )  # fmt: skip
     assert "ppl/word" in lines[1]
     assert "bits" not in lines[1]
@@ -235,7 +194,7 @@ def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_pat
 
 
 def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:
-    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, dtype=torch.float32)
+    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, like=torch.empty(0))
     zeros = attended(empty)
     assert torch.equal(zeros.hidden_LBMD, torch.zeros(2, 3, 4, 5))
     document_BT = torch.zeros(3, 2, dtype=torch.int64)
@@ -295,14 +254,14 @@ def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_
 def test_an_evaluation_without_enough_memory_is_one_line_with_the_remedy(
     made: Made, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=error))
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=error))
     with pytest.raises(ConfigError, match=r"not enough memory for this evaluation: .*Give fewer lanes") as told:
         evaluated(made)
     assert "\n" not in str(told.value)
 
 
 def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SegmentLoss, "forward", Mock(side_effect=RuntimeError("shapes differ")))
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ"):
         evaluated(made)
     torch.distributed.destroy_process_group()  # which a defect leaves behind, as the process ends with it
@@ -310,17 +269,30 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatc
 
 def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> None:
     with pytest.raises(ConfigError, match="is a bundle and knows no corpus"):
-        evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, json_path=None)
+        evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, outputs=Outputs())
 
 
 def test_what_all_ranks_know_is_said_by_rank_0_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, document_border="mask", begins_documents=False)
-    monkeypatch.setattr("txl_dist.ops.evaluate._score_model", Mock(return_value={}))
+    scores = Scores(
+        {
+            "model": {
+                "loss": 1.0,
+                "tokens": 1.0,
+                "by_cluster": [],
+                "by_position": [{"first": 0, "last": 0, "loss": 1.0, "tokens": 1}],
+            }
+        },
+        None,
+    )
+    monkeypatch.setattr("txl_dist.ops.evaluate.evaluate.score_model", Mock(return_value=scores))
     for rank, is_said in (("0", True), ("1", False)):
         monkeypatch.setenv("RANK", rank)
-        evaluate_trained(made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, json_path=None)
+        evaluate_trained(
+            made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, outputs=Outputs()
+        )
         assert ("never learnt to predict them" in capsys.readouterr().err) == is_said
 
 
@@ -331,7 +303,7 @@ def test_attended_zeros_are_as_many_as_asked_for(made: Made) -> None:
     assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets + 9, zeros=True), rel=1e-5)
 
 
-def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_nothing_elsewhere(
+def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_lines_now_and_then_elsewhere(
     made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines: list[str] = []
@@ -340,6 +312,9 @@ def test_a_bar_with_the_time_left_is_shown_on_a_terminal_and_nothing_elsewhere(
     evaluated(made)
     assert lines == []
     assert "scoring" not in capsys.readouterr().err
+    monkeypatch.setattr("txl_dist.ops.evaluate.scoring.TELL_EVERY_S", 0.0)
+    evaluated(made)
+    assert re.search(r"scoring: [\d,]+ of [\d,]+ tokens, \d+ %, .* left", capsys.readouterr().err)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     evaluated(made, memory_len=(0, 8))
     passes = -(-(made.corpus.split("valid").tokens - 1) // SEGMENT_LEN)
@@ -355,3 +330,168 @@ def test_a_masked_model_that_never_learnt_first_tokens_is_scored_on_them_with_a_
         evaluated(make(tmp_path / str(begins), document_border="mask", begins_documents=begins))
         said[begins] = "never learnt to predict them" in capsys.readouterr().err
     assert said == {True: False, False: True}
+
+
+def test_on_one_lane_any_segment_length_costs_the_same_with_memory_long_enough(made: Made) -> None:
+    targets = made.corpus.split("valid").tokens - 1
+    results = evaluated(made, segment_len=(1, 7, 16, 50, targets), memory_len=targets)
+    losses = [values["loss"] for values in results.values()]
+    assert len(losses) == 5
+    assert max(losses) - min(losses) < 1e-5
+
+
+def test_a_sweep_has_a_row_for_each_combination_of_what_that_alone_would_give(made: Made) -> None:
+    results = evaluated(made, memory_len=(8, 24), segment_len=(5, 16), clamp_len=(0, 6))
+    assert list(results) == [
+        f"memory {memory}, segment {segment}, clamp {clamp}"
+        for clamp in (0, 6)
+        for segment in (5, 16)
+        for memory in (8, 24)
+    ]
+    assert len({values["loss"] for values in results.values()}) == 8
+    for values in results.values():
+        lengths = {name: values[name] for name in ("memory_len", "segment_len", "clamp_len")}
+        assert evaluated(made, **lengths)["model"]["loss"] == values["loss"]
+
+
+def test_a_sweep_is_drawn_as_a_png(made: Made, tmp_path: Path) -> None:
+    overrides = Overrides(num_lanes=4, memory_len=(0, 8), segment_len=(5, 16))
+    outputs = Outputs(plot=tmp_path / "sweep.png")
+    evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=outputs)
+    picture = (tmp_path / "sweep.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 5000
+
+
+@pytest.mark.parametrize("border", ["carry", "mask"])
+@pytest.mark.parametrize("lengths", [{"memory_len": 24}, {"memory_len": 0, "overlap_len": 5}], ids=str)
+def test_log_probabilities_are_those_of_each_scored_token_in_the_order_of_the_corpus(
+    tmp_path: Path, border: str, lengths: dict[str, int]
+) -> None:
+    made, found = make(tmp_path, document_border=border), {}
+    split = made.corpus.split("valid")
+    for name in ("p.npz", "p.jsonl"):
+        result = evaluated(made, num_lanes=3, log_probs=tmp_path / name, **lengths)["model"]
+        if name.endswith("npz"):
+            loaded = np.load(tmp_path / name, allow_pickle=False)
+            found[name] = {key: loaded[key].tolist() for key in ("token", "log_p", "document")}
+        else:
+            rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+            found[name] = {key: [row[key] for row in rows] for key in ("token", "log_p", "document")}
+        assert -np.mean(found[name]["log_p"]) == pytest.approx(result["loss"], abs=1e-6)
+    assert found["p.npz"] == found["p.jsonl"]
+    assert found["p.npz"]["token"] == split.read_all()[1:].tolist()
+    documents = [number for number, document in enumerate(split.each_document()) for _ in document]
+    assert found["p.npz"]["document"] == documents[1:]
+
+
+def test_parts_of_the_loss_count_every_target_once_and_average_to_it(tmp_path: Path) -> None:
+    made = make(tmp_path, cutoffs=[5, 60], kind="byte")
+    result: dict[str, Any] = evaluated(made, num_lanes=3)["model"]
+    for name in ("by_cluster", "by_position"):
+        parts = result[name]
+        assert sum(part["tokens"] for part in parts) == result["tokens"]
+        mean = sum((part["loss"] or 0.0) * part["tokens"] for part in parts) / result["tokens"]
+        assert mean == pytest.approx(result["loss"], abs=1e-6)
+        assert [part["first"] for part in parts] == [0, *(part["last"] + 1 for part in parts[:-1])]
+    assert [part["first"] for part in result["by_cluster"]] == [0, 5, 60]
+    assert len(result["by_position"]) == SEGMENT_LEN
+
+
+def test_perplexity_per_word_is_nats_of_all_tokens_over_words_and_ends(tmp_path: Path) -> None:
+    texts = [f"the cat  sat on\nmat {i} of {'many ' * i}" for i in range(40)]
+    made = make(tmp_path, texts=texts, kind="bpe", vocab_size=300)
+    split, result = made.corpus.split("valid"), evaluated(made)["model"]
+    held_out = [
+        made.corpus.tokenizer.decode(document[:-1].tolist()) for document in split.each_document()
+    ]  # each ends with end-of-text
+    words = sum(len(text.split()) + 1 for text in held_out)
+    assert set(held_out) <= set(texts)
+    assert result["words"] == words
+    assert result["word_ppl"] == pytest.approx(math.exp(result["loss"] * split.tokens / words))
+
+
+def test_positions_that_know_no_memory_are_scored_by_the_plain_model(tmp_path: Path) -> None:
+    """Whose last segment is as long as the others: they count their places from its end."""
+    made = make(tmp_path, positions="absolute", memory_len=0)
+    tokens = made.corpus.split("valid").read_all().astype(np.int64)
+    padded = torch.from_numpy(np.pad(tokens, (0, -(len(tokens) - 1) % SEGMENT_LEN)))
+    rows_BT, targets_BT = padded[:-1].view(-1, SEGMENT_LEN), padded[1:].view(-1, SEGMENT_LEN)
+    model = TransformerXL(tiny_section(init_std=0.2, **made.settings), vocab_size=made.corpus.vocab_size).eval()
+    model.load_state_dict(made.weights, strict=False)
+    with torch.no_grad():
+        hidden_BTD, _ = model(rows_BT, model.empty_memory(num_lanes=len(rows_BT), memory_len=0))
+        expected = model.softmax(hidden_BTD, targets_BT).flatten()[: len(tokens) - 1].double().mean()
+    assert evaluated(made)["model"]["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "changes", "message"),
+    [
+        ({"log_probs": "p.txt"}, {}, r"--log-probs .*p.txt: it must end in .npz or .jsonl"),
+        (
+            {"log_probs": "none/p.npz"},
+            {},
+            "cannot write .*p.npz: No such file or directory. Name another .*--log-probs",
+        ),
+        ({"log_probs": "p.npz"}, {"memory_len": (0, 8)}, "--log-probs is of one evaluation"),
+        ({"log_probs": "p.npz"}, {"without_memory": True}, "--log-probs is of one evaluation"),
+        ({"log_probs": "p.npz"}, {"protocol": "original"}, "--log-probs is of one evaluation"),
+        ({"plot": "p.png"}, {}, "--plot draws losses over several lengths"),
+        ({"plot": "p.svg"}, {"memory_len": (0, 8)}, "--plot .*p.svg: it must end in .png"),
+        ({"plot": "none/p.png"}, {"memory_len": (0, 8)}, "cannot write .*p.png"),
+        ({"json": "none/p.json"}, {}, "cannot write .*p.json"),
+    ],
+    ids=str,
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, outputs: dict[str, str], changes: dict[str, Any], message: str
+) -> None:
+    paths = {name: tmp_path / file for name, file in outputs.items()}
+    with pytest.raises(ConfigError, match=message):
+        evaluate_trained(
+            tmp_path / "nothing", data="x", overrides=Overrides(**changes), baselines=False, outputs=Outputs(**paths)
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_belong_together_or_is_not_whole_is_refused_before_it_is_scored(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
+    other = make(tmp_path / "other", kind="bpe", vocab_size=270)
+    with pytest.raises(DataError, match=r"was prepared with another tokenizer than .*--tokenizer-file"):
+        evaluated(made._replace(corpus=other.corpus))
+    for damage in ("cut", "gone", "of other weights"):
+        folder = tmp_path / damage
+        shutil.copytree(made.bundle, folder / "bundle")
+        weights = folder / "bundle" / "model.safetensors"
+        if damage == "cut":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        elif damage == "gone":
+            weights.unlink()
+        else:
+            weights.write_bytes((other.bundle / "model.safetensors").read_bytes())
+        with pytest.raises(CheckpointError) as told:
+            evaluated(made._replace(bundle=folder / "bundle"))
+        assert "model.safetensors" in str(told.value)
+        assert not (folder / "result.json").exists()
+
+
+def test_a_picture_has_the_first_length_that_differs_along_its_axis_and_a_line_for_each_of_the_others() -> None:
+    scores = {
+        f"{memory} {segment}": {"memory_len": memory, "segment_len": segment, "clamp_len": 0, "loss": memory + segment}
+        for memory in (8, 0)
+        for segment in (16, 32)
+    }
+    chart = sweep({"order 0": {"loss": 9.0}, **scores})
+    assert chart is not None
+    assert chart.x_label == "tokens of memory"
+    assert {line.label: (line.x.tolist(), line.y.tolist()) for line in chart.lines} == {
+        "segment 16": ([0, 8], [16, 24]),
+        "segment 32": ([0, 8], [32, 40]),
+    }
+    alone = sweep({name: one for name, one in scores.items() if one["memory_len"]})
+    assert alone is not None
+    assert (alone.x_label, [line.label for line in alone.lines]) == ("tokens of segment", [""])
+    assert sweep({"model": {"memory_len": 8, "loss": 1.0}, "order 0": {"loss": 2.0}}) is None

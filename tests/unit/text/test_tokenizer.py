@@ -17,8 +17,9 @@ from tests.helpers.corpora import ALPHABET, random_text, random_texts
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.base import END_OF_TEXT, Tokenizer
 from txl_dist.text.characters import CharTokenizer
+from txl_dist.text.learning import TokenizerKind
 from txl_dist.text.subwords import cut_pieces
-from txl_dist.text.tokenizer import TokenizerKind, load_tokenizer
+from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.text.training import train_tokenizer
 from txl_dist.text.words import WordTokenizer
 

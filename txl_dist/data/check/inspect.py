@@ -25,6 +25,8 @@ PREVIEW_LEN = 24
 SORTED_ENOUGH = 0.9
 """Of the share that the most frequent ids have, cluster 0 should have so much."""
 
+_COUNTED = ("documents", "tokens", "text_bytes", "text_characters", "longest")
+
 _TEXT = "\n\t"
 """Of what steers a terminal, what a text may keep."""
 
@@ -40,11 +42,7 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
         "dtype": corpus.dtype.name,
         "splits": {
             name: {
-                "documents": split.documents,
-                "tokens": split.tokens,
-                "text_bytes": split.text_bytes,
-                "text_characters": split.text_characters,
-                "longest": split.longest,
+                **{key: getattr(split, key) for key in _COUNTED},
                 "shards": len(split.shards),
                 "bytes": sum(shard.bytes for shard in split.shards),
             }

@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 from txl_dist.data.prepare.documents import Block, end_of_records
 from txl_dist.data.prepare.opening import open_source, skip
 from txl_dist.data.prepare.sources import SourceFile
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 
 LONGEST_RECORD = 1 << 31
 """Bytes from which on a document is too long."""
@@ -136,12 +136,12 @@ def _check_length(num_bytes: int, file: SourceFile) -> None:
 
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
     """(the text column of up to 1,024 rows as an Arrow stream, number of rows), one row group in memory."""
-    try:
+    remedy = "Run `pip install 'txl_dist[parquet]'`."
+    with explained(DataError, f"reading {path} needs the package pyarrow", remedy, of=(ImportError,)):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"reading {path} needs the package pyarrow. Run `pip install 'txl_dist[parquet]'`.") from error
-    try:
+    remedy = "Mend or remove the file, then prepare again."
+    with explained(DataError, f"cannot read {path}", remedy, of=(pyarrow.ArrowException,)):
         table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
         known = table.schema_arrow
         kinds = {pyarrow.string(), pyarrow.large_string()}
@@ -164,5 +164,3 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
                     row += batch.num_rows
             else:
                 row += count
-    except pyarrow.ArrowException as error:
-        raise DataError(f"cannot read {path}: {error}. Mend or remove the file, then prepare again.") from error

@@ -18,7 +18,7 @@ import bisect
 import json
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys
 from txl_dist.data.read.lanes import hash64
 from txl_dist.errors import DataError
 from txl_dist.files import read_json, replace_file, typed, write_bytes
-from txl_dist.text.base import Ids, Tokenizer
+from txl_dist.text.base import Ids, Tokenizer, batches
 from txl_dist.text.tokenizer import load_tokenizer
 
 PART_RECORD = np.dtype(
@@ -116,7 +116,12 @@ def encode_part(task: PartTask) -> PartInfo:
     splits: dict[str, _SplitOfPart] = defaultdict(_SplitOfPart)
     for block in part.blocks:
         pieces = _pieces(block, encoding.reading, counts)
-        for batch in _batches(pieces):
+        for batch in batches(
+            pieces,
+            most_characters=_BATCH_LEN,
+            most_items=_BATCH_DOCUMENTS,
+            text_of=lambda piece: piece.document.text,
+        ):
             _encode_batch(batch, encoding, tokenizer, splits, counts)
     folder = Path(encoding.folder)
     (folder / f"{name_of_part(task.number)}.json").unlink(missing_ok=True)  # it may speak of another part
@@ -221,19 +226,6 @@ def _pieces(block: Block, reading: Reading, counts: Counter[str]) -> Iterator[Pi
             pieces = pieces_of(document, given_for=block.split, reading=reading)
             counts["cut"] += len(pieces) > 1
             yield from pieces
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    held = 0
-    for piece in pieces:
-        batch.append(piece)
-        held += len(piece.document.text)
-        if held >= _BATCH_LEN or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 def _encode_batch(

@@ -33,7 +33,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import ConfigError, DataError, explained
 from txl_dist.files import open_new, sha256_of_file, write_bytes
 
 Progress = Callable[[int, int], None]
@@ -138,10 +138,8 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
             with path.open("rb") as stream:
                 yield member, stream
         return
-    try:
+    with explained(DataError, f"cannot read {origin} as {name}", "Check the path."):
         found = sha256_of_file(origin)
-    except OSError as error:
-        raise DataError(f"cannot read {origin} as {name}: {error.strerror or error}. Check the path.") from error
     only = corpus.members[0] if len(corpus.members) == 1 else None
     if found == corpus.sha256 and corpus.urls[0].endswith(".zip"):
         yield from _zip_members(corpus, origin)
@@ -259,6 +257,18 @@ _SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
 _WORDS = {"kind": "word", "end_of_text": False, "documents": "file"}
 _CHARACTERS = {"end_of_text": False, "only_seen": True, "documents": "file", "all_splits": True}
 
+
+def _wikitext(name: str, sha256: str, *, train: str = "", num_tokens: int = 0, valid: str, test: str) -> NamedCorpus:
+    """By the sha256 of each file, or the tokens of the first."""
+    proofs = {"train": (train, num_tokens), "valid": (valid, 0), "test": (test, 0)}
+    return NamedCorpus(
+        urls=(f"https://wikitext.smerity.com/{name}-v1.zip",),
+        sha256=sha256,
+        members=tuple(Member(f"{name}/wiki.{split}.tokens", (split,), *proof) for split, proof in proofs.items()),
+        tokenizer=_WORDS,
+    )
+
+
 NAMED: dict[str, NamedCorpus] = {
     "enwik8": NamedCorpus(
         urls=("https://mattmahoney.net/dc/enwik8.zip", "https://data.deepai.org/enwik8.zip"),
@@ -276,45 +286,19 @@ NAMED: dict[str, NamedCorpus] = {
         ends=(("train", 90_000_000), ("valid", 95_000_000), ("test", 100_000_000)),
         clean=lambda part: part.strip().replace(b" ", b"_"),
     ),
-    "wikitext-103": NamedCorpus(
-        urls=("https://wikitext.smerity.com/wikitext-103-v1.zip",),
-        sha256="242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-        members=(
-            Member("wikitext-103/wiki.train.tokens", ("train",), num_tokens=103_227_021),
-            Member(
-                "wikitext-103/wiki.valid.tokens",
-                ("valid",),
-                sha256="9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b",
-            ),
-            Member(
-                "wikitext-103/wiki.test.tokens",
-                ("test",),
-                sha256="56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9",
-            ),
-        ),
-        tokenizer=_WORDS,
+    "wikitext-103": _wikitext(
+        "wikitext-103",
+        "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+        num_tokens=103_227_021,
+        valid="9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b",
+        test="56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9",
     ),
-    "wikitext-2": NamedCorpus(
-        urls=("https://wikitext.smerity.com/wikitext-2-v1.zip",),
-        sha256="92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
-        members=(
-            Member(
-                "wikitext-2/wiki.train.tokens",
-                ("train",),
-                sha256="9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
-            ),
-            Member(
-                "wikitext-2/wiki.valid.tokens",
-                ("valid",),
-                sha256="f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
-            ),
-            Member(
-                "wikitext-2/wiki.test.tokens",
-                ("test",),
-                sha256="d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
-            ),
-        ),
-        tokenizer=_WORDS,
+    "wikitext-2": _wikitext(
+        "wikitext-2",
+        "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        train="9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
+        valid="f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+        test="d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     ),
     "lm1b": NamedCorpus(
         urls=(f"https://www.statmt.org/lm-benchmark/{_R13}.tar.gz",),
@@ -330,8 +314,8 @@ NAMED: dict[str, NamedCorpus] = {
     ),
     "tinyshakespeare": NamedCorpus(
         urls=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
-        sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        members=(Member("input.txt", (), sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),),
+        sha256=_SHAKESPEARE,
+        members=(Member("input.txt", (), sha256=_SHAKESPEARE),),
         tokenizer={"kind": "char", **_CHARACTERS},
         ends=(("train", 1_003_854), ("valid", 1_115_394)),
     ),

@@ -18,10 +18,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from typing_extensions import override
+
 from txl_dist.data.prepare.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
 from txl_dist.data.storage.origins import end_command, start_command
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import open_new
 
 _MIB = 1 << 20
@@ -100,18 +102,31 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> IO[bytes]:
     if file.suffix == ".xz":
         return cast(IO[bytes], lzma.open(raw))
     if file.suffix == ".zst":
-        try:
+        remedy = "Run `pip install zstandard`, or decompress the file."
+        with explained(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
             import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        except ImportError as error:
-            raise DataError(
-                f"reading {file.path} needs the package zstandard. Run `pip install zstandard`, or decompress the file."
-            ) from error
         frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
         return io.BufferedReader(_FrameStream(raw, frames.decompressobj), buffer_size=_MIB)
     return raw
 
 
-class _FrameStream(io.RawIOBase):
+class _Stream(io.RawIOBase):
+    """One to read, made of whatever gives bytes."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.take(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def take(self, count: int) -> bytes | memoryview:
+        """Up to so many bytes; none at the end."""
+        raise NotImplementedError
+
+
+class _FrameStream(_Stream):
     """The content of zstd frames. The library's own reader takes a cut frame for a whole one."""
 
     def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
@@ -120,40 +135,32 @@ class _FrameStream(io.RawIOBase):
         self._frame: Any = None
         self._held = memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    @override
+    def take(self, count: int) -> memoryview:
         while not self._held:
             data = self._frame.unused_data if self._frame and self._frame.eof else b""
             data = data or self._raw.read(_MIB // 8)
             is_between = self._frame is None or self._frame.eof
             if not data and is_between:
-                return 0
+                return self._held
             if not data:
                 raise EOFError("the compressed data ends within a frame: it was cut")
             if is_between:
                 self._frame = self._new_frame()
             self._held = memoryview(self._frame.decompress(data))
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
-        return count
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
 
 
-class _JoinedStream(io.RawIOBase):
+class _JoinedStream(_Stream):
     """One stream behind another."""
 
     def __init__(self, *streams: IO[bytes]) -> None:
         self._streams = streams
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = next(filter(None, (stream.read(len(buffer)) for stream in self._streams)), b"")
-        buffer[: len(data)] = data
-        return len(data)
+    @override
+    def take(self, count: int) -> bytes:
+        return next(filter(None, (stream.read(count) for stream in self._streams)), b"")
 
     def close(self) -> None:
         for stream in self._streams:
@@ -161,26 +168,23 @@ class _JoinedStream(io.RawIOBase):
         super().close()
 
 
-class _CommandStream(io.RawIOBase):
+class _CommandStream(_Stream):
     """What a shell command prints, if it succeeds."""
 
     def __init__(self, command: str) -> None:
         self._command = command
         self._process = start_command(command, output=subprocess.PIPE)
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    @override
+    def take(self, count: int) -> bytes:
         assert self._process.stdout is not None
-        data = self._process.stdout.read(len(buffer))
+        data = self._process.stdout.read(count)
         if not data and (status := self._process.wait()):
             raise DataError(
                 f"the command {self._command!r} ended with exit status {status}, so its output may be cut. Mend the "
                 "command, then prepare again."
             )
-        buffer[: len(data)] = data
-        return len(data)
+        return data
 
     def close(self) -> None:
         assert self._process.stdout is not None
@@ -189,7 +193,7 @@ class _CommandStream(io.RawIOBase):
         super().close()
 
 
-class _UrlStream(io.RawIOBase):
+class _UrlStream(_Stream):
     """A file at a URL; reads are tried again from where the last one ended, and the announced size has to come."""
 
     def __init__(self, file: SourceFile, allow_protocols: Sequence[str]) -> None:
@@ -199,9 +203,6 @@ class _UrlStream(io.RawIOBase):
         self._file: Any = None
         self._block_size = 8 * _MIB
         self._position = 0
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return self._size is not None
@@ -214,11 +215,11 @@ class _UrlStream(io.RawIOBase):
         self._file = None
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        data = retrying(lambda: watched(lambda: self._read(len(buffer))), what=self._url, retries=_RETRIES)
-        buffer[: len(data)] = data
+    @override
+    def take(self, count: int) -> bytes:
+        data = retrying(lambda: watched(lambda: self._read(count)), what=self._url, retries=_RETRIES)
         self._position += len(data)
-        return len(data)
+        return data
 
     def _read(self, count: int) -> bytes:
         file, self._file = self._file or self._open(), None

@@ -14,15 +14,14 @@ from typing import Any, Literal
 
 from txl_dist import __version__
 from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
-from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import read_bytes
+from txl_dist.errors import ConfigError
+from txl_dist.text.learning import Learning
 
-_LEARNING = ("vocab_size", "min_frequency", "lower_case", "end_of_text", "only_seen", "sentence_marks")
 _HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
 
 @dataclass(frozen=True)
-class PrepareSettings:
+class PrepareSettings(Learning):
     """What to prepare, and how. Sizes of shards are in tokens, shares are of documents."""
 
     inputs: Sequence[str | Path]
@@ -41,18 +40,6 @@ class PrepareSettings:
     """Local archive, file or folder of a named corpus, in place of a download."""
     kind: Literal["auto", "byte", "char", "word", "bpe", "unigram"] = "auto"
     """Tokenizer to learn from the train split. auto: that of the named corpus, else bpe."""
-    vocab_size: int = 0
-    """Largest vocabulary of word, bpe and unigram; 0 means 4096, and no limit for word."""
-    min_frequency: int = 1
-    """Fewest occurrences of a word, or of a bpe merge."""
-    lower_case: bool = False
-    """Make text lower case (char, word)."""
-    end_of_text: bool = True
-    """Put an end-of-text behind each document. Named corpora with the tokenizer of the papers never have one."""
-    only_seen: bool = False
-    """No ids for bytes or characters that do not occur (byte, char)."""
-    sentence_marks: bool = False
-    """lm1b's marks of lines (word)."""
     all_splits: bool = False
     """Learn the tokenizer from the held-out splits too, as papers do for closed vocabularies."""
     tokenizer_fraction: float = 1.0
@@ -100,7 +87,7 @@ class PrepareSettings:
             raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
         if min(self.num_workers, self.part_bytes) < 0:
             raise ConfigError("num_workers and part_bytes must be 0 or more; 0 lets the program choose.")
-        learning = [name for name in ("kind", *_LEARNING, "all_splits") if getattr(self, name) != _default(name)]
+        learning = [name for name in ("kind", *self.learning(), "all_splits") if getattr(self, name) != _default(name)]
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
                 f"{', '.join(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
@@ -127,10 +114,6 @@ class PrepareSettings:
                 f"the named corpus {mixed.pop()} is prepared alone. For a file of that name give its path."
             )
         return None
-
-    def learning(self) -> dict[str, Any]:
-        """What a tokenizer of some kind is learnt with."""
-        return {name: getattr(self, name) for name in _LEARNING}
 
     def completed(self) -> PrepareSettings:
         """With the tokenizer, and what else a named corpus brings, where the caller left them open; checked."""
@@ -172,13 +155,9 @@ class PrepareSettings:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         kept = {name: str(value) for name, value in values.items() if name not in left_out}
         if self.tokenizer_path is not None:
-            try:
-                content = read_bytes(Path(self.tokenizer_path))
-            except OSError as error:
-                reason = error.strerror or error
-                raise DataError(
-                    f"cannot read the tokenizer {self.tokenizer_path}: {reason}. Check the path."
-                ) from error
+            from txl_dist.text.tokenizer import tokenizer_bytes
+
+            content = tokenizer_bytes(self.tokenizer_path, remedy="Check the path.")
             kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
         kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
         facts = sorted(kept.items()), self.duplicates == "ignore", __version__

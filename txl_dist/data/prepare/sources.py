@@ -28,7 +28,7 @@ from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.named import NAMED
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.storage.retries import filesystem_of, retrying
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.suggest import did_you_mean
 
 STDLIB = "stdlib"
@@ -160,10 +160,8 @@ def _form(path: str, settings: PrepareSettings) -> Form:
 def _of_paths(given: str) -> Iterator[tuple[str, int | None, str]]:
     """Path, size and identity of each local file of one input."""
     for path in _paths_of(given):
-        try:
+        with explained(DataError, f"cannot read {path}", "Mend or remove the file."):
             status = path.stat()
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}. Mend or remove the file.") from error
         yield str(path), status.st_size, f"{status.st_mtime_ns}"
 
 

@@ -39,7 +39,7 @@ from txl_dist.progress import Progress
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.importing import import_tokenizer
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.text.training import DEFAULT_SUBWORDS, check_training, train_tokenizer
+from txl_dist.text.training import DEFAULT_SUBWORDS, train_tokenizer
 
 _MIB = 1 << 20
 _SMALL = 16 * _MIB
@@ -194,7 +194,7 @@ def check_learning(settings: PrepareSettings) -> None:
     """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
     if settings.tokenizer_path is None:
         _check_keeps(settings, settings.kind)
-        check_training(settings.kind, **settings.learning())
+        settings.check_kind(settings.kind)
 
 
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:

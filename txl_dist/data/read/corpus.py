@@ -41,7 +41,7 @@ from txl_dist.data.format import (
 from txl_dist.data.read.damage import DamagePolicy
 from txl_dist.data.storage.open import open_storage
 from txl_dist.data.storage.places import REMEDY, Storage
-from txl_dist.errors import DataError, UnreachableError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import canonical_hash, is_file_name, parse_json
 from txl_dist.sections import DataSection
 from txl_dist.text.base import Tokenizer
@@ -124,7 +124,6 @@ class Split:
         self.text_bytes = info.text_bytes
         self.text_characters = info.text_characters
         self.longest = info.longest
-        self.counts_sha256 = info.counts_sha256
         self._info = info
         self.shards = tuple(info.shards)
         self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
@@ -175,7 +174,7 @@ class Split:
 
     def counts(self) -> npt.NDArray[np.int64]:
         """How often each id occurs. Raises DataError if the file is missing or damaged."""
-        content = self.corpus.storage.read(counts_name(self.name), sha256=self.counts_sha256)
+        content = self.corpus.storage.read(counts_name(self.name), sha256=self._info.counts_sha256)
         try:
             counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
             is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
@@ -238,8 +237,6 @@ class Shards:
         if isinstance(shard, Shard):
             try:
                 return shard.document(document), True
-            except UnreachableError:
-                raise
             except DataError as error:
                 self._damage.skip(error, shard=shard.name, document=document)
         return np.broadcast_to(self._filler, int(shard.lengths[document])), False
@@ -256,8 +253,6 @@ class Shards:
     def _open_shard(self, index: int) -> Shard | LostShard:
         try:
             return self._split.open_shard(index)
-        except UnreachableError:
-            raise
         except DataError as error:
             info = self._split.shards[index]
             self._damage.skip(
@@ -331,10 +326,8 @@ def open_corpus(location: str | Path, settings: DataSection | None = None) -> Co
 
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     """The values of an index.json, of splits as `SplitInfo`. Raises DataError if it is foreign, damaged or edited."""
-    try:
+    with explained(DataError, f"{name} is damaged", REMEDY, of=(ValueError,)):
         index = parse_json(content)
-    except ValueError as error:
-        raise DataError(f"{name} is damaged: {error}. {REMEDY}") from error
     if not isinstance(index, dict) or "self_sha256" not in index:
         raise DataError(f"{name} is not the index of a corpus. Point data.path at a folder of `txl prepare`.")
     if index.get("format_version") != FORMAT_VERSION:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, UnreachableError
 
 logger = logging.getLogger("txl_dist")
 
@@ -20,8 +20,9 @@ class DamagePolicy:
         """Different documents; those of a shard that cannot be opened all count."""
 
     def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
-        """Count and log a document, or all `count` of a shard (document -1). Raises DataError if it may not be."""
-        if not self._skip:
+        """Count and log a document, or all `count` of a shard (document -1). Raises DataError if it may not be, or it
+        cannot be reached now: that is no damage."""
+        if not self._skip or isinstance(error, UnreachableError):
             raise error
         if (shard, document) in self._skipped:
             return

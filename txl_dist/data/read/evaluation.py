@@ -9,6 +9,7 @@ Damage always ends an evaluation: a score over other text would pass for the rea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,26 @@ from txl_dist.data.read.corpus import Shards, Split
 from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.stream import Int64s, Segment
 from txl_dist.errors import DataError
+
+
+class HeldOut(Protocol):
+    """What an evaluation runs over: segments of some lanes, in order, and which of their targets count."""
+
+    @property
+    def lanes(self) -> range:
+        """Those of this rank."""
+
+    @property
+    def segment_len(self) -> int:
+        """Tokens of a segment, without those that are run again before it."""
+
+    @property
+    def overlap_len(self) -> int:
+        """Most tokens that are run again before a segment, as context."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Segment]: ...
 
 
 class EvalStream:

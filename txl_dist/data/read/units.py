@@ -65,6 +65,21 @@ def text_units(
     )
 
 
+def word_count(split: Split) -> int:
+    """Words of a split's text: its runs of anything but whitespace (`str.split`), and one for each end-of-text, as the
+    field counts <eos>. Only of a split whose text its tokens give back.
+
+    The perplexity per word of a model is exp(nats of all tokens / words): it compares tokenizers, as bits per byte do.
+    Reads and decodes the whole split. Raises DataError if it is damaged.
+    """
+    tokenizer, end, words = split.corpus.tokenizer, split.corpus.end_of_text, 0
+    for document in split.each_document():
+        ids = document.tolist()
+        is_ended = ids[-1] == end
+        words += len(tokenizer.decode(ids[:-1] if is_ended else ids).split()) + is_ended
+    return words
+
+
 def _problem_of(split: Split, *, mask_documents: bool, max_tokens: int) -> str:
     where = f"{split.corpus.name} ({split.name})"
     if not split.text_bytes or not split.text_characters:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, explained
 from txl_dist.files import inside, open_regular, read_bytes
 
 MAX_FILE_BYTES = 1 << 36
@@ -81,10 +81,8 @@ class LocalStorage(Storage):
 
     @override
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        try:
+        with explained(DataError, f"cannot read {self.folder / file}", REMEDY):
             content = read_bytes(self._path(file), max_bytes=MAX_FILE_BYTES)
-        except OSError as error:
-            raise _unreadable(self.folder / file, error) from error
         if sha256 and hashlib.sha256(content).hexdigest() != sha256:
             raise DataError(f"{self.folder / file} is damaged: its sha256 is not the one in the index. {REMEDY}")
         return content
@@ -93,30 +91,24 @@ class LocalStorage(Storage):
         """Map the shard."""
         self.check_sizes([info])
         path = self._path(info.name)
-        try:
-            with open_regular(path) as stream:
-                return MappedPayload(stream)
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        with explained(DataError, f"cannot read {path}", REMEDY), open_regular(path) as stream:
+            return MappedPayload(stream)
 
     @override
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
         for info in infos:
             path = self._path(info.name)
-            try:
+            with explained(DataError, f"cannot read {path}", REMEDY):
                 num_bytes = path.stat().st_size
-            except OSError as error:
-                raise _unreadable(path, error) from error
             check_size(str(path), num_bytes, info)
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
         """The kernel reads ahead by itself."""
 
     def _path(self, file: str) -> Path:
-        try:
+        remedy = "Copy the file to its place, or use another corpus."
+        with explained(DataError, f"{self.folder}", remedy, of=(ValueError,)):
             return inside(self.folder, file)
-        except ValueError as error:
-            raise DataError(f"{self.folder}: {error}. Copy the file to its place, or use another corpus.") from error
 
 
 class MappedPayload:
@@ -131,7 +123,3 @@ class MappedPayload:
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
         """A view of the file."""
         return self._bytes[offset : offset + num_bytes]
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"cannot read {path}: {error.strerror or error}. {REMEDY}")

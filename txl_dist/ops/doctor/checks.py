@@ -1,23 +1,28 @@
-"""Verdicts of `txl doctor` on the facts of one machine: what is wrong, and what to do about it. Pure functions.
+"""Verdicts of `txl doctor`, on one machine and on what lies between several: what is wrong, and what to do about it.
 
     ok        as it should be, or of no consequence
     warning   a run works, but slower, less safely, or not with every setting
     problem   a run fails, or gives wrong results: exit code 1
 
-A limit here is a judgement, not a measurement: it says where experience begins to look for the cause elsewhere.
+Pure functions of what `machine`, `disk` and `fabric` have found. A limit here is a judgement, not a measurement: it
+says where experience begins to look for the cause elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from txl_dist.ops.doctor.machine import Facts
+from txl_dist.ops.doctor.fabric import Reduce
+from txl_dist.ops.doctor.machine import WATCHED, Facts
+from txl_dist.tables import size
 
 Verdict = Literal["ok", "warning", "problem"]
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """What one check found."""
 
     name: str
@@ -35,14 +40,10 @@ def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Find
     return Finding(name, "ok", found)
 
 
-def judge(facts: Facts, *, is_several: bool = False, has_met: bool = False) -> list[Finding]:
-    """All checks of one machine, each with a finding at least.
-
-    `is_several`: the job has other machines too. `has_met`: and its ranks have connected to each other.
-    """
+def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
+    """All checks of one machine. `is_cut_off`: it does not reach the others of the job."""
     findings = [finding for check in CHECKS for finding in check(facts)]
-    local_name_hurts = is_several and not has_met
-    return [*findings, _host_name(facts, hurts=local_name_hurts), *_interfaces(facts, is_several=is_several)]
+    return [*findings, _host_name(facts, is_cut_off=is_cut_off)]
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
@@ -53,10 +54,6 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
     )
     yield first_of("versions", found, (facts.unmet, "problem", remedy))
-    if facts.environment.get("TRITON_INTERPRET") == "1":
-        found = "kernels run in Triton's interpreter, thousands of times slower; with triton 3.6 and numpy 2.4 it fails"
-        remedy = "Unset TRITON_INTERPRET, which is for tests."
-        yield Finding("TRITON_INTERPRET", "problem" if facts.devices else "warning", found, remedy)
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:
@@ -77,11 +74,11 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         yield Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 is refused)")
         return
     cuda = facts.torch_cuda
-    seen = f"the driver {facts.driver} sees {facts.num_driver_gpus} GPUs, this process uses none"
     hidden = [name for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES") if name in facts.environment]
+    why = ", ".join(f"{name}={facts.environment[name]!r}" for name in hidden) or f"torch for CUDA {cuda}"
     yield first_of(
         "GPU",
-        f"{seen}: {', '.join(f'{name}={facts.environment[name]!r}' for name in hidden) or f'torch for CUDA {cuda}'}",
+        f"the driver {facts.driver} sees {facts.num_driver_gpus} GPUs, this process uses none: {why}",
         (hidden, "warning", f"Unset {' and '.join(hidden)} if that is not meant."),
         (not cuda, "problem", "Install the build of torch with CUDA (pip install torch without the cpu index)."),
         (True, "problem", f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA."),
@@ -89,202 +86,144 @@ def _devices(facts: Facts) -> Iterator[Finding]:
 
 
 def _backends(facts: Facts) -> Iterator[Finding]:
-    missing = [name for name in ("gloo", *(["nccl"] if facts.devices else [])) if name not in facts.backends]
-    listed = ", ".join(f"{name} {version}".removesuffix(" yes") for name, version in facts.backends.items())
-    found = f"torch lacks {' and '.join(missing)}" if missing else listed
+    missing = {"gloo", *(["nccl"] if facts.devices else [])} - facts.backends.keys()
+    listed = ", ".join(f"{name} {version}".strip() for name, version in facts.backends.items())
+    found = f"torch lacks {' and '.join(sorted(missing))}" if missing else listed
     remedy = "Install an official build of torch for Linux, which has both."
     yield first_of("backends", found, (missing, "problem", remedy))
 
 
-def _processors(facts: Facts) -> Iterator[Finding]:
+def _cores(facts: Facts) -> Iterator[Finding]:
     ranks, threads = facts.num_local_ranks, facts.environment.get("OMP_NUM_THREADS", "")
     cores = min(facts.num_cores, facts.cgroup_cores or facts.num_cores)
     limit = f", of which the control group allows {facts.cgroup_cores:g}" if facts.cgroup_cores else ""
-    own = f"Set --engine.num_threads {max(1, int(cores / ranks))}: a rank counts cores, not what it may use of them."
+    fair, count = max(1, int(cores / ranks)), int(threads) if threads.isdigit() else 0
+    own = f"Set --engine.num_threads {fair}: a rank counts cores, not what it may use of them."
+    fewer = f"Set OMP_NUM_THREADS to {fair}: threads that wait for a core slow all down."
     yield first_of(
-        "processors",
-        f"{facts.num_cores} cores{limit} for {ranks} ranks",
+        "cores",
+        f"{facts.num_cores} cores{limit} for {ranks} ranks" + (f", OMP_NUM_THREADS={threads}" if threads else ""),
+        (threads and not count, "problem", "Set OMP_NUM_THREADS to a number of 1 or more, or unset it."),
         (cores < ranks, "warning", "Give the job a core per rank at least, or start fewer ranks."),
         (cores < facts.num_cores and not threads, "warning", own),
+        (count * ranks > facts.num_cores, "warning", fewer),
     )
-    if threads:
-        count = int(threads) if threads.isdigit() else 0
-        remedy = f"Set it to {max(1, facts.num_cores // ranks)}: threads that wait for a core slow all down."
-        yield first_of(
-            "OMP_NUM_THREADS",
-            f"{threads} threads for each of {ranks} ranks on {facts.num_cores} cores; it wins over "
-            "engine.num_threads=0",
-            (count < 1, "problem", "Set it to a number of 1 or more, or unset it."),
-            (count * ranks > facts.num_cores, "warning", remedy),
-        )
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
     found = f"{facts.room_gib:.1f} of {facts.memory_gib:.1f} GiB are left to processes"
     yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
-    room = f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free"
     more = "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there."
     full = "Remove files of dead processes: they hold memory until the next boot."
     yield first_of(
         "/dev/shm",
-        f"{room}, {facts.shm_leftovers} files of torch, nccl or Python",
+        f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free",
         (len(facts.devices) > 1 and facts.shm_free_gib < 1, "problem", more),
         (facts.shm_free_gib < facts.shm_gib / 2, "warning", full),
     )
-
-
-def _limits(facts: Facts) -> Iterator[Finding]:
-    files, locked, processes = (facts.limits[name] for name in ("nofile", "memlock", "nproc"))
-    pins = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
     yield first_of(
-        "limits",
-        ", ".join(f"{name} {'unlimited' if value < 0 else value}" for name, value in facts.limits.items()),
-        (0 <= files < 256, "problem", "Run ulimit -n 65536: each lane may hold a shard open."),
-        (0 <= files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
-        (0 <= processes < 1024, "warning", "Run ulimit -u unlimited: threads count as processes."),
-        (facts.has_infiniband and locked >= 0, "problem", pins),
+        "open files",
+        "no limit" if facts.max_files < 0 else f"at most {facts.max_files} for a process",
+        (0 <= facts.max_files < 256, "problem", "Run ulimit -n 65536: each lane may hold a shard open."),
+        (0 <= facts.max_files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
     )
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
     disk = facts.disk
-    where = f"{disk.folder} ({disk.kind or 'kind not known'})"
-    if disk.error:
-        yield Finding("disk", "problem", f"{where}: {disk.error}", "Mend its permissions or choose another --run-dir.")
-        return
+    lacks = [what for what, works in (("renaming", disk.renames), ("file locking", disk.locks)) if not works]
+    state = disk.error or ", ".join([f"{disk.free_gib:.1f} GiB free", *(f"no {what}" for what in lacks)])
     fit = "See that checkpoint.keep_last + 1 checkpoints fit (txl train CONFIG --dry-run estimates their size)."
     yield first_of(
-        "disk space",
-        f"{where}: {disk.free_gib:.1f} GiB free",
-        (disk.free_gib < 1, "problem", "Free some: a save that finds no room is lost."),
-        (disk.free_gib < 20, "warning", fit),
-    )
-    slow = "Keep checkpoint.asynchronous on and checkpoint.every_steps high, or put the run on a faster disk."
-    yield first_of(
-        "disk speed",
-        f"write {disk.write_mib_s:.0f} MiB/s, read {disk.read_mib_s:.0f} MiB/s, force 4 KiB {disk.force_ms:.1f} ms",
-        (disk.write_mib_s < 50 or disk.force_ms > 100, "warning", slow),
-    )
-    promises = {"rename": disk.renames, "force": True, "file locking": disk.locks}
-    memory = "Put the run on a disk: what is here is memory, and gone after a reboot."
-    yield first_of(
-        "disk promises",
-        ", ".join(f"{name} {'works' if works else 'does not work'}" for name, works in promises.items()),
+        "disk",
+        f"{disk.folder} ({disk.kind or 'kind not known'}): {state}",
+        (disk.error, "problem", "Mend its permissions or choose another --run-dir."),
         (not disk.renames, "problem", "Put the run on another file system: a checkpoint is committed by a rename."),
-        (disk.kind in ("tmpfs", "ramfs"), "warning", memory),
+        (disk.free_gib < 1, "problem", "Free some: a save that finds no room is lost."),
+        (disk.kind in ("tmpfs", "ramfs"), "warning", "Put the run on a disk: memory is gone after a reboot."),
         (not disk.locks, "warning", "Put data.cache_dir on a local disk: ranks share its downloads by locks."),
+        (disk.free_gib < 20, "warning", fit),
     )
 
 
 def _corpus(facts: Facts) -> Iterator[Finding]:
-    corpus = facts.corpus
-    if corpus is None:
-        return
-    speed = f", read {corpus.read_mib_s:.0f} MiB/s" if corpus.read_mib_s else ""
-    yield first_of(
-        "corpus",
-        corpus.error or f"{corpus.location}: {corpus.tokens:,} tokens{speed}",
-        (corpus.error, "problem", "Name what txl prepare wrote, as this machine sees it."),
-        (0 < corpus.read_mib_s < 20, "warning", "Copy it to a local disk, or raise data.prefetch_depth."),
-    )
-
-
-HARMFUL: dict[str, tuple[tuple[str, ...], Verdict, str]] = {
-    "CUDA_LAUNCH_BLOCKING": (("", "0"), "warning", "the host waits for every kernel"),
-    "NCCL_IB_DISABLE": (("", "0"), "warning", "NCCL does not use InfiniBand"),
-    "NCCL_P2P_DISABLE": (("", "0"), "warning", "GPUs do not talk to each other directly"),
-    "NCCL_SHM_DISABLE": (("", "0"), "warning", "NCCL does not use shared memory"),
-    "LD_PRELOAD": (("",), "warning", "libraries are replaced in every process"),
-    "TORCH_DISTRIBUTED_DEBUG": (("", "OFF", "INFO"), "warning", "every collective is checked"),
-    "NCCL_DEBUG": (("", "VERSION", "WARN", "INFO"), "warning", "every collective is logged"),
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": (("", "0"), "problem", "torch.load runs code that files hold"),
-    "TXL_FAULT": (("",), "problem", "faults are made to happen on purpose, as in tests"),
-}
-"""Variables that slow a run down or endanger it: (the values that do not, verdict on others, what those do)."""
-
-
-def _environment(facts: Facts) -> Iterator[Finding]:
-    found = [
-        Finding(name, verdict, f"is {value}: {effect}", f"Unset {name} if that is not meant.")
-        for name, (harmless, verdict, effect) in HARMFUL.items()
-        if (value := facts.environment.get(name, "")).upper() not in harmless
-    ]
-    yield from found or [Finding("environment", "ok", "no variable that slows a run down or endangers it")]
+    if corpus := facts.corpus:
+        found = corpus.error or f"{corpus.location}: {corpus.tokens:,} tokens"
+        remedy = "Name what txl prepare wrote, as this machine sees it."
+        yield first_of("corpus", found, (corpus.error, "problem", remedy))
 
 
 def _programs(facts: Facts) -> Iterator[Finding]:
-    launcher = facts.programs.get("deepspeed")
-    tools = ", ".join(name for name in ("pdsh", "ssh") if name in facts.programs)
-    found = f"{launcher}; for several nodes: {tools or 'neither pdsh nor ssh, so --no_ssh'}"
+    lacks_launcher = "deepspeed" not in facts.programs and "RANK" not in facts.environment
     remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
-    missing = "there is no program deepspeed on PATH"
-    yield first_of("launcher", found if launcher else missing, (not launcher, "warning", remedy))
+    found = "there is no program deepspeed on PATH" if lacks_launcher else f"on PATH: {', '.join(facts.programs)}"
+    yield first_of("launcher", found, (lacks_launcher, "warning", remedy))
     if facts.devices:
         remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
         found = facts.lacks_compiler or "Triton finds what it needs, and DeepSpeed needs none"
         yield first_of("compiler", found, (facts.lacks_compiler, "problem", remedy))
-    else:
-        yield Finding("compiler", "ok", "none is needed on a CPU: no operator of DeepSpeed is compiled")
-    if facts.hostfile:
-        remedy = "Remove it, or give --hostfile (or --num_gpus for this machine only)."
-        found = f"{facts.hostfile} exists: the deepspeed launcher takes its nodes without being asked"
-        yield Finding("hostfile", "warning", found, remedy)
-    for path, lines in facts.deepspeed_env.items():
-        is_broken = any(not line.strip().endswith("=") for line in lines)
-        names = ", ".join(line.rstrip("=") for line in lines)
-        found = "has a line without an equals sign" if is_broken else f"sets on every node: {names or 'nothing'}"
-        remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on others."
-        yield first_of(".deepspeed_env", f"{path} {found}", (is_broken, "problem", remedy))
-    if facts.busy_port:
-        remedy = "Give --master_port to deepspeed, or use txl launch, which finds a free one."
-        yield Finding("port", "warning", f"something listens at {facts.busy_port}, where ranks would meet", remedy)
-    pids = ", ".join(map(str, facts.orphans[:10]))
-    found = f"txl_dist runs without a parent: pid {pids}" if pids else "none of ours is left behind"
-    remedy = "See what they are (ps -fp PID); a rank that hangs holds its GPU and its run directory."
-    yield first_of("processes", found, (pids, "warning", remedy))
 
 
-def _host_name(facts: Facts, *, hurts: bool) -> Finding:
+def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
     """gloo listens at the address that the host name has, unless it is told an interface."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
-    note = "; several nodes may need GLOO_SOCKET_IFNAME then" if is_local else ""
+    listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
     remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
     return first_of(
         "host name",
-        f"{facts.host} resolves to {facts.host_address or 'nothing'}{note}",
-        (is_local and hurts and "GLOO_SOCKET_IFNAME" not in facts.environment, "problem", remedy),
+        f"{facts.host} resolves to {facts.host_address or 'nothing'}; interfaces: {listed or 'none but lo'}",
+        (is_local and is_cut_off and "GLOO_SOCKET_IFNAME" not in facts.environment, "problem", remedy),
     )
-
-
-def _interfaces(facts: Facts, *, is_several: bool) -> Iterator[Finding]:
-    real = [interface for interface in facts.interfaces if interface.name != "lo" and interface.addresses]
-    listed = ", ".join(
-        f"{one.name} {' '.join(one.addresses)}" + (f" {one.speed_mbit / 1000:g} Gbit/s" if one.speed_mbit > 0 else "")
-        for one in real
-    )
-    is_slow = 0 < max((one.speed_mbit for one in real), default=0) < 10_000
-    slow = "Use a faster network, or fewer, larger steps: gradients go over it at every step."
-    yield first_of(
-        "interfaces",
-        listed or "none but lo is up with an IPv4 address",
-        (is_several and not real, "problem", "Bring up the network between nodes."),
-        (is_several and is_slow, "warning", slow),
-    )
-    up = {interface.name for interface in facts.interfaces}
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = facts.environment.get(variable, "")
-        names = [name.partition(":")[0] for name in value.removeprefix("=").split(",")]
-        if not value or value.startswith("^"):  # ^ names those that NCCL leaves out
-            continue
-        is_prefix = variable.startswith("NCCL") and not value.startswith("=")
-        unknown = [name for name in names if not any(one.startswith(name) if is_prefix else one == name for one in up)]
-        found = f"names {', '.join(unknown)}, which is not up here" if unknown else value
-        remedy = f"Set {variable} to one of {', '.join(sorted(up))}; names may differ between nodes."
-        yield first_of(variable, found, (unknown, "problem", remedy))
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    *(_versions, _devices, _backends, _processors, _memory, _limits),
-    *(_disk, _corpus, _environment, _programs),
+    *(_versions, _devices, _backends, _cores, _memory, _disk, _corpus, _programs),
 )
+
+
+def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
+    """What nodes have different that should be equal."""
+    compared, found = {node: _compared(facts) for node, facts in nodes.items()}, []
+    for name in next(iter(compared.values())):
+        where: dict[str, list[str]] = {}
+        for node, values in compared.items():
+            where.setdefault(values[name] or "none", []).append(node)
+        if len(where) > 1:
+            listed = "; ".join(f"{value} on {', '.join(those)}" for value, those in where.items())
+            verdict, remedy = BEARABLE.get(name, UNBEARABLE)
+            found.append(Finding("differences", verdict, f"{name}: {listed}", remedy))
+    return found or [Finding("differences", "ok", f"none between {len(nodes)} nodes in versions, GPUs and ranks")]
+
+
+BEARABLE: dict[str, tuple[Verdict, str]] = {
+    "driver": ("warning", "Update the older one."),
+    "GPUs": ("warning", "Every step waits for the slowest; leave it out, or live with that."),
+    "ranks": ("warning", "See the slots in the hostfile, if that is not meant."),
+}
+UNBEARABLE: tuple[Verdict, str] = ("problem", "Make the nodes equal: the same image, or the same constraints.txt.")
+
+
+def _compared(facts: Facts) -> dict[str, str]:
+    return {
+        "Python": facts.python,
+        **{name: facts.versions.get(name, "") for name in WATCHED},
+        "CUDA of torch": facts.torch_cuda,
+        "NCCL": facts.backends.get("nccl", ""),
+        "driver": facts.driver,
+        "GPUs": ", ".join(device.name for device in facts.devices),
+        "ranks": str(facts.num_local_ranks),
+    }
+
+
+def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> Finding:
+    """Latency and bandwidth between all ranks."""
+    best = max(figure.bus_gb_s for figure in figures)
+    direct = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO: GPUs that do not reach each other directly go by the host."
+    network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."
+    return first_of(
+        "all-reduce",
+        ", ".join(f"{size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
+        (on_gpu and num_nodes == 1 and best < 5, "warning", direct),
+        (num_nodes > 1 and best < (1.0 if on_gpu else 0.1), "warning", network),
+    )

@@ -1,75 +1,58 @@
 """`txl doctor`: looks at this machine, or under a launcher at every node and between them, and says what to mend.
 
     alone               facts of this machine (`machine`) -> verdicts (`checks`)
-    under a launcher    ranks meet, each node is looked at once, differences and links (`fabric`) are judged (`nodes`)
+    under a launcher    ranks meet, each node is looked at once, differences and all-reduces (`fabric`) are judged too
 
-On a terminal the findings are a table; anywhere else a line each, beginning with the verdict:
+A finding is a line that begins with the verdict:
 
-    problem  node-b  disk space  /runs (nfs4): 0.3 GiB free -> Free some: a save that finds no room is lost.
+    problem  node-b/rank8  disk  /runs (nfs4): 0.3 GiB free -> Free some: a save that finds no room is lost.
 
 If ranks do not meet, the first rank of each node that came reports its own node and who is missing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
-import sys
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from txl_dist.console import escaped, say
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.ops.doctor import fabric
-from txl_dist.ops.doctor.checks import Finding, Verdict, judge
+from txl_dist.ops.doctor.checks import Finding, Verdict, differences, judge, judge_reduce
+from txl_dist.ops.doctor.fabric import Reduce
 from txl_dist.ops.doctor.machine import Facts, gather
-from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce
 from txl_dist.train.watch.run_lock import prove_shared
 
-MAX_PEERS = 256
 SHARED_WITHIN_S = 10.0
 
 
-class Report(NamedTuple):
-    """What was found. The findings of one node stand under its name, those between nodes under "all"."""
+@dataclass(frozen=True)
+class Report:
+    """What was found. A node is called by its host, and in a job by its first rank too."""
 
     nodes: dict[str, Facts]
-    findings: list[tuple[str, Finding]]
-    figures: dict[str, Any]
-    """Measurements between ranks; empty for one."""
+    findings: dict[str, list[Finding]]
+    """By node; those between nodes under "all"."""
+    all_reduce: list[Reduce]
+    """Measured between ranks; empty for one."""
 
     def count(self, verdict: Verdict) -> int:
         """Findings of a verdict. With a problem a run fails."""
-        return sum(finding.verdict == verdict for _, finding in self.findings)
+        return sum(finding.verdict == verdict for those in self.findings.values() for finding in those)
 
     def lines(self) -> list[str]:
         """A line per finding, and a summary."""
-        width = max(len(name) for name, _ in self.findings)
+        width = max(map(len, self.findings))
         lines = [
             f"{finding.verdict:<7}  {node:<{width}}  {finding.name}  {finding.found}"
             + (f" -> {finding.remedy}" if finding.remedy else "")
-            for node, finding in self.findings
+            for node, those in self.findings.items()
+            for finding in those
         ]
-        return [*lines, self.summary()]
-
-    def summary(self) -> str:
-        """Counts in a sentence."""
-        looked_at = f"{len(self.findings)} checks on {_nodes(len(self.nodes))}"
-        return f"{looked_at}: {self.count('problem')} problems, {self.count('warning')} warnings"
-
-    def as_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "time_s": time.time(),
-            "problems": self.count("problem"),
-            "findings": [{"node": node, **finding._asdict()} for node, finding in self.findings],
-            "nodes": {node: dataclasses.asdict(facts) for node, facts in self.nodes.items()},
-            "figures": self.figures,
-        }
+        looked_at = f"{len(lines)} checks on {_nodes(len(self.nodes))}"
+        return [*lines, f"{looked_at}: {self.count('problem')} problems, {self.count('warning')} warnings"]
 
 
 def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | None:
@@ -77,62 +60,36 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
 
     `timeout_s`: longest wait for other ranks, at each step.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        facts = gather(run_dir=run_dir, data=data)
-        return Report({facts.host: facts}, [(facts.host, finding) for finding in judge(facts)], {})
-    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+    facts = gather(run_dir=run_dir, data=data) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    if facts and os.environ.get("WORLD_SIZE", "1") == "1":
+        return Report({facts.host: facts}, {facts.host: judge(facts)}, [])
     met = False
     try:
         with joined_ranks(timeout_s=timeout_s) as ranks:
             met = True
-            return _examine_job(ranks, run_dir=run_dir, data=data)
+            return _examine_job(ranks, facts)
     except (TxlError, RuntimeError) as error:  # torch's errors of communication are RuntimeErrors
-        if not is_first_of_node:
+        if facts is None:
             return None
-        facts = gather(run_dir=run_dir, data=data)
         is_several = str(facts.num_local_ranks) != os.environ["WORLD_SIZE"]
-        findings = [(facts.host, finding) for finding in judge(facts, is_several=is_several)]
         what, _, remedy = str(error).partition(". ")
         remedy = remedy if isinstance(error, TxlError) else "Look at the network between the nodes."
-        name = "communication" if met else "meeting"
-        return Report({facts.host: facts}, [*findings, ("all", Finding(name, "problem", what, remedy))], {})
+        failed = Finding("communication" if met else "meeting", "problem", what, remedy)
+        return Report({facts.host: facts}, {facts.host: judge(facts, is_cut_off=is_several), "all": [failed]}, [])
 
 
-def _examine_job(ranks: Ranks, *, run_dir: Path, data: str) -> Report | None:
-    facts = gather_objects(gather(run_dir=run_dir, data=data) if ranks.local_rank == 0 else None)
-    node_of = _names(facts)
-    nodes = {node_of[rank]: one for rank, one in enumerate(facts) if one is not None}
-    is_several = len(nodes) > 1
-    assert facts[0] is not None  # rank 0 is the first of its node
-    shared = [_judge_shared(ranks, Path(facts[0].disk.folder), num_nodes=len(nodes))] if is_several else []
+def _examine_job(ranks: Ranks, facts_here: Facts | None) -> Report | None:
+    """All ranks, the first of each node with its facts."""
+    facts = gather_objects(facts_here)
+    nodes = {f"{one.host}/rank{rank}": one for rank, one in enumerate(facts) if one is not None}
+    between = [Finding("meeting", "ok", f"{ranks.world_size} ranks on {_nodes(len(nodes))}")]
+    if len(nodes) > 1:
+        folder = Path(next(iter(nodes.values())).disk.folder)
+        between += [*differences(nodes), _judge_shared(ranks, folder, num_nodes=len(nodes))]
     reduces = fabric.measure_reduce(ranks)
-    others = [rank for rank in range(1, ranks.world_size) if not is_several or facts[rank] is not None]
-    peers = fabric.measure_peers(ranks, others[:MAX_PEERS])
-    if not ranks.is_first:
-        return None
-    findings = [
-        (node, finding) for node, one in nodes.items() for finding in judge(one, is_several=is_several, has_met=True)
-    ]
-    between = [
-        Finding("meeting", "ok", f"{ranks.world_size} ranks on {_nodes(len(nodes))}"),
-        *(differences(nodes) if is_several else ()),
-        *shared,
-        judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"),
-        judge_peers(peers, node_of=node_of),
-    ]
-    figures = {"all_reduce": [one._asdict() for one in reduces], "peers": [one._asdict() for one in peers]}
-    return Report(nodes, [*findings, *(("all", finding) for finding in between)], figures)
-
-
-def _names(facts: Sequence[Facts | None]) -> dict[int, str]:
-    """Per rank the name of its node: its host's, and where several nodes have that, the first rank's too."""
-    hosts = [one.host for one in facts if one is not None]
-    names, name = {}, ""
-    for rank, one in enumerate(facts):
-        if one is not None:
-            name = one.host if hosts.count(one.host) == 1 else f"{one.host}/rank{rank}"
-        names[rank] = name
-    return names
+    between.append(judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"))
+    findings = {node: judge(one) for node, one in nodes.items()} | {"all": between}
+    return Report(nodes, findings, reduces) if ranks.is_first else None
 
 
 def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
@@ -147,23 +104,3 @@ def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
 
 def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
-
-
-def show(report: Report) -> None:
-    """A table on a terminal, else a line per finding."""
-    if not sys.stdout.isatty():
-        say("\n".join(report.lines()))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("", "node", "check", "found, and -> remedy"):
-        table.add_column(column, overflow="fold")
-    colours = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-    for node, finding in report.findings:
-        words = (node, finding.name, finding.found + (f"\n-> {finding.remedy}" if finding.remedy else ""))
-        table.add_row(Text(finding.verdict, style=colours[finding.verdict]), *map(Text, map(escaped, words)))
-    Console().print(table)
-    say(report.summary())

@@ -1,10 +1,9 @@
 """What this process finds on its machine, for `txl doctor`: plain facts, without a verdict (those are in `checks`).
 
-    gather(...) -> Facts        versions, devices, processors, memory, limits, network, environment, disk, corpus
+    gather(...) -> Facts        versions, devices, cores, memory, network, programs, disk, corpus
 
 Whatever cannot be found out (no /proc, no nvidia-smi, no cgroup) is an empty or neutral value, never an error. Sizes
-are in GiB, times in ms, speeds of disks in MiB/s and of interfaces in Mbit/s. Takes one to ten seconds, most of them
-for the disk.
+are in GiB.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +29,14 @@ from txl_dist import __version__
 from txl_dist.dist import local_world_size, uses_gpu
 from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.launch import lacks_compiler
-from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
+from txl_dist.ops.doctor.disk import Corpus, Disk, try_corpus, try_disk
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
 """Versions that have to agree between nodes."""
-TRAPS = (
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "LD_PRELOAD"),
-    *("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"),
-    *("OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TRITON_INTERPRET"),
-    "TXL_FAULT",
-)
-"""Environment variables that change what a run does, or how fast. No others are read: their values may be secret."""
+READ = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "RANK")
+"""Environment variables that verdicts hang on. No others are read: their values may be secret."""
 
 
 class Device(NamedTuple):
@@ -56,16 +50,6 @@ class Device(NamedTuple):
     """This build of torch has code for it."""
     peak_tflops: float
     """In bf16; 0 where it is not known."""
-
-
-class Interface(NamedTuple):
-    """One network interface that is up."""
-
-    name: str
-    speed_mbit: int
-    """0 where it is not known."""
-    addresses: tuple[str, ...]
-    """IPv4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +70,7 @@ class Facts:
     devices: tuple[Device, ...]
     """GPUs that this process can use."""
     backends: dict[str, str]
-    """gloo, nccl: version, or "yes"; missing where torch lacks it."""
+    """gloo, nccl: version if it has one; missing where torch lacks it."""
     num_cores: int
     """That this process may run on."""
     cgroup_cores: float
@@ -97,33 +81,24 @@ class Facts:
     """What processes may still take, swap included, within the limits of their control groups."""
     shm_gib: float
     shm_free_gib: float
-    shm_leftovers: int
-    limits: dict[str, int]
-    """nofile, memlock (bytes), nproc, core (bytes): soft limits, -1 means none."""
-    has_infiniband: bool
-    interfaces: tuple[Interface, ...]
+    max_files: int
+    """That a process may hold open: the soft limit; -1 means none."""
+    interfaces: dict[str, str]
+    """Network interfaces that are up, without lo, with their IPv4 address."""
     host_address: str
     """What the host name resolves to; empty if it does not."""
     environment: dict[str, str]
-    """Of `TRAPS`, where set."""
-    orphans: tuple[int, ...]
-    """Processes of this project whose parent is gone."""
-    programs: dict[str, str]
-    """deepspeed, pdsh, ssh: where they are, if they are."""
+    """Of `READ`, where set."""
+    programs: tuple[str, ...]
+    """deepspeed, pdsh, ssh: those on PATH."""
     lacks_compiler: str
     """What Triton misses to compile; empty for nothing."""
-    busy_port: int
-    """Where ranks would meet by default, if something listens there; 0 if nothing does, or ranks have met."""
-    hostfile: str
-    """That the deepspeed launcher takes without being asked; empty if there is none."""
-    deepspeed_env: dict[str, tuple[str, ...]]
-    """Per .deepspeed_env file that the launcher reads: its lines up to the equals sign."""
     disk: Disk
     corpus: Corpus | None
 
 
 def gather(*, run_dir: Path, data: str = "") -> Facts:
-    """Look around. `run_dir` need not exist: its nearest parent that does is measured. `data`: a corpus, if given."""
+    """Look around. `run_dir` need not exist: its nearest parent that does is tried. `data`: a corpus, if given."""
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     drivers = _drivers()
     return Facts(
@@ -143,25 +118,14 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         room_gib=min(psutil.virtual_memory().available, host_room_bytes()) / GIB,  # not by swapping
         shm_gib=shm.total / GIB if shm else 0.0,
         shm_free_gib=shm.free / GIB if shm else 0.0,
-        shm_leftovers=sum(
-            len(list(Path("/dev/shm").glob(name))) for name in ("torch_*", "sem.mp-*", "psm_*", "nccl-*")
-        ),
-        limits={
-            name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]  # RLIM_INFINITY is -1
-            for name in ("nofile", "memlock", "nproc", "core")
-        },
-        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        interfaces=tuple(_interfaces()),
+        max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # RLIM_INFINITY is -1
+        interfaces=_interfaces(),
         host_address=_host_address(),
-        environment={name: os.environ[name] for name in TRAPS if name in os.environ},
-        orphans=tuple(_orphans()),
-        programs=_programs(),
+        environment={name: os.environ[name] for name in READ if name in os.environ},
+        programs=tuple(name for name in ("deepspeed", "pdsh", "ssh") if shutil.which(name)),
         lacks_compiler=lacks_compiler(),
-        busy_port=_busy_port(),
-        hostfile="/job/hostfile" if os.path.isfile("/job/hostfile") else "",
-        deepspeed_env=_deepspeed_env(),
-        disk=measure_disk(run_dir),
-        corpus=measure_corpus(data) if data else None,
+        disk=try_disk(run_dir),
+        corpus=try_corpus(data) if data else None,
     )
 
 
@@ -172,20 +136,13 @@ def _version(name: str) -> str:
         return ""
 
 
-def _unmet() -> list[str]:
-    found = []
-    try:
-        lines = importlib.metadata.requires("txl_dist") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its source, as in our images
-        return []
-    for line in lines:
-        need = Requirement(line)
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(need.name)
-        if not version or not need.specifier.contains(version, prereleases=True):
-            found.append(f"{need.name}{need.specifier} (is {version or 'not installed'})")
-    return found
+def _unmet() -> Iterator[str]:
+    with suppress(importlib.metadata.PackageNotFoundError):  # run from its source, as in our images
+        for need in map(Requirement, importlib.metadata.requires("txl_dist") or []):
+            applies = need.marker is None or need.marker.evaluate({"extra": ""})
+            version = _version(need.name)
+            if applies and not (version and need.specifier.contains(version, prereleases=True)):
+                yield f"{need.name}{need.specifier} (is {version or 'not installed'})"
 
 
 def _drivers() -> list[str]:
@@ -215,7 +172,7 @@ def _device(index: int) -> Device:
 def _backends() -> dict[str, str]:
     backends = {}
     if torch.distributed.is_gloo_available():
-        backends["gloo"] = "yes"
+        backends["gloo"] = ""
     if torch.distributed.is_nccl_available():
         backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return backends
@@ -230,13 +187,14 @@ def _cgroup_cores() -> float:
     return min(limits, default=0.0)
 
 
-def _interfaces() -> list[Interface]:
-    addresses = psutil.net_if_addrs()
-    return [
-        Interface(name, state.speed, tuple(a.address for a in addresses.get(name, []) if a.family == socket.AF_INET))
-        for name, state in psutil.net_if_stats().items()
-        if state.isup
-    ]
+def _interfaces() -> dict[str, str]:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup} - {"lo"}
+    return {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if name in up and address.family == socket.AF_INET
+    }
 
 
 def _host_address() -> str:
@@ -244,38 +202,6 @@ def _host_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def _programs() -> dict[str, str]:
-    names = {name: shutil.which(name) for name in ("deepspeed", "pdsh", "ssh")}
-    if "RANK" in os.environ:  # a launcher did without our PATH
-        names["deepspeed"] = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
-    return {name: path for name, path in names.items() if path}
-
-
-def _busy_port() -> int:
-    port = int(os.environ.get("MASTER_PORT", "29500"))
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        is_busy = "RANK" not in os.environ and probe.connect_ex(("127.0.0.1", port)) == 0
-    return port if is_busy else 0
-
-
-def _orphans() -> list[int]:
-    found, own = [], {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
-    for process in psutil.process_iter(["ppid", "cmdline"]):
-        words = process.info["cmdline"] or []
-        if process.info["ppid"] == 1 and process.pid not in own and "txl_dist" in words:
-            found.append(process.pid)
-    return found
-
-
-def _deepspeed_env() -> dict[str, tuple[str, ...]]:
-    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    places = {Path.home() / name, Path.cwd() / name}
-    lines = {str(path): path.read_text(encoding="utf-8").splitlines() for path in sorted(places) if path.is_file()}
-    # Values may be secrets.
-    return {path: tuple("".join(line.partition("=")[:2]) for line in content) for path, content in lines.items()}
 
 
 def _text(path: str | Path) -> str:

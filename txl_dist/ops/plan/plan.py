@@ -3,15 +3,16 @@
 Memory comes from `train.footprint`, which follows the step on tensors without storage; time from `timing`. Every ZeRO
 stage is tried with every micro-batch that is a power of two dividing a rank's lanes, and again with blocks recomputed
 where that decides whether it fits. Chosen is the fastest that fits, or of those within 2 % of it the one that needs
-least memory. All of it is predicted, not measured. `plan_text` makes sentences of the facts.
+least memory. All of it is predicted, not measured. `text` makes sentences of the facts.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from txl_dist.config import Config, changed, check_config, check_vocabulary, config_changes, plan_batch
 from txl_dist.errors import ConfigError
@@ -19,8 +20,10 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.ops.plan import scaling
-from txl_dist.ops.plan.hardware import CONTEXT_GIB, FRAGMENTED_SHARE, Cluster, Gpu
+from txl_dist.ops.plan.hardware import Cluster, Gpu
+from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
+from txl_dist.sections import EngineSection
 from txl_dist.text.clusters import cluster_edges
 from txl_dist.train.footprint.rank import bytes_per_rank
 
@@ -54,18 +57,93 @@ class Question:
     """To train on in all; 0 means what train.max_steps makes."""
 
 
-class Option(NamedTuple):
+@dataclass(frozen=True)
+class Option:
     """One way to run it."""
 
     config: Config
-    needed_bytes: float
+    attention: AttentionKind
+    needed_gib: float
     """Per rank; between the smallest and the largest micro-batch it is interpolated, which is never too little."""
+    fits: bool
+    """With the reserves left free."""
     step: StepTime
     tokens_per_s: float
 
+    @property
+    def engine(self) -> EngineSection:
+        """Its settings of the engine."""
+        return self.config.engine
 
-def make_plan(config: Config, *, question: Question) -> dict[str, Any]:
-    """Facts for JSON, `plan_text` and pictures. Raises ConfigError for settings or numbers that cannot be."""
+    @property
+    def lanes(self) -> int:
+        """Of a micro-batch."""
+        return self.config.train.microbatch_lanes
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The interval at which saving and repeating cost least (Young 1974)."""
+
+    size_gib: float
+    """Of a checkpoint."""
+    wait_s: float
+    """Of a step that saves."""
+    between_failures_s: float
+    failures_expected: float
+    interval_s: float
+    every_steps: int
+    lost_pct: float
+    """Of the time, by waiting, repeating and starting again."""
+
+
+@dataclass(frozen=True)
+class Choice(Option):
+    """The best option, its bytes counted, and what comes of it."""
+
+    flags: list[str]
+    """That change the settings given into it."""
+    needed_by_part_gib: dict[str, float]
+    mfu_pct: float
+    budget_tokens: int
+    epochs: float | None
+    """None if the corpus is not known."""
+    length_s: float
+    gpu_hours: float
+    saving: Saving
+    strong: list[Point]
+    weak: list[Point]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All facts, for `text`, `scaling.picture` and JSON."""
+
+    question: Question
+    gpus_used: int
+    notes: list[str]
+    parameters: int
+    tokens_per_step: int
+    flops_per_token: dict[str, float]
+    usable_gib: float
+    """Of a GPU: its memory less CONTEXT_GIB, less FRAGMENTED_SHARE of the rest."""
+    options: list[Option]
+    as_configured: Option | str
+    """What the settings as they are would do, or why they cannot."""
+    chosen: Choice | None
+    predicted_not_measured: bool = True
+
+    def as_json(self) -> str:
+        """With those settings of each option in which they differ."""
+
+        def tried(config: Config) -> dict[str, Any]:
+            return {"microbatch_lanes": config.train.microbatch_lanes, **config.engine.model_dump(mode="json")}
+
+        return json.dumps(asdict(self), default=tried, indent=1, allow_nan=False)
+
+
+def make_plan(config: Config, *, question: Question) -> Plan:
+    """Try the options and choose one. Raises ConfigError for settings or numbers that cannot be."""
     check_config(config)
     _check_question(question)
     check_vocabulary(config.model, vocab_size=question.vocab_size)
@@ -74,32 +152,18 @@ def make_plan(config: Config, *, question: Question) -> dict[str, Any]:
         notes.append("offloading to host memory is in the bytes, but not in the time, which will be longer.")
     planner = _Planner(config, question, used)
     options = list(planner.options())
-    chosen = planner.choose(options)
-    return {
-        "predicted_not_measured": True,
-        "gpu": question.cluster.gpu.device,
-        "gpus": question.gpus,
-        "gpus_used": used,
-        "gpus_per_node": question.cluster.gpus_per_node,
-        "bus_gb_s": question.cluster.gpu.bus_gb_s,
-        "network_gb_s": question.cluster.network_gb_s,
-        "notes": notes,
-        "parameters": planner.parameters,
-        "vocab_size": question.vocab_size,
-        "tokens_per_step": config.train.num_lanes * config.train.segment_len,
-        "flops_per_token": planner.flops,
-        "memory_gib": {
-            "gpu": question.cluster.gpu.memory_gib,
-            "context": CONTEXT_GIB,
-            "fragmentation": (question.cluster.gpu.memory_gib - CONTEXT_GIB) * FRAGMENTED_SHARE,
-            "usable": question.cluster.gpu.usable_bytes / 2**30,
-        },
-        "options": [planner.row(option) for option in options],
-        "as_configured": planner.as_configured(),
-        "chosen": None if chosen is None else planner.details(chosen),
-        "checkpoint": None if chosen is None else planner.checkpoint(chosen),
-        "scaling": None if chosen is None else planner.scaling(chosen),
-    }
+    return Plan(
+        question=question,
+        gpus_used=used,
+        notes=notes,
+        parameters=planner.parameters,
+        tokens_per_step=config.train.num_lanes * config.train.segment_len,
+        flops_per_token=planner.flops,
+        usable_gib=planner.gpu.usable_bytes / 2**30,
+        options=options,
+        as_configured=planner.as_configured(),
+        chosen=planner.choose(options),
+    )
 
 
 def _check_question(question: Question) -> None:
@@ -182,6 +246,21 @@ class _Planner:
             needs_whole_tensors=config.optim.kind.needs_whole_tensors,
         )
 
+    def option(self, config: Config, needed_bytes: float | None = None) -> Option:
+        """What comes of these settings. Bytes are counted where they are not given."""
+        if needed_bytes is None:
+            needed_bytes = sum(self.needed(config).values())
+        work = self.work(config)
+        step = step_time(work, self.question.cluster)
+        return Option(
+            config=config,
+            attention=work.attention,
+            needed_gib=needed_bytes / 2**30,
+            fits=needed_bytes <= self.gpu.usable_bytes,
+            step=step,
+            tokens_per_s=work.tokens_per_step / step.total_s,
+        )
+
     def options(self) -> Iterator[Option]:
         """All stages and micro-batches that the settings allow; recomputed too where some micro-batch does not fit."""
         lanes = self.given.train.num_lanes // self.gpus
@@ -192,31 +271,20 @@ class _Planner:
                 config = changed(self.base, settings)
                 if not _is_valid(config):
                     continue
-                row = self._counted([self._option(changed(config, {"train.microbatch_lanes": size})) for size in sizes])
+                row = self._row([changed(config, {"train.microbatch_lanes": size}) for size in sizes])
                 yield from row
-                if all(self.fits(option) for option in row):
+                if all(option.fits for option in row):
                     break
 
-    def _counted(self, row: list[Option]) -> list[Option]:
-        """The row, of rising micro-batches, with bytes counted at both ends and a line between, as they are convex."""
-        first, last = self.needed_bytes(row[0]), self.needed_bytes(row[-1])
-        low, high = (option.config.train.microbatch_lanes for option in (first, last))
-        engine = last.config.engine
+    def _row(self, configs: list[Config]) -> list[Option]:
+        """Of rising micro-batches, with bytes counted at both ends and a line between, as they are convex."""
+        sizes, engine = [config.train.microbatch_lanes for config in configs], configs[-1].engine
+        first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
         # All but the last accumulate gradients, which up to stage 1 are held twice then.
         twice_bytes = self.parameters * DTYPES[engine.precision].itemsize if engine.zero_stage < 2 else 0
-        rise = max(0.0, last.needed_bytes + twice_bytes - first.needed_bytes)
-        between = [
-            option._replace(
-                needed_bytes=first.needed_bytes + rise * (option.config.train.microbatch_lanes - low) / (high - low)
-            )
-            for option in row[1:-1]
-        ]
-        return [first, *between, last][: len(row)]
-
-    def _option(self, config: Config, needed_bytes: float = math.nan) -> Option:
-        work = self.work(config)
-        step = step_time(work, self.question.cluster)
-        return Option(config, needed_bytes, step, work.tokens_per_step / step.total_s)
+        rise = max(0.0, last + twice_bytes - first)
+        between = [first + rise * (size - sizes[0]) / (sizes[-1] - sizes[0]) for size in sizes[1:-1]]
+        return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
 
     def needed(self, config: Config) -> dict[str, float]:
         """Bytes per rank, by what holds them."""
@@ -230,112 +298,70 @@ class _Planner:
             needed["scores"] += _kept_scores_bytes(config)
         return needed
 
-    def needed_bytes(self, option: Option) -> Option:
-        """The option with its bytes counted."""
-        return option._replace(needed_bytes=sum(self.needed(option.config).values()))
-
-    def fits(self, option: Option) -> bool:
-        """With the reserves left free."""
-        return option.needed_bytes <= self.gpu.usable_bytes
-
-    def choose(self, options: list[Option]) -> Option | None:
+    def choose(self, options: list[Option]) -> Choice | None:
         """The best that fits, with a CUDA graph where that helps."""
-        fitting = [option for option in options if self.fits(option)]
+        fitting = [option for option in options if option.fits]
         for option in list(fitting):
             graphed = changed(option.config, {"engine.cuda_graph": True})
             if _is_valid(graphed):
-                fitting.append(self._option(graphed, option.needed_bytes))
+                fitting.append(self.option(graphed, option.needed_gib * 2**30))
         if not fitting:
             return None
         enough = ENOUGH * max(option.tokens_per_s for option in fitting)
         good = [option for option in fitting if option.tokens_per_s >= enough]
-        return self.needed_bytes(min(good, key=lambda one: (one.needed_bytes, one.config.engine.cuda_graph)))
+        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph))
+        return self._details(best.config)
 
-    def row(self, option: Option) -> dict[str, Any]:
-        """Of the table."""
-        engine = option.config.engine
-        return {
-            "zero_stage": engine.zero_stage,
-            "microbatch_lanes": option.config.train.microbatch_lanes,
-            "activation_checkpointing": engine.activation_checkpointing,
-            "precision": engine.precision,
-            "cuda_graph": engine.cuda_graph,
-            "needed_gib": option.needed_bytes / 2**30,
-            "fits": self.fits(option),
-            "tokens_per_s": option.tokens_per_s,
-            "step_ms": 1e3 * option.step.total_s,
-        }
-
-    def details(self, option: Option) -> dict[str, Any]:
-        """The row with what is behind it, and what comes of it."""
-        rate, config = option.tokens_per_s, option.config
-        tokens = self.question.budget_tokens or self.given.train.max_steps * self.work(config).tokens_per_step
-        peak = self.gpu.flops(config.engine.precision) * self.gpus
-        step, attention = option.step._asdict(), attention_kind(config, gpu=self.gpu)
-        return self.row(option) | {
-            "memory_is_bound": attention == "fused" and config.engine.precision == "fp32",
-            "attention": attention,
-            "needed_by_part_gib": {name: size / 2**30 for name, size in self.needed(config).items()},
-            "step_by_part_ms": {name: 1e3 * part for name, part in step.items()},
-            "mfu_pct": 100 * rate * sum(self.flops.values()) / peak if peak else None,
-            "budget_tokens": tokens,
-            "epochs": tokens / self.question.corpus_tokens if self.question.corpus_tokens else None,
-            "days": tokens / rate / 86_400,
-            "gpu_hours": tokens / rate / 3600 * self.gpus,
-            "flags": [f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
-        }
-
-    def as_configured(self) -> dict[str, Any]:
-        """What the settings as they are would do, or why they cannot."""
-        if self.given.engine.precision == "bf16" and not self.gpu.has_bf16:
-            return {"error": f"{self.gpu.device} has no bf16."}
-        try:
-            return self.details(self.needed_bytes(self._option(self.given)))
-        except ConfigError as error:
-            return {"error": str(error)}
-
-    def checkpoint(self, option: Option) -> dict[str, Any]:
-        """Size, and the interval at which saving and repeating cost least (Young 1974)."""
-        train, model = self.given.train, self.given.model
-        memories = (
-            model.num_layers * train.memory_len * model.width * train.num_lanes * self.work(option.config).num_bytes
-        )
-        size = 12.0 * self.parameters + memories  # fp32 weights and two moments
-        is_asynchronous = self.given.checkpoint.asynchronous
-        wait_s = size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9)
-        wait_s = max(1.0, wait_s)
-        mean_s = 3600 / (FAILURES_PER_GPU_HOUR * self.gpus)
-        tokens = self.question.budget_tokens or train.max_steps * train.num_lanes * train.segment_len
+    def _details(self, config: Config) -> Choice:
+        needed, work, question = self.needed(config), self.work(config), self.question
+        option = self.option(config, sum(needed.values()))
+        tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
         length_s = tokens / option.tokens_per_s
-        interval_s = min(math.sqrt(2 * wait_s * mean_s), max(length_s / 10, 100 * wait_s), length_s)
-        return {
-            "size_gib": size / 2**30,
-            "wait_s": wait_s,
-            "mean_hours_between_failures": mean_s / 3600,
-            "failures_expected": length_s / mean_s,
-            "interval_s": interval_s,
-            "every_steps": max(1, round(interval_s / option.step.total_s)),
-            "lost_pct": 100 * (wait_s / interval_s + (interval_s / 2 + RESTART_S) / mean_s),
-        }
-
-    def scaling(self, option: Option) -> dict[str, Any]:
-        """Points of both curves, and where they break."""
-        work, cluster, needed = self.work(option.config), self.question.cluster, self.needed(option.config)
+        peak = self.gpu.flops(work.precision) * self.gpus
         # On fewer GPUs micro-batches may be larger, beside states that nobody shares: 16 bytes per parameter.
         per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
         fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
         largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))
-        curves = {
-            "strong": scaling.strong(largest, cluster, num_lanes=self.given.train.num_lanes),
-            "weak": scaling.weak(work, cluster),
-        }
-        return {
-            name: {
-                "points": [point._asdict() for point in points],
-                "breaks_at": broken._asdict() if (broken := scaling.breaking_point(points)) else None,
-            }
-            for name, points in curves.items()
-        }
+        return Choice(
+            **vars(option),
+            flags=[f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
+            needed_by_part_gib={name: size / 2**30 for name, size in needed.items()},
+            mfu_pct=100 * option.tokens_per_s * sum(self.flops.values()) / peak,
+            budget_tokens=tokens,
+            epochs=tokens / question.corpus_tokens if question.corpus_tokens else None,
+            length_s=length_s,
+            gpu_hours=length_s / 3600 * self.gpus,
+            saving=self._saving(option, work, length_s=length_s),
+            strong=scaling.strong(largest, question.cluster, num_lanes=self.given.train.num_lanes),
+            weak=scaling.weak(work, question.cluster),
+        )
+
+    def as_configured(self) -> Option | str:
+        """What the settings as they are would do, or why they cannot."""
+        if self.given.engine.precision == "bf16" and not self.gpu.has_bf16:
+            return f"{self.gpu.device} has no bf16."
+        try:
+            return self.option(self.given)
+        except ConfigError as error:
+            return str(error)
+
+    def _saving(self, option: Option, work: Work, *, length_s: float) -> Saving:
+        train, model = self.given.train, self.given.model
+        memories = model.num_layers * train.memory_len * model.width * train.num_lanes * work.num_bytes
+        size = 12.0 * self.parameters + memories  # fp32 weights and two moments
+        is_asynchronous = self.given.checkpoint.asynchronous
+        wait_s = max(1.0, size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9))
+        failure_s = 3600 / (FAILURES_PER_GPU_HOUR * self.gpus)
+        interval_s = min(math.sqrt(2 * wait_s * failure_s), max(length_s / 10, 100 * wait_s), length_s)
+        return Saving(
+            size_gib=size / 2**30,
+            wait_s=wait_s,
+            between_failures_s=failure_s,
+            failures_expected=length_s / failure_s,
+            interval_s=interval_s,
+            every_steps=max(1, round(interval_s / option.step.total_s)),
+            lost_pct=100 * (wait_s / interval_s + (interval_s / 2 + RESTART_S) / failure_s),
+        )
 
 
 def _kept_scores_bytes(config: Config) -> float:

@@ -8,11 +8,10 @@ with the line of 50 % and the first count beneath it marked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
 
 from txl_dist.ops.plan.hardware import Cluster
-from txl_dist.ops.plan.timing import StepTime, Work, step_time
+from txl_dist.ops.plan.timing import Work, step_time
 
 MOST_GPUS = 4096
 BROKEN = 0.5
@@ -28,7 +27,8 @@ REASONS = {
 }
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """Of a curve."""
 
     gpus: int
@@ -59,20 +59,20 @@ def weak(work: Work, cluster: Cluster) -> list[Point]:
 def curve(works: Iterable[Work], cluster: Cluster) -> list[Point]:
     """A point for each, beside the first."""
     points: list[Point] = []
-    first: StepTime | None = None
+    first: dict[str, float] = {}
     for work in works:
         step = step_time(work, cluster)
-        per_token = StepTime(*(part * work.world_size / work.tokens_per_step for part in step))
+        per_token = {name: part * work.world_size / work.tokens_per_step for name, part in asdict(step).items()}
         first = first or per_token
-        growth = {name: now - then for name, now, then in zip(StepTime._fields, per_token, first, strict=True)}
+        growth = {name: part - first[name] for name, part in per_token.items()}
         limit = max(growth, key=growth.__getitem__)
         points.append(
             Point(
                 gpus=work.world_size,
                 lanes_per_gpu=work.microbatch_lanes * work.num_microbatches,
                 tokens_per_s=work.tokens_per_step / step.total_s,
-                efficiency=first.total_s / per_token.total_s,
-                limited_by=limit if points and growth[limit] > 0 else "",
+                efficiency=sum(first.values()) / sum(per_token.values()),
+                limited_by=limit if growth[limit] > 0 else "",
             )
         )
     return points
@@ -88,41 +88,35 @@ def largest_divisor(number: int, *, at_most: int) -> int:
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
-def picture(curves: dict[str, Any], *, title: str) -> bytes:
-    """A PNG: tokens per second and efficiency over GPUs. `curves` are those of the facts of a plan."""
+def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, title: str) -> bytes:
+    """A PNG: efficiency over GPUs."""
     import io
 
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    speed, efficiency = figure.subplots(1, 2)
-    first = curves["strong"]["points"][0]
-    counts = sorted({point["gpus"] for curve in curves.values() for point in curve["points"]})
-    speed.plot(counts, [first["tokens_per_s"] * count for count in counts], ":", color="gray", label="ideal")
-    for name, curve in curves.items():
-        gpus, rates, shares = (
-            [point[key] for point in curve["points"]] for key in ("gpus", "tokens_per_s", "efficiency")
-        )
-        style: dict[str, Any] = {"marker": "o", "markersize": 3, "label": f"{name} scaling"}
-        (line,) = speed.plot(gpus, rates, **style)
-        efficiency.plot(gpus, [100 * share for share in shares], **style)
-        note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": line.get_color()}
-        if gpus[-1] < counts[-1] and curve["points"][-1]["lanes_per_gpu"] == 1:
-            speed.annotate(f"a lane per GPU at {gpus[-1]:,}", (gpus[-1], rates[-1]), xytext=(6, -4), **note)
-        if broken := curve["breaks_at"]:
-            share = 100 * broken["efficiency"]
-            text = f"{broken['gpus']:,} GPUs: {share:.0f} %, {broken['limited_by']}"
-            efficiency.annotate(text, (broken["gpus"], share), xytext=(6, 2), **note)
-    efficiency.axhline(100 * BROKEN, color="red", linewidth=0.8, label=f"{100 * BROKEN:.0f} %")
-    speed.set(ylabel="tokens per second", yscale="log")
-    efficiency.set(ylabel="efficiency, % of one GPU", ylim=(0, 105))
-    for axes in (speed, efficiency):
-        axes.set(xlabel="GPUs")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for name, points in (("strong", strong_points), ("weak", weak_points)):
+        gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
+        (line,) = axes.plot(gpus, shares, marker="o", markersize=3, label=f"{name} scaling")
+        if broken := breaking_point(points):
+            share = 100 * broken.efficiency
+            text = f"{broken.gpus:,} GPUs: {share:.0f} %, {broken.tokens_per_s:,.0f} tokens/s, {broken.limited_by}"
+            axes.annotate(
+                text,
+                (broken.gpus, share),
+                xytext=(6, 2),
+                textcoords="offset points",
+                fontsize=8,
+                color=line.get_color(),
+            )
+    axes.axhline(100 * BROKEN, color="red", linewidth=0.8, label=f"{100 * BROKEN:.0f} %")
+    axes.set(xlabel="GPUs", ylabel="tokens per second and GPU, % of one GPU", ylim=(0, 105))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title(title, fontsize=10)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()

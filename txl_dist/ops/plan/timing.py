@@ -135,7 +135,8 @@ class Work:
         return self.tokens * self.num_microbatches * self.world_size
 
 
-class StepTime(NamedTuple):
+@dataclass(frozen=True)
+class StepTime:
     """Seconds of a step by what takes them; they do not overlap, so the sum is the step."""
 
     products: float
@@ -149,7 +150,7 @@ class StepTime(NamedTuple):
     @property
     def total_s(self) -> float:
         """Of the step."""
-        return sum(self)
+        return float(sum(vars(self).values()))
 
 
 class Product(NamedTuple):

@@ -9,9 +9,7 @@ on as many tokens in every evaluation, else on whole texts of as many bytes.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,15 +17,19 @@ from typing import NamedTuple
 import numpy as np
 
 from txl_dist.errors import ConfigError
-from txl_dist.ops.report.figures import COLOURS, Chart, Line, Scale
-from txl_dist.ops.report.pictures import Axis, Picture, axis_label, picture, places, shortened
-from txl_dist.ops.report.records import Table, is_number
-from txl_dist.ops.report.report import check_writable, cut, write_page
-from txl_dist.ops.report.summary import Run, best, defaults, read_run, recent
-from txl_dist.tables import aligned, compact, duration, printable
+from txl_dist.ops.report.figures import Line
+from txl_dist.ops.report.pictures import Axis, Kind, Picture, Row, picture_of, places, shortened
+from txl_dist.ops.report.records import is_number
+from txl_dist.ops.report.report import check_writable, setting_rows, write_page
+from txl_dist.ops.report.summary import Run, best, facts_of, fixed, read_run
+from txl_dist.tables import aligned, printable
 from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
+_FIGURES = {"step": "Step", "tokens": "Tokens seen", "work": "Working time", "speed": "Speed"}
+"""What a terminal has room for besides losses, by heading."""
+_FACTS = ("Corpus", "Tokenizer", "Model", "Memory", "Commit", "MFU", "Peak memory", "State")
+"""What the page tells of each run besides, as its own page does."""
 
 
 class Unit(NamedTuple):
@@ -53,7 +55,13 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     runs = [read_run(path) for path in run_dirs]
     names = _names(run_dirs)
     unit = unit_of(runs)
-    rows = figure_rows(runs, names, unit)
+    facts = [{fact.name: fact.value for fact in facts_of(run)} for run in runs]
+    figures = [["run", *_FIGURES, "train", "held-out", "best held-out"]]
+    for run, name, known in zip(runs, names, facts, strict=True):
+        lowest = best(run.history.held_out, unit.column)
+        losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
+        losses.append(f"{lowest[0]:.4f} at {lowest[1]:,}" if lowest else None)
+        figures.append([name, *(known.get(fact, "-") for fact in _FIGURES.values()), *(loss or "-" for loss in losses)])
     ranks = ranking(runs, names, unit)
     page = write_page(
         out,
@@ -62,11 +70,14 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
         unit=unit,
         ranking=ranks,
         groups=_pictures(runs, names, unit),
-        figure_rows=list(zip(*rows, strict=True)),
-        setting_rows=setting_rows(runs, names),
+        figure_rows=[
+            *map(list, zip(*figures, strict=True)),
+            *([name, *(one.get(name, "-") for one in facts)] for name in _FACTS),
+        ],
+        setting_rows=setting_rows([run.settings for run in runs], names),
         without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
     )
-    return [*aligned([row[: -len(_FURTHER)] for row in rows]), unit.sentence, *ranks, page]
+    return [*aligned(figures), unit.sentence, *ranks, page]
 
 
 def _check_runs(run_dirs: Sequence[Path]) -> None:
@@ -94,168 +105,92 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def unit_of(runs: Sequence[Run]) -> Unit:
     """Nats per token where that is fair, else bits per byte where all runs have them, else none."""
     tokenizers = {run.tokenizer for run in runs}
-    if len(tokenizers) == 1 and None not in tokenizers:
-        sentence = "All runs have the same tokenizer: losses are in nats per token"
-        return _judged("loss", "nats per token", sentence, _other_text(runs) or _other_targets(runs))
+    is_one = len(tokenizers) == 1 and None not in tokenizers
     differ = "It is not on record whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
     # Of the held-out text, or where there is none, of the training text.
     without = [run for run in runs if not run.history.evals.get("eval", run.history.train).has("bits_per_byte")]
-    if not without:
+    if is_one:
+        unit = Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token")
+    elif not without:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
-        return _judged("bits_per_byte", "bits per byte", sentence, _other_text(runs) or _unknown_text(runs))
-    reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
-    listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
-    sentence = (
-        f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the runs "
-        "are not ranked. `txl report RUN` shows each in its own units."
-    )
-    return Unit("", "", sentence, is_fair=False)
+        unit = Unit("bits_per_byte", "bits per byte", sentence)
+    else:
+        reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
+        listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
+        sentence = (
+            f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the "
+            "runs are not ranked. `txl report RUN` shows each in its own units."
+        )
+        return Unit("", "", sentence, is_fair=False)
+    if unfair := _unfair(runs, in_nats=is_one):
+        return unit._replace(sentence=f"{unit.sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
+    return unit._replace(sentence=f"{unit.sentence}.")
 
 
-def _judged(column: str, label: str, sentence: str, unfair: str) -> Unit:
-    if not unfair:
-        return Unit(column, label, f"{sentence}.")
-    return Unit(column, label, f"{sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
-
-
-def _other_text(runs: Sequence[Run]) -> str:
-    """How it is known that the runs were not scored on the same held-out text; empty if it may be the same."""
+def _unfair(runs: Sequence[Run], *, in_nats: bool) -> str:
+    """How it is known that the runs were not scored on the same text; empty if they may have been."""
     sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
-    return f"their held-out texts are others, of {_listed(sizes)} bytes" if len(sizes) > 1 else ""
-
-
-def _unknown_text(runs: Sequence[Run]) -> str:
-    """Which runs do not tell the size of their held-out text; empty if all do, or have no held-out losses to rank."""
-    unknown = [run for run in runs if len(_held_out(run)) and not is_number(run.start.get("held_out_bytes"))]
-    names = ", ".join(printable(run.name) for run in unknown)
-    return f"it is not on record how much held-out text was scored ({names})" if unknown else ""
-
-
-def _other_targets(runs: Sequence[Run]) -> str:
-    """In what the targets of runs of one tokenizer differ; empty if they are the same as far as is known."""
-    counts = {int(count) for run in runs for count in _held_out(run)["tokens"] if np.isfinite(count)}
-    if len(counts) > 1:
-        return f"held-out losses are over other tokens, {_listed(counts)} of them"
+    counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
     # Older programs did not score the first tokens of documents with document masks.
     scores_all = {run.settings.get("data.document_border") != "mask" or "no_bits" in run.start for run in runs}
-    return "not all of them score the first tokens of documents" if len(scores_all) > 1 else ""
+    unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
+    if len(sizes) > 1:
+        return f"their held-out texts are others, of {_listed(sizes)} bytes"
+    if in_nats and len(counts) > 1:
+        return f"held-out losses are over other tokens, {_listed(counts)} of them"
+    if in_nats and len(scores_all) > 1:
+        return "not all of them score the first tokens of documents"
+    if not in_nats and unknown:
+        names = ", ".join(printable(run.name) for run in unknown)
+        return f"it is not on record how much held-out text was scored ({names})"
+    return ""
 
 
 def _listed(numbers: Collection[float]) -> str:
     return " and ".join(f"{number:,.0f}" for number in sorted(numbers))
 
 
-def _held_out(run: Run) -> Table:
-    return run.history.evals.get("eval", Table({"step": np.empty(0)}))
-
-
 def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
     """A line that orders the runs by their best held-out loss; none where that would not be fair, or is not known."""
     lowest = [
-        (found[0], name) for run, name in zip(runs, names, strict=True) if (found := best(_held_out(run), unit.column))
+        (found[0], name)
+        for run, name in zip(runs, names, strict=True)
+        if (found := best(run.history.held_out, unit.column))
     ]
     if not unit.is_fair or len(lowest) < 2:
         return []
     return [f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {loss:.4f}" for loss, name in sorted(lowest))]
 
 
-def figure_rows(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[list[str]]:
-    """A row per run of what it came to, losses in the unit; '-' where something is not on record."""
-    head = ["run", "step", "tokens", "work", "tokens/s", "train", "held-out", "best held-out", *_FURTHER]
-    return [head, *([name, *_figures(run, unit)] for name, run in zip(names, runs, strict=True))]
-
-
-_FURTHER = ("held-out bits/byte", "held-out bits/character", "MFU %", "peak GiB", "parameters", "state")
-"""Columns of the page for which a terminal has no room."""
-
-
-def _figures(run: Run, unit: Unit) -> list[str]:
-    history = run.history
-    train, held_out = history.train, _held_out(run)
-    lowest = best(held_out, unit.column)
-    speed = recent(train, "tokens_per_s")
-    return [
-        f"{history.step:,}",
-        compact(float(run.tokens_at(np.array([float(history.step)]))[0])),
-        duration(3600 * history.hours) if history.hours else "-",
-        "-" if speed is None else f"{speed:,.0f}",
-        _fixed(train.last(unit.column)),
-        _fixed(held_out.last(unit.column)),
-        "-" if lowest is None else f"{lowest[0]:.4f} at {lowest[1]:,}",
-        _fixed(held_out.last("bits_per_byte")),
-        _fixed(held_out.last("bits_per_character")),
-        _fixed(recent(train, "mfu_pct"), digits=1),
-        _fixed(train.last("peak_gib"), digits=2),
-        compact(run.parameters) if run.parameters else "-",
-        re.split("[:;,]", run.state)[0],
-    ]
-
-
-def _fixed(value: float | None, *, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def setting_rows(runs: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
-    """Settings in which the runs differ; one that an older version did not have counts as its default."""
-    usual = defaults()
-    known = [run.settings for run in runs]
-    keys = [*usual, *sorted({key for settings in known for key in settings} - set(usual))]
-    rows = [["setting", *names]]
-    for key in keys:
-        values = [settings.get(key, usual.get(key, "-")) if settings else "unknown" for settings in known]
-        if key != "run.dir" and len({json.dumps(value, default=str) for value in values}) > 1:
-            rows.append([key, *(cut(str(value), most=200) for value in values)])
-    return rows
-
-
 def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
-    losses = [
-        _picture(runs, names, f"{title} loss against {word}", unit.column, f"loss, {unit.label}", kind, by, "log")
-        for kind, title in (("train", "Training"), ("eval", "Held-out"))
+    """A line per run that has the column."""
+    rows = [
+        Row("Loss", f"{title} loss against {word}", f"loss, {unit.label}", {"": unit.column}, kind, by, is_log=True)
+        for kind, title in _KINDS.items()
         for by, word in _AXES.items()
         if unit.column
     ]
-    speeds = [
-        _picture(runs, names, one.curve.title, one.name, one.curve.axis, "train", "step", one.curve.scale)
+    rows += [
+        Row("Speed", one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log)
         for one in METRICS
         if one.curve and one.curve.compared
     ]
-    return ({"Loss": losses} if losses else {}) | {"Speed": speeds}
-
-
-_AXES: dict[Axis, str] = {"tokens": "tokens", "hours": "time"}
-
-
-def _picture(
-    runs: Sequence[Run],
-    names: Sequence[str],
-    title: str,
-    column: str,
-    unit: str,
-    kind: str,
-    by: Axis,
-    scale: Scale,
-) -> Picture:
-    """A line per run that has the column."""
-    lines, absent = [], []
     hours = max(run.history.hours for run in runs)
     labels = [shortened(name) for name in names]
     if len(set(labels)) < len(labels):
         labels = [f"{number}: {label}" for number, label in enumerate(labels, 1)]
-    for number, (run, name, label) in enumerate(zip(runs, names, labels, strict=True)):
-        table = run.history.train if kind == "train" else _held_out(run)
-        x = places(run, table, by=by, hours=hours)
-        if not np.isfinite(x + table[column]).any():
-            absent.append(name)
-        lines.append(
-            Line(label, x, table[column], COLOURS[number % len(COLOURS)], "line" if kind == "train" else "dots")
-        )
-    notes = ["Logarithmic scale."] * (scale == "log") + [f"Not on record for {', '.join(absent)}."] * bool(absent)
-    return picture(
-        title,
-        Chart(f"{kind}-{column}-{by}", lines, axis_label(by, hours=hours), unit, scale),
-        caption=" ".join(notes),
-        missing=f"{title}: nothing is on record.",
-    )
+    groups: dict[str, list[Picture]] = {row.group: [] for row in rows}
+    for row in rows:
+        tables = [run.history.train if row.of == "train" else run.history.held_out for run in runs]
+        lines = [
+            Line(label, places(run, table, row, hours=hours), table[row.columns[""]])
+            for label, run, table in zip(labels, runs, tables, strict=True)
+        ]
+        groups[row.group].append(picture_of(row, lines, hours=hours))
+    return groups
+
+
+_KINDS: dict[Kind, str] = {"train": "Training", "eval": "Held-out"}
+_AXES: dict[Axis, str] = {"tokens": "tokens", "hours": "time"}

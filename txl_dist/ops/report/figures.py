@@ -12,7 +12,8 @@ import io
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,39 +21,16 @@ from txl_dist.ops.report.records import FloatArray
 from txl_dist.tables import compact
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
-SPECTRUM = ("#578cdb", "#2998c2", "#22a099", "#22a047", "#50a022", "#8f8d1e", "#b98727", "#d87646", "#db5757")
-"""For lines that have an order, such as layers: from blue by green to red."""
+"""Of the lines of a chart, in turn."""
 NUM_BINS = 250
 _STEPS = (1, 2, 2.5, 5, 10)
 _INK, _GRID = "#010101", "#020202"
+"""As the style sheet has them."""
 _SIZE_INCHES = (4.7, 2.9)
+_PNG_DPI = 200
 _MAX_MARKS = 120
-_MAX_BINS = 2500
 _MAX_DOTS = 60
-_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 9.0,
-    "font.family": "sans-serif",
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.formatter.useoffset": False,
-    "axes.grid": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "lines.linewidth": 1.4,
-}
-
-
-Scale = Literal["fitting", "from zero", "log"]
+_STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
 class Line(NamedTuple):
@@ -61,9 +39,6 @@ class Line(NamedTuple):
     label: str
     x: FloatArray
     y: FloatArray
-    colour: str = COLOURS[0]
-    style: str = "line"
-    """line; dots: points joined by a thin line, while they are few; points: not joined."""
 
 
 class Mark(NamedTuple):
@@ -83,10 +58,8 @@ class Chart(NamedTuple):
     x_label: str
     y_label: str
     """With its unit."""
-    scale: Scale = "fitting"
-    """Of the vertical axis."""
-    rows: Sequence[str] = ()
-    """Names for the places 0, 1, 2 ... of the vertical axis, in place of numbers."""
+    is_log: bool = False
+    """Whether the vertical axis is logarithmic, where all values allow it; else it begins at zero."""
 
 
 class Thinned(NamedTuple):
@@ -98,17 +71,17 @@ class Thinned(NamedTuple):
     high: FloatArray
 
 
-def thinned(x: FloatArray, y: FloatArray, *, num_bins: int = NUM_BINS) -> Thinned:
+def thinned(x: FloatArray, y: FloatArray) -> Thinned:
     """The finite points of a line; of more than two per bin, each bin's means, its lowest and its highest value."""
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]
     if (np.diff(x) < 0).any():
         order = np.argsort(x, kind="stable")
         x, y = x[order], y[order]
-    if len(x) <= 2 * num_bins:
+    if len(x) <= 2 * NUM_BINS:
         return Thinned(x, y, y, y)
-    width = (x[-1] - x[0]) / num_bins or 1.0
-    bins = np.minimum((x - x[0]) // width, num_bins - 1)
+    width = (x[-1] - x[0]) / NUM_BINS or 1.0
+    bins = np.minimum((x - x[0]) // width, NUM_BINS - 1)
     first = np.flatnonzero(np.diff(bins, prepend=-1.0))
     count = np.diff(first, append=len(x))
     return Thinned(
@@ -121,71 +94,69 @@ def thinned(x: FloatArray, y: FloatArray, *, num_bins: int = NUM_BINS) -> Thinne
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
     """An <svg> element for a page, with `alt` as its text for those who do not see it."""
+    return _for_page(_drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None}).decode(), alt=alt)
+
+
+def draw_png(chart: Chart) -> bytes:
+    """The same as a PNG file, on white."""
+    return _drawn(chart, (), grid="#dddddd", format="png", dpi=_PNG_DPI, metadata={"Software": None})
+
+
+def _drawn(chart: Chart, marks: Sequence[Mark], *, grid: str = _GRID, **options: Any) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own settings would make other pictures
-        matplotlib.rcParams.update(_SETTINGS)
-        matplotlib.rcParams["svg.hashsalt"] = chart.name
+        matplotlib.rc_file(_STYLE)  # and else the defaults: the user's own settings would make other pictures
+        matplotlib.rcParams.update({"svg.hashsalt": chart.name, "grid.color": grid})
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
-        num_bins = max(60, min(NUM_BINS, _MAX_BINS // max(len(chart.lines), 1)))
-        for line in chart.lines:
-            _draw_line(axes, line, num_bins=num_bins)
+        for index, line in enumerate(chart.lines):
+            _draw_line(axes, line, colour=COLOURS[index % len(COLOURS)])
         _set_axes(axes, chart)
         _draw_marks(axes, marks)
-        labelled = [line for line in chart.lines if line.label]
-        if len(labelled) > 1:
-            figure.legend(loc="outside upper left", ncols=min(len(labelled), 4), handlelength=1.2, columnspacing=1.0)
-        stream = io.StringIO()
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 1:
+            figure.legend(loc="outside upper left", ncols=min(len(labels), 4), handlelength=1.2, columnspacing=1.0)
+        stream = io.BytesIO()
         with warnings.catch_warnings():  # letters that its own font lacks, the reader's has
             warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
-            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(stream.getvalue(), alt=alt)
+            figure.savefig(stream, **options)
+    return stream.getvalue()
 
 
-def _draw_line(axes: Any, line: Line, *, num_bins: int) -> None:
-    is_points = line.style == "points"
-    x, mean, low, high = thinned(line.x, line.y, num_bins=num_bins // 2 if is_points else num_bins)
+def _draw_line(axes: Any, line: Line, *, colour: str) -> None:
+    """Points while they are few, and a line without a value not even in the legend."""
+    x, mean, low, high = thinned(line.x, line.y)
+    if not len(x):
+        return
     if not np.array_equal(low, high):
-        axes.fill_between(x, low, high, color=line.colour, alpha=0.25, linewidth=0)
-    has_markers = is_points or len(x) == 1 or (line.style == "dots" and len(x) <= _MAX_DOTS)
-    marker = {"marker": "o", "markersize": 3.0} if has_markers else {}
-    width = 0.0 if is_points else 0.8 if has_markers else 1.4
-    axes.plot(x, mean, color=line.colour, linewidth=width, label=line.label or None, **marker)
+        axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
+    style = {"marker": "o", "markersize": 3.0, "linewidth": 0.8} if len(x) <= _MAX_DOTS else {}
+    axes.plot(x, mean, color=colour, label=line.label or None, **style)
 
 
 def _set_axes(axes: Any, chart: Chart) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    def plain(value: float, _: int) -> str:
-        return compact(value, digits=6)  # of ticks that lie close together, too
-
+    plain = FuncFormatter(lambda value, _: compact(value, digits=6))  # of ticks that lie close together, too
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.xaxis.set_major_formatter(FuncFormatter(plain))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
-    low, high = (values.min(), values.max()) if len(values) else (0.0, 1.0)
-    if chart.rows:
-        axes.set_yticks(range(len(chart.rows)), chart.rows)
-        axes.set_ylim(len(chart.rows) - 0.5, -0.5)
-        axes.grid(visible=False, axis="y")
-        return
-    if chart.scale == "log" and low > 0:
+    values = np.concatenate([line.y[np.isfinite(line.x + line.y)] for line in chart.lines])
+    low, high = values.min(), values.max()
+    ticks: Any = MaxNLocator(6, steps=_STEPS)
+    if chart.is_log and low > 0:
         axes.set_yscale("log")
         if high > 5 * low:  # else ticks in even steps are more, and rounder
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)))
-        else:
-            axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.minorticks_off()
+            ticks = LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
-        if chart.scale == "from zero":
-            axes.set_ylim(0, 1.08 * high if high > 0 else 1)
-    axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        bottom, top = 1.08 * min(low, 0.0), 1.08 * max(high, 0.0)
+        axes.set_ylim(bottom, top if top > bottom else 1.0)
+    axes.yaxis.set_major_locator(ticks)
+    axes.yaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(plain)
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:

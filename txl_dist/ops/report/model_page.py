@@ -6,16 +6,16 @@ It is written beside the folder, never into it, where a file that the manifest d
 
 from __future__ import annotations
 
-import math
+import json
 from pathlib import Path
-from typing import Any
 
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import parse_object, read_bytes
+from txl_dist.ops.report.records import history_of
 from txl_dist.ops.report.report import check_writable, setting_rows, write_page, write_report
-from txl_dist.ops.report.summary import Fact, fact_lines, read_settings
+from txl_dist.ops.report.summary import Run, defaults, fact_lines, facts_of, read_settings
 from txl_dist.run_files import RECORDS, STATE, Kind, kind_of
-from txl_dist.tables import compact, printable
+from txl_dist.tables import printable
 
 
 def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
@@ -34,52 +34,34 @@ def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str
         )
     check_writable(page)
     try:
-        facts, settings = _of_bundle(folder) if kind is Kind.BUNDLE else _of_checkpoint(folder)
+        run = _bundle(folder) if kind is Kind.BUNDLE else _checkpoint(folder)
+        facts = facts_of(run)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}. `txl verify {folder}` lists its damage.") from error
-    name = folder.resolve().name
     lead = f"{kind.value[2:].capitalize()} without the records of its training: txl report of its run has those."
-    content = {"facts": facts, "setting_rows": setting_rows(settings)}
-    return [
-        lead,
-        *fact_lines(facts),
-        write_page(page, "model.html.j2", title=printable(name), name=printable(name), lead=lead, **content),
-    ]
+    rows = setting_rows([run.settings, defaults()], ["this model", "default"])
+    content = {"title": printable(run.name), "lead": lead, "facts": facts, "setting_rows": rows}
+    return [lead, *fact_lines(facts), write_page(page, "model.html.j2", **content)]
 
 
-def _of_bundle(folder: Path) -> tuple[list[Fact], dict[str, Any]]:
+def _bundle(folder: Path) -> Run:
+    """What it tells of the run that it comes from."""
     content = parse_object(read_bytes(folder / "config.json"))
-    source, lengths = dict(content["source"]), {name: content[name] for name in ("segment_len", "memory_len")}
+    source = dict(content["source"])
+    origin = f"imported from {source.get('file', 'elsewhere')} ({source.get('imported', 'unknown')})"
     if "step" in source:
         origin = f"step {source['step']:,} of {source.get('run', 'a run')}"
-    else:
-        origin = f"imported from {source.get('file', 'elsewhere')} ({source.get('imported', 'unknown')})"
-    facts = [Fact("From", origin), *_shape_facts(content["vocab_size"], content["dtype"], lengths)]
     settings = {f"model.{name}": value for name, value in dict(content["model"]).items()}
-    border = {"data.document_border": content["document_border"]}
-    return facts, settings | {f"train.{name}": value for name, value in lengths.items()} | border
+    settings |= {f"train.{name}": content[name] for name in ("segment_len", "memory_len")}
+    settings |= {"data.document_border": content["document_border"]}
+    state = {"vocab_size": content["vocab_size"], "dtype": content["dtype"]}
+    return Run(folder, history_of([]), settings, "", state, f"from {origin}")
 
 
-def _of_checkpoint(folder: Path) -> tuple[list[Fact], dict[str, Any]]:
+def _checkpoint(folder: Path) -> Run:
+    """As a run whose only record is how far it is."""
     state = parse_object(read_bytes(folder / STATE))
-    settings, _ = read_settings(folder)
-    lengths = {name: settings.get(f"train.{name}") for name in ("segment_len", "memory_len")}
-    parameters = sum(math.prod(shape) for shape in state["parameters"].values())
-    facts = [
-        Fact("Step", f"{state['step']:,}"),
-        Fact("Tokens seen", compact(state["tokens_seen"]), f"{state['tokens_seen']:,}"),
-        Fact("Parameters", compact(parameters), f"{parameters:,}"),
-        *_shape_facts(state["vocab_size"], state["precision"], lengths),
-        Fact(
-            "Made by", f"txl_dist {state['code_version']}", f"{state['world_size']} ranks, ZeRO-{state['zero_stage']}"
-        ),
-    ]
-    return facts, settings
-
-
-def _shape_facts(vocab_size: int, dtype: str, lengths: dict[str, Any]) -> list[Fact]:
-    return [
-        Fact("Vocabulary", f"{vocab_size:,}", "ids"),
-        Fact("Type", str(dtype)),
-        Fact("Segment and memory", f"{lengths['segment_len']} and {lengths['memory_len']}", "tokens"),
-    ]
+    settings, problem = read_settings(folder)
+    record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
+    ranks = f"saved by {state['world_size']} ranks"
+    return Run(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)

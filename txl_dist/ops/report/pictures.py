@@ -1,31 +1,38 @@
 """The pictures of a run's report: which numbers, against what, in which unit, and a sentence where there are none.
 
-Most are a row of `_ROWS`. Numbers of the training over its steps stand in the table of metrics; losses, and what the
-memory does, here. What is no curve of a column has a function of its own.
+Each is a row of `_ROWS`, and `picture_of` draws them all, those of `txl compare` too. Numbers of the training over its
+steps stand in the table of metrics; losses, and what the memory does, here. What is no curve over the training, such
+as a loss over the length of the memory, finds its points itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from markupsafe import Markup
 
-from txl_dist.ops.report.figures import COLOURS, SPECTRUM, Chart, Line, Mark, Scale, draw
-from txl_dist.ops.report.records import Event, FloatArray, History, Scores, Table, is_number
-from txl_dist.ops.report.summary import Run, corpus_name
+from txl_dist.ops.report.figures import COLOURS, Chart, Line, Mark, draw
+from txl_dist.ops.report.records import Event, FloatArray, Scores, Table
+from txl_dist.ops.report.summary import TROUBLES, Run, corpus_name
 from txl_dist.tables import compact
 from txl_dist.train.report.metric_table import METRICS
 
-_BORDERS = {"start": "resumed", "rewound": "rewound"}
-_TRIANGLES = {"skipped": "skipped steps", "spike": "spikes", "straggler": "stragglers", "save_failed": "failed saves"}
-_MAX_LABEL, _MAX_LEGEND = 22, 9
+Item = TypeVar("Item")
+_MARKS = {
+    "dashed lines": {"start": "resumed", "rewound": TROUBLES["rewound"]},
+    "triangles": {event: word for event, word in TROUBLES.items() if event != "rewound"},
+}
+"""By how they look: events, and what people call them."""
+_MAX_LABEL = 22
 _NUM_BINS = 8
 """Of positions in the segment: enough tokens in each to see more than chance."""
 
-Axis = Literal["step", "tokens", "hours"]
+Kind = Literal["train", "eval", "look", "all"]
+Axis = Literal["step", "tokens", "hours", "position"]
 
 
 class Picture(NamedTuple):
@@ -38,123 +45,115 @@ class Picture(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A picture of a column of the records, or of several."""
+    """A picture: of columns of the records over the training, if not of something else."""
 
     group: str
     title: str
-    column: str
-    """With `each`, the beginning of COLUMN0, COLUMN1 ..., which are a line each."""
-    axis: str
-    """What the column is, with its unit."""
-    of: Literal["training", "all", "held-out", "look"] = "training"
+    unit: str
+    """Of the vertical axis, and what it shows."""
+    columns: dict[str, str]
+    """By the word for each in the legend. PREFIX_ stands for PREFIX_0, PREFIX_1 ..."""
+    of: Kind = "train"
+    """Kind of the records; all are training and evaluations, a line each."""
     by: Axis = "step"
-    scale: Scale = "from zero"
-    each: str = ""
+    is_log: bool = False
     caption: str = ""
     missing: str = ""
     """Why a run may not have it."""
 
 
 _LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
-_MISSING = {"mfu_pct": "it needs the peak of the device, metrics.peak_tflops"}
+_LAYERS = "Layer 0 is nearest the text."
 _ROWS = (
-    Row(_LOSS, "Loss against tokens", "loss", _NATS, "all", "tokens", "log"),
-    Row(_LOSS, "Loss against time", "loss", _NATS, "all", "hours", "log"),
-    Row(_LOSS, "Bits per byte", "bits_per_byte", "bits per byte of text", "all", "tokens", "log",
+    Row(_LOSS, "Loss against tokens", _NATS, {"": "loss"}, "all", "tokens", is_log=True),
+    Row(_LOSS, "Loss against time", _NATS, {"": "loss"}, "all", "hours", is_log=True),
+    Row(_LOSS, "Bits per byte", "bits per byte of text", {"": "bits_per_byte"}, "all", "tokens", is_log=True,
         caption="The loss per byte of text, which does not depend on the tokenizer."),
-    Row(_LOSS, "Held-out loss per cluster of the vocabulary", "loss_cluster_", _NATS, "held-out", scale="fitting",
-        each="cluster", caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
+    Row(_LOSS, "Held-out loss per cluster of the vocabulary", _NATS, {"cluster": "loss_cluster_"}, "eval", is_log=True,
+        caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
         missing="there is one cluster only, or no evaluation yet"),
-    Row(_MEMORY, "Gain from the memory", "memory_gain", "loss without less loss with, nats", "look", scale="fitting",
+    Row(_MEMORY, "Gain from the memory", "loss without less loss with, nats", {"": "memory_gain"}, "look",
         caption="How much lower the loss per token is with memory than without."),
-    Row(_MEMORY, "Size of the memory", "memory_norm_", "root mean square", "look", each="layer",
-        caption="How large the hidden states in memory are. Layer 0 is nearest the text."),
-    Row(_MEMORY, "Attention on memory", "memory_attention_pct_", "share of attention, %", "look", each="layer",
-        caption="The rest falls on the segment. Layer 0 is nearest the text."),
-    *(Row(one.curve.group, one.curve.title, one.name, one.curve.axis, scale=one.curve.scale,
-          missing=_MISSING.get(one.name, "")) for one in METRICS if one.curve),
+    Row(_MEMORY, "Size of the memory", "root mean square", {"layer": "memory_norm_"}, "look",
+        caption=f"How large the hidden states in memory are. {_LAYERS}"),
+    Row(_MEMORY, "Attention on memory", "share of attention, %", {"layer": "memory_attention_pct_"}, "look",
+        caption=f"The rest falls on the segment. {_LAYERS}"),
+    *(Row(one.curve.group, one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log,
+          missing=one.curve.missing) for one in METRICS if one.curve),
+    Row("Speed", "Time per rank", "ms per step", {word: f"{word}_rank_ms" for word in ("fastest", "median", "slowest")},
+        caption="A rank's own part of a step, before it meets another.", missing="there is one rank only"),
+)  # fmt: skip
+_LOSS_BY_POSITION = Row(_MEMORY, "Loss per position in the segment", _NATS, {}, by="position", is_log=True)
+_GAIN_BY_POSITION = Row(
+    _MEMORY, "Gain from the memory per position", "loss without less loss with, nats", {}, by="position",
+    caption="How much higher the loss on the same tokens is behind an empty memory. The first tokens of a segment have "
+    "only the memory behind them.",
 )  # fmt: skip
 
 
 def pictures_of(run: Run) -> dict[str, list[Picture]]:
     """All pictures of a report, by the heading that they stand under."""
     groups: dict[str, list[Picture]] = {row.group: [] for row in _ROWS}
-    groups[_MEMORY] = [_positions(run.history)]
+    groups[_MEMORY].append(_positions(run))
+    hours, train = run.history.hours, run.history.train
+    tables = {
+        "train": {"": train},
+        "eval": {"": run.history.held_out},
+        "look": {"": run.history.look},
+        "all": {"training": train} | {corpus_name(kind): table for kind, table in run.history.evals.items()},
+    }
     for row in _ROWS:
-        groups[row.group].append(_curves(run, row))
-    groups["Speed"] += [_rank_times(run), _stalls(run)]
+        lines = [
+            Line(
+                shortened(" ".join(filter(None, (name, word, column.removeprefix(prefix))))),
+                places(run, table, row, hours=hours),
+                table[column],
+            )
+            for name, table in tables[row.of].items()
+            for word, prefix in row.columns.items()
+            for column in spread(table.numbered(prefix), most=len(COLOURS)) or [prefix]
+        ]
+        missing = "; ".join(run.no_bits.values()) if row.title == "Bits per byte" else row.missing
+        picture = picture_of(row._replace(missing=missing), lines, hours=hours, marks=_marks(run, row))
+        groups[row.group].append(picture)
     return groups
 
 
-def _curves(run: Run, row: Row) -> Picture:
-    lines, hours = [], run.history.hours
-    for name, table in _tables(run.history, row.of).items():
-        for column in table.numbered(row.column) if row.each else [row.column]:
-            label = f"{row.each} {column.removeprefix(row.column)}" if row.each else shortened(name)
-            style = "line" if table is run.history.train else "dots"  # evaluations are few
-            lines.append(Line(label, places(run, table, by=row.by, hours=hours), table[column], style=style))
-    lines = _coloured(lines, ordered=row.each == "layer")
-    reasons = [row.missing, *(run.no_bits.values() if row.column == "bits_per_byte" else ())]
-    return picture(
-        row.title,
-        Chart(f"{row.column}-{row.by}", lines, axis_label(row.by, hours=hours), row.axis, row.scale),
-        caption=f"{row.caption} Logarithmic scale.".strip() if row.scale == "log" else row.caption,
-        missing="; ".join([f"{row.title}: nothing is on record", *filter(None, reasons)]) + ".",
-        marks=_marks(run, by=row.by),
-    )
+def picture_of(row: Row, lines: Sequence[Line], *, hours: float = 0.0, marks: Sequence[Mark] = ()) -> Picture:
+    """Draw lines as a row says, or say why not; `hours` is how far an axis of hours goes."""
+    shown = [line for line in lines if np.isfinite(line.x + line.y).any()]
+    if not shown:
+        reason = f"; {row.missing}" if row.missing else ""
+        return Picture(row.title, Markup(), f"{row.title}: nothing is on record{reason}.")
+    absent = ", ".join(line.label for line in lines if line not in shown)
+    notes = [row.caption, "Logarithmic scale." * row.is_log, f"Not on record for {absent}." if absent else ""]
+    x_label = {
+        "step": "step",
+        "tokens": "tokens seen",
+        "hours": "hours of work" if hours >= 2 else "minutes of work",
+        "position": "position in the segment, %",
+    }[row.by]
+    chart = Chart(row.title, lines, x_label, row.unit, row.is_log)
+    svg = draw(chart, marks=marks, alt=_described(chart._replace(lines=shown)))
+    return Picture(row.title, Markup(svg), " ".join(filter(None, notes)))
 
 
-def _tables(history: History, of: str) -> dict[str, Table]:
-    """By what a legend calls them."""
-    if of == "all":
-        return {"training": history.train} | {corpus_name(kind): table for kind, table in history.evals.items()}
-    return {"": {"look": history.look, "held-out": history.evals.get("eval", history.train)}.get(of, history.train)}
-
-
-def _coloured(lines: list[Line], *, ordered: bool) -> list[Line]:
-    """Each line in its colour. Of many that have an order only the ends and the middle are in the legend."""
-    last = max(len(lines) - 1, 1)
-    colours = [SPECTRUM[index * (len(SPECTRUM) - 1) // last] for index in range(len(lines))] if ordered else COLOURS
-    named = {0, len(lines) // 2, len(lines) - 1} if len(lines) > _MAX_LEGEND else range(len(lines))
-    return [
-        line._replace(label=line.label if index in named else "", colour=colours[index % len(colours)])
-        for index, line in enumerate(lines)
-    ]
-
-
-def places(run: Run, table: Table, *, by: Axis, hours: float) -> FloatArray:
-    """Where the records of a table stand on an axis for so many hours; NaN where that is not known."""
-    if by == "hours":
+def places(run: Run, table: Table, row: Row, *, hours: float) -> FloatArray:
+    """Where the records of a table stand on the axis of a row, that goes to so many hours; NaN where nobody knows."""
+    if row.by == "hours":
         return table["hours"] * (1 if hours >= 2 else 60) if run.history.hours else np.full(len(table), np.nan)
-    return run.tokens_at(table["step"]) if by == "tokens" else table["step"]
+    return run.tokens_at(table["step"]) if row.by == "tokens" else table["step"]
 
 
-def axis_label(by: Axis, *, hours: float) -> str:
-    """Of the horizontal axis: minutes for what took less than two hours."""
-    time_label = "hours of work" if hours >= 2 else "minutes of work"
-    return {"hours": time_label, "tokens": "tokens seen", "step": "step"}[by]
-
-
-def picture(title: str, chart: Chart, *, caption: str, missing: str, marks: Sequence[Mark] = ()) -> Picture:
-    """Draw a chart, or say why not."""
-    lines = [line for line in chart.lines if np.isfinite(line.y[np.isfinite(line.x)]).any()]
-    if not lines:
-        return Picture(title, Markup(), missing)
-    chart = chart._replace(lines=lines)
-    return Picture(title, Markup(draw(chart, marks=marks, alt=described(title, chart))), caption)
-
-
-def described(title: str, chart: Chart) -> str:
-    """The picture in words."""
-    if chart.rows:
-        return f"{title}: {', '.join(chart.rows)} against {chart.x_label}."
+def _described(chart: Chart) -> str:
+    """A picture in words; lines beyond the sixth are counted."""
     parts = []
     for line in chart.lines[:6]:
         y = line.y[np.isfinite(line.y)]
         ends = f"from {compact(y[0])} to {compact(y[-1])}, lowest {compact(y.min())}, highest {compact(y.max())}"
         parts.append(f"{line.label or chart.y_label} {ends if len(y) > 1 else compact(y[0])}")
     more = f"; and {len(chart.lines) - 6} more lines" if len(chart.lines) > 6 else ""
-    return f"{title}: {chart.y_label} against {chart.x_label}. {'; '.join(parts)}{more}."
+    return f"{chart.name}: {chart.y_label} against {chart.x_label}. {'; '.join(parts)}{more}."
 
 
 def shortened(label: str) -> str:
@@ -163,138 +162,74 @@ def shortened(label: str) -> str:
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}..{label[-half:]}"
 
 
+def spread(items: Sequence[Item], *, most: int) -> list[Item]:
+    """The first, the last, and others in even steps between them, where there are more than so many."""
+    num = min(len(items), most)
+    return [items[round((len(items) - 1) * index / max(num - 1, 1))] for index in range(num)]
+
+
 def marks_explained(run: Run) -> str:
     """What the marks in the pictures stand for; empty if there are none."""
-    counts = Counter(event.name for event in _marked(run.history))
-    sentences = []
-    for names, sign in ((_BORDERS, "Dashed lines"), (_TRIANGLES, "triangles")):
-        parts = [f"{word} ({counts[name]:,})" for name, word in names.items() if counts[name]]
-        sentences += [f"{sign}: {', '.join(parts)}"] if parts else []
-    text = "; ".join(sentences)
-    return f"Marks in the pictures. {text[:1].upper()}{text[1:]}." if text else ""
+    counts = Counter(event.name for event in _marked(run))
+    signs = {
+        sign: ", ".join(f"{word} ({counts[name]:,})" for name, word in names.items() if counts[name])
+        for sign, names in _MARKS.items()
+    }
+    return "; ".join(f"{sign}: {words}" for sign, words in signs.items() if words)
 
 
-def _marks(run: Run, *, by: Axis) -> list[Mark]:
-    shown = _marked(run.history)
-    at = places(run, _as_table(shown), by=by, hours=run.history.hours)
-    return [Mark(x, event.name in _BORDERS) for x, event in zip(at.tolist(), shown, strict=True)]
+def _marks(run: Run, row: Row) -> list[Mark]:
+    events = _marked(run)
+    table = Table({name: np.array([float(getattr(event, name)) for event in events]) for name in ("step", "hours")})
+    at = places(run, table, row, hours=run.history.hours)
+    return [Mark(x, event.name in _MARKS["dashed lines"]) for x, event in zip(at.tolist(), events, strict=True)]
 
 
-def _marked(history: History) -> list[Event]:
-    shown = [event for event in history.events if event.name in _BORDERS | _TRIANGLES]
+def _marked(run: Run) -> list[Event]:
+    known = {name for names in _MARKS.values() for name in names}
+    shown = [event for event in run.history.events if event.name in known]
     return shown[1:] if shown and shown[0].name == "start" else shown  # the beginning is no resumption
 
 
-def _as_table(events: Sequence[Event]) -> Table:
-    return Table(
-        {
-            "step": np.array([float(event.step) for event in events]),
-            "hours": np.array([event.hours for event in events]),
-        }
-    )
+def _positions(run: Run) -> Picture:
+    """The paired difference where a look measured it, else the loss itself; of the newest."""
+    table = run.history.look if len(run.history.look) else run.history.held_out
+    with_memory, without = (table.newest(f"loss_by_position_{word}") for word in ("", "without_memory_"))
+    is_paired = len(with_memory) == len(without)
+    row, values = (_GAIN_BY_POSITION, without - with_memory) if is_paired else (_LOSS_BY_POSITION, with_memory)
+    if not len(values):
+        return picture_of(_LOSS_BY_POSITION, [])
+    bins = np.array_split(values, min(_NUM_BINS, len(values)))
+    y = np.array([part.mean() for part in bins])
+    x = (np.arange(len(y)) + 0.5) * 100 / len(y)
+    tokens = table["tokens"][-1]
+    about = f", over {tokens:,.0f} tokens, about {tokens / len(y):,.0f} for each point" if np.isfinite(tokens) else ""
+    caption = f"At step {table['step'][-1]:,.0f}{about}. {row.caption}".strip()
+    return picture_of(row._replace(caption=caption), [Line("", x, y)])
 
 
-def events_picture(run: Run) -> Picture:
-    """All events on one time line, a row per kind."""
-    history = run.history
-    counts = Counter(event.name for event in history.events)
-    by: Axis = "hours" if history.hours > 0 else "step"
-    lines = []
-    for row, name in enumerate(counts):
-        these = [event for event in history.events if event.name == name]
-        x = places(run, _as_table(these), by=by, hours=history.hours)
-        lines.append(Line("", x, np.full(len(x), float(row)), COLOURS[row % len(COLOURS)], "points"))
-    chart = Chart("events", lines, axis_label(by, hours=history.hours), "", rows=[shortened(name) for name in counts])
-    often = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return picture("Events on the time line", chart, caption=f"How often: {often}.", missing="No event is on record.")
-
-
-def _positions(history: History) -> Picture:
-    """The paired difference where it was measured, else the loss itself."""
-    profile, title = history.profile, "Loss per position in the segment"
-    if profile is None:
-        return Picture(title, Markup(), f"{title}: nothing is on record.")
-    is_paired = len(profile.without_memory) == len(profile.with_memory)
-    values = profile.without_memory - profile.with_memory if is_paired else profile.with_memory
-    edges = np.linspace(0, len(values), min(_NUM_BINS, len(values)) + 1).astype(int)
-    known = np.isfinite(values)
-    counts = np.add.reduceat(known.astype(float), edges[:-1])
-    sums = np.add.reduceat(np.where(known, values, 0.0), edges[:-1])
-    y = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
-    caption = f"At step {profile.step:,}"
-    if profile.tokens:
-        caption += f", over {profile.tokens:,.0f} tokens, about {profile.tokens / len(y):,.0f} for each point"
-    if is_paired and known.any():
-        title = "Gain from the memory per position"
-        caption += (
-            ": how much higher the loss on the same tokens is behind an empty memory. The first tokens of a segment "
-            "have only the memory behind them"
-        )
-    x = (edges[:-1] + edges[1:]) * 50 / len(values)
-    axis = "loss without less loss with, nats" if is_paired else _NATS
-    chart = Chart("positions", [Line("", x, y, style="dots")], "position in the segment, %", axis)
-    return picture(title, chart, caption=f"{caption}.", missing=f"{title}: nothing is on record.")
+def sweep(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
+    """The loss over the first of memory, segment and clamp that was scored with several lengths, a line for each of the
+    others'; None if none was."""
+    names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
+    rows = [one for one in scores.values() if "memory_len" in one and "loss" in one]
+    several = [key for key in names if len({one.get(key) for one in rows}) > 1]
+    if not several:
+        return None
+    along, *others = several
+    points: dict[str, dict[float, float]] = {}
+    for one in rows:
+        label = ", ".join(f"{names[key]} {compact(one.get(key, math.nan))}" for key in others)
+        points.setdefault(label, {})[one.get(along, math.nan)] = one["loss"]
+    lines = [
+        Line(label, np.array(sorted(own)), np.array([own[length] for length in sorted(own)]))
+        for label, own in points.items()
+    ]
+    title = f"Held-out loss over the length of the {names[along]}"
+    return Chart(title, lines, f"tokens of {names[along]}", _NATS, is_log=True)
 
 
 def memory_sweep(scores: Scores) -> list[Picture]:
-    """The loss over the length of the memory, if it was scored with several."""
-    losses = {one["memory_len"]: one["loss"] for one in scores.values() if "memory_len" in one and "loss" in one}
-    if len(losses) < 2:
-        return []
-    lengths = sorted(losses)
-    line = Line("", np.array(lengths), np.array([losses[length] for length in lengths]), style="dots")
-    chart = Chart("sweep", [line], "tokens of memory", _NATS)
-    return [picture("Held-out loss over the length of the memory", chart, caption="", missing="")]
-
-
-def _rank_times(run: Run) -> Picture:
-    train = run.history.train
-    ranks = train.numbered("rank_ms_")
-    if len(ranks) < 2 and not (train["fastest_rank_ms"] < train["slowest_rank_ms"]).any():
-        chosen, caption = [("", "step_ms")], ""
-    else:
-        is_apart = not (np.isfinite(train["median_rank_ms"]) & np.isnan(train["rank_ms_0"])).any()
-        chosen = [(f"rank {number}", name) for number, name in enumerate(ranks)]
-        if not is_apart:  # more ranks than lines can be told apart, at least for a while
-            chosen = [(word, f"{word}_rank_ms") for word in ("fastest", "median", "slowest")]
-        chosen.append(("whole step", "step_ms"))
-        caption = f"{straggler_sentence(run.history)} A rank's time is its own part of a step, before it meets another."
-    lines = _coloured([Line(label, train["step"], train[name]) for label, name in chosen], ordered=False)
-    return picture(
-        "Time per step and rank" if len(lines) > 1 else "Time per step",
-        Chart("rank-times", lines, "step", "ms per step", "from zero"),
-        caption=caption,
-        missing="Times per step are not on record.",
-    )
-
-
-def straggler_sentence(history: History) -> str:
-    """Who was the slowest, how often and by how much."""
-    slowest, behind = history.train["slowest_rank"], history.train["slowest_pct"]
-    known = np.isfinite(slowest)
-    if not known.any():
-        return "Which rank was the slowest is not on record."
-    ranks, counts = np.unique(slowest[known], return_counts=True)
-    rank = int(ranks[counts.argmax()])
-    host = f" on {history.hosts[rank]}" if rank in history.hosts else ""
-    pct = behind[known & (slowest == rank)]
-    by = (
-        f", there by {np.nanmedian(pct):.1f} % (median) longer than the median of the others"
-        if np.isfinite(pct).any()
-        else ""
-    )
-    return f"Rank {rank}{host} was the slowest in {100 * counts.max() / counts.sum():.0f} % of the records{by}."
-
-
-def _stalls(run: Run) -> Picture:
-    saves = [event for event in run.history.events if event.name == "saved"]
-    seconds = [event.fields.get("seconds") for event in saves]
-    y = np.array([float(value) if is_number(value) else np.nan for value in seconds])
-    x = np.array([float(event.step) for event in saves])
-    total = float(np.nansum(y)) if len(y) else 0.0
-    return picture(
-        "Waiting for saves",
-        Chart("saves", [Line("", x, y, style="points")], "step", "seconds per save", "from zero"),
-        caption=f"How long training stood still for each of {len(saves):,} checkpoints; {total:.1f} s in all.",
-        missing="No checkpoint is on record.",
-    )
+    """The loss over the length of the memory, or of what else was scored with several."""
+    chart = sweep(scores)
+    return [] if chart is None else [Picture(chart.name, Markup(draw(chart, alt=_described(chart))), "")]

@@ -2,19 +2,19 @@
 
 A run crashes, goes on and is rewound, so its file tells some steps twice and some that were given up. Here the later
 record of a step holds, and what lies behind the step at which a start or a rewind took the run up again is left out.
-Hours are hours of work: the clock from record to record, without the pauses before a start; where old records have no
-time, what their steps took. A line that a crash tore is counted and passed over; null is NaN, as is what no training
-comes to (`is_number`); unknown kinds and fields do no harm, and names hold nothing that cannot be drawn. A million
-records take half a minute and less than a gigabyte: numbers are kept as arrays, not objects.
+Hours are hours of work: the clock from record to record, without the pauses before a start. A list of numbers is a
+column per place in it, NAME_0, NAME_1 ...; of times per rank the fastest, the median and the slowest are kept. A line
+that a crash tore is counted and passed over; null is NaN, as is what no training comes to (`is_number`); unknown kinds
+and fields do no harm, and names hold nothing that cannot be drawn. A million records take half a minute and less than a
+gigabyte: numbers are kept as arrays, not objects.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -28,12 +28,13 @@ from txl_dist.tables import printable
 
 FloatArray = NDArray[np.float64]
 SCORES = "evaluation.json"
-MAX_RANKS_APART = 8
-"""Of more ranks only the fastest, the median and the slowest are kept per record."""
 MOST = 1e15
 """Larger numbers are no measurements, and overflow what is computed with them."""
-_MAX_PROFILES = _MAX_SCORES = 64
+_MAX_SCORES = _MAX_LIST = 64
 _MAX_NAME = 200
+BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
+"""Of the text, for people. Older programs, whose start does not say where there are none and why (`no_bits`), recorded
+them without a look at whether they are a cost of the text; those are not kept."""
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
@@ -44,8 +45,6 @@ class Event(NamedTuple):
     step: int
     hours: float
     """Hours of work until then."""
-    time_s: float
-    """Unix seconds; NaN in old records."""
     fields: dict[str, Any]
     """What else was recorded."""
 
@@ -56,17 +55,6 @@ class Sample(NamedTuple):
     step: int
     prompt: str
     text: str
-
-
-class Profile(NamedTuple):
-    """Losses over the positions of a segment, in equal bins from its first token to its last, in nats."""
-
-    step: int
-    tokens: float
-    """That were scored, over all bins; 0 if that is not on record."""
-    with_memory: FloatArray
-    without_memory: FloatArray
-    """Empty where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +79,14 @@ class Table:
         finite = self[name][np.isfinite(self[name])]
         return float(finite[-1]) if len(finite) else None
 
-    def without(self, names: Collection[str]) -> Table:
-        """The same, but for some columns."""
-        return Table({name: column for name, column in self.columns.items() if name not in names})
-
     def numbered(self, prefix: str) -> list[str]:
         """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
         names = [name for name in self.columns if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
         return sorted(names, key=lambda name: int(name.removeprefix(prefix)))
+
+    def newest(self, prefix: str) -> FloatArray:
+        """Those of the last record."""
+        return np.array([self[name][-1] for name in self.numbered(prefix)])
 
 
 @dataclass(frozen=True)
@@ -111,17 +99,22 @@ class History:
     look: Table
     events: list[Event]
     samples: list[Sample]
-    profile: Profile | None
-    """The newest."""
     hosts: dict[int, str]
     """Host of each rank that was ever the slowest."""
     hours: float
     """Hours of work on record."""
     last_time_s: float
+    num_records: int
+    """Whole lines."""
     num_damaged: int
     """Lines that are no record: torn by a crash."""
     num_superseded: int
     """Train records of steps that were made again or given up."""
+
+    @property
+    def held_out(self) -> Table:
+        """The evaluations of the first corpus, if there are any."""
+        return self.evals.get("eval", Table({"step": np.empty(0), "hours": np.empty(0)}))
 
     @property
     def step(self) -> int:
@@ -130,29 +123,30 @@ class History:
         starts = [event.step for event in self.events[-1:]]
         return int(max([*ends, *starts]))
 
-    def without(self, names: Collection[str]) -> History:
-        """The same, but for some columns."""
-        evals = {kind: table.without(names) for kind, table in self.evals.items()}
-        return replace(self, train=self.train.without(names), evals=evals)
-
 
 def read_history(run_dir: Path) -> History:
     """Read a run's records. Raises DataError if there is no such file, or no whole record in it."""
     path = run_dir / RECORDS
-    reader = _Reader()
     try:
         with open_regular(path) as stream:
-            for line in stream:
-                reader.take(line)
+            history = history_of(stream)
     except OSError as error:
         what = "there is no such folder" if not run_dir.is_dir() else f"{path.name}: {error.strerror}"
         raise DataError(
             f"{run_dir} is no run with records: {what}. Name what `txl train` wrote (--run.dir)."
         ) from error
-    if not reader.num_records:
+    if not history.num_records:
         raise DataError(
             f"{path} holds no whole record yet. A run writes its first when it starts; wait for it, or name another."
         )
+    return history
+
+
+def history_of(lines: Iterable[bytes]) -> History:
+    """What records say together, a line of JSON each."""
+    reader = _Reader()
+    for line in lines:
+        reader.take(line)
     return reader.history()
 
 
@@ -182,11 +176,8 @@ class _Rows:
 
     def append(self, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
-            column = self._columns.get(name)
-            if column is None:
-                column = self._columns[name] = array("d")
-            if len(column) < self.num:
-                column.extend([math.nan] * (self.num - len(column)))
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (self.num - len(column)))
             column.append(value)
         self.num += 1
 
@@ -195,8 +186,7 @@ class _Rows:
         columns = {"step": np.empty(0), "hours": np.empty(0)}
         for name, column in self._columns.items():
             column.extend([math.nan] * (self.num - len(column)))
-            values = np.frombuffer(column, dtype=np.float64)
-            columns[name] = np.where(np.isfinite(values), values, np.nan)
+            columns[name] = np.frombuffer(column, dtype=np.float64)
         step = columns["step"]
         limit = np.full(len(step) + 1, np.inf)
         for rows, at in reached:  # what was written before, of later steps, was given up
@@ -217,9 +207,8 @@ class _Reader:
         self._reached: list[tuple[dict[str, int], int]] = []
         self._events: list[Event] = []
         self._samples: dict[tuple[int, str], Sample] = {}
-        self._profiles = {kind: deque[Profile](maxlen=_MAX_PROFILES) for kind in ("look", "eval")}
         self._hosts: dict[int, str] = {}
-        self._hours, self._time_s, self._last_step = 0.0, math.nan, 0
+        self._hours, self._time_s, self._not_kept = 0.0, math.nan, {*_NOT_KEPT, *BITS}
 
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
@@ -233,7 +222,7 @@ class _Reader:
             return
         self.num_records += 1
         record["kind"] = kind = printable(kind[:_MAX_NAME])
-        self._advance_clock(record, step)
+        self._advance_clock(record)
         if kind == "event":
             self._take_event(record, step)
         elif kind == "sample":
@@ -242,8 +231,6 @@ class _Reader:
             self._samples[step, prompt] = Sample(step, prompt, text)
         elif kind in ("train", "look") or kind.startswith("eval"):
             self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
-            if kind in self._profiles:
-                self._take_profile(record, step)
 
     def history(self) -> History:
         """What all lines say together."""
@@ -251,75 +238,53 @@ class _Reader:
             kind: rows.table([(counts.get(kind, 0), step) for counts, step in self._reached])
             for kind, rows in self._rows.items()
         }
-        profiles = self._profiles["look"] or self._profiles["eval"]
         return History(
             train=tables["train"],
             evals={kind: table for kind, table in tables.items() if kind.startswith("eval") and len(table)},
             look=tables["look"],
             events=self._events,
             samples=sorted(self._samples.values(), key=lambda sample: sample.step),
-            profile=profiles[-1] if profiles else None,
             hosts=self._hosts,
             hours=self._hours,
             last_time_s=self._time_s,
+            num_records=self.num_records,
             num_damaged=self.num_damaged,
             num_superseded=self._rows["train"].num - len(tables["train"]),
         )
 
-    def _advance_clock(self, record: dict[str, Any], step: int) -> None:
-        time_s, is_start = record.get("time_s"), record.get("event") == "start"
-        spent_s = 0.0
-        if is_number(time_s) and math.isfinite(self._time_s):
-            spent_s = max(time_s - self._time_s, 0.0)
-        elif record["kind"] == "train" and is_number(record.get("step_ms")):
-            spent_s = max(step - self._last_step, 0) * record["step_ms"] / 1000
-        self._hours += 0.0 if is_start else spent_s / 3600
-        self._time_s = float(time_s) if is_number(time_s) else self._time_s
-        if record["kind"] == "train" or is_start or record.get("event") == "rewound":
-            self._last_step = step
+    def _advance_clock(self, record: dict[str, Any]) -> None:
+        if is_number(time_s := record.get("time_s")):
+            if math.isfinite(self._time_s) and record.get("event") != "start":
+                self._hours += max(time_s - self._time_s, 0.0) / 3600
+            self._time_s = float(time_s)
 
     def _take_event(self, record: dict[str, Any], step: int) -> None:
         name = printable(str(record.get("event", "?"))[:_MAX_NAME])
         known = ("kind", "event", "step", "time_s")
         fields = {key: value for key, value in record.items() if key not in known}
-        time_s = record.get("time_s")
-        self._events.append(Event(name, step, self._hours, float(time_s) if is_number(time_s) else math.nan, fields))
+        self._events.append(Event(name, step, self._hours, fields))
+        if "no_bits" in fields:
+            self._not_kept -= BITS.keys()
         if name in ("start", "rewound"):
             self._reached.append(({kind: rows.num for kind, rows in self._rows.items()}, step))
             self._samples = {key: sample for key, sample in self._samples.items() if sample.step <= step}
-            for profiles in self._profiles.values():
-                while profiles and profiles[-1].step > step:
-                    profiles.pop()
 
     def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in record.items():
-            if is_number(value) and name not in _NOT_KEPT and len(name) <= _MAX_NAME:
+            if is_number(value) and name not in self._not_kept and len(name) <= _MAX_NAME:
                 yield name, value
-            elif name == "rank_ms":
-                times = value if isinstance(value, list) else []
-                if known := sorted(filter(is_number, times)):
+            elif name == "rank_ms" and isinstance(value, list):
+                if len(known := sorted(filter(is_number, value))) > 1:
                     yield "fastest_rank_ms", known[0]
                     yield "median_rank_ms", known[len(known) // 2]
                     yield "slowest_rank_ms", known[-1]
-                if len(times) <= MAX_RANKS_APART:
-                    yield from ((f"rank_ms_{rank}", time) for rank, time in enumerate(times) if is_number(time))
+            elif isinstance(value, list):
+                for index, one in enumerate(value[:_MAX_LIST]):
+                    yield f"{name}_{index}", one if is_number(one) else math.nan
             elif name == "slowest_host" and type(record.get("slowest_rank")) is int:
                 self._hosts[record["slowest_rank"]] = printable(str(value)[:_MAX_NAME])
-
-    def _take_profile(self, record: dict[str, Any], step: int) -> None:
-        found = [_floats(record.get(f"loss_by_position{word}")) for word in ("", "_without_memory")]
-        if len(found[0]):
-            tokens = record.get("tokens")
-            self._profiles[record["kind"]].append(Profile(step, tokens if is_number(tokens) else 0, *found))
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is one that can be measured and computed with: finite, and at most `MOST` from 0."""
     return type(value) in (float, int) and abs(value) <= MOST  # type: ignore[arg-type]
-
-
-def _floats(values: object) -> FloatArray:
-    """JSON numbers, null being NaN; nothing for anything else."""
-    if not isinstance(values, list) or not all(value is None or type(value) in (float, int) for value in values):
-        return np.empty(0)
-    return np.array([value if is_number(value) else math.nan for value in values], dtype=np.float64)

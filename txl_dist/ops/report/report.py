@@ -7,26 +7,27 @@ not at all, and a run that has not changed gives the same bytes.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from txl_dist.errors import ConfigError
-from txl_dist.files import read_bytes, replace_file
-from txl_dist.ops.report.pictures import events_picture, marks_explained, memory_sweep, pictures_of
-from txl_dist.ops.report.records import SCORES, Event, Sample, Scores, read_scores
-from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, lead, read_run
+from txl_dist.files import replace_file
+from txl_dist.ops.report.pictures import marks_explained, memory_sweep, pictures_of, spread
+from txl_dist.ops.report.records import SCORES, Event, Scores, read_scores
+from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
 from txl_dist.run_files import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
 from txl_dist.tables import duration, printable
 
 _MAX_EVENTS = 300
 _MAX_SAMPLES = 12
 _MAX_TEXT = 4000
-"""Characters of a sample, a value or a configuration file that the page shows."""
-_MAX_CONFIG = 40_000
+"""Characters of a sample that the page shows."""
 _ORDINARY = ("saved", "replicas_agree")
 _DETAILS = {
     "start": "{ranks} ranks on {hosts} hosts ({device}), {threads_per_rank} threads each; torch {torch}",
@@ -41,16 +42,7 @@ _DETAILS = {
     "done": "all steps are made",
 }
 """By event, from its fields."""
-_FILES = (
-    SETTINGS,
-    RECORDS,
-    LOG,
-    SCORES,
-    TENSORBOARD,
-    CHECKPOINTS,
-    PROFILE,
-    STACKS,
-)
+_FILES = (SETTINGS, RECORDS, LOG, SCORES, TENSORBOARD, CHECKPOINTS, PROFILE, STACKS)
 
 
 def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
@@ -100,7 +92,7 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?( (s|min|h|days|%|at [\d,]+))?")
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?[kMGT]?( [\w/%]+| at [\d,]+)?")
 
 
 def render(template: str, **content: Any) -> str:
@@ -126,13 +118,14 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
         "groups": pictures_of(run),
         "score_rows": _score_rows(scores),
         "sweep": memory_sweep(scores),
-        "events_picture": events_picture(run),
         "event_rows": _event_rows(run.history.events),
-        "num_events": len(run.history.events),
-        "samples": [one._replace(text=cut(one.text), prompt=cut(one.prompt)) for one in _spread(samples)],
+        "event_counts": Counter(event.name for event in run.history.events),
+        "samples": [
+            one._replace(text=cut(one.text), prompt=cut(one.prompt))
+            for one in reversed(spread(samples, most=_MAX_SAMPLES))
+        ],
         "num_samples": len(samples),
-        "setting_rows": setting_rows(run.settings),
-        "config_text": _config_text(run.path),
+        "setting_rows": setting_rows([run.settings, defaults()], ["this run", "default"]),
         "files": _links(run.path, folder=folder),
     }
 
@@ -165,37 +158,25 @@ def _details(event: Event) -> str:
 
 def _score_rows(scores: Scores) -> list[list[str]]:
     columns = {"loss": "nats/token", "ppl": "perplexity", "bits_per_byte": "bits/byte", "tokens": "tokens"}
-    rows = [[name, *(_number(values.get(key)) for key in columns)] for name, values in scores.items()]
+    rows = [
+        [name, *(fixed(values.get(key), 0 if key == "tokens" else 4) or "-" for key in columns)]
+        for name, values in scores.items()
+    ]
     return [["", *columns.values()], *rows]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
-
-
-def _spread(samples: Sequence[Sample]) -> list[Sample]:
-    """The newest, the first, and others in even steps between them; the newest first."""
-    last, most = len(samples) - 1, min(len(samples), _MAX_SAMPLES)
-    return [samples[round(last * index / max(most - 1, 1))] for index in reversed(range(most))]
-
-
-def setting_rows(settings: dict[str, Any]) -> list[list[str]]:
-    """A table of those that differ from the defaults."""
+def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """Settings in which some differ, a column for each; one that a version did not have counts as its default."""
     usual = defaults()
-    rows = [["setting", "this run", "default"]]
-    for name, value in settings.items():
-        if name not in usual:
-            rows.append([name, cut(str(value), most=300), "unknown to this version"])
-        elif value != usual[name]:
-            rows.append([name, cut(str(value), most=300), str(usual[name])])
+    rows = [["setting", *names]]
+    for key in [*usual, *sorted({key for settings in known for key in settings} - set(usual))]:
+        values = [
+            settings.get(key, usual.get(key, "unknown to this version")) if settings else "unknown"
+            for settings in known
+        ]
+        if key != "run.dir" and len({json.dumps(value, default=str) for value in values}) > 1:
+            rows.append([key, *(cut(str(value), most=200) for value in values)])
     return rows
-
-
-def _config_text(run_dir: Path) -> str:
-    try:
-        return cut(read_bytes(run_dir / SETTINGS).decode(errors="replace"), most=_MAX_CONFIG)
-    except OSError:
-        return ""
 
 
 def _links(run_dir: Path, *, folder: Path) -> list[tuple[str, str]]:

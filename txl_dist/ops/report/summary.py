@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -19,19 +20,19 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from txl_dist.config import Config, flat
-from txl_dist.errors import DataError
 from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
-from txl_dist.ops.report.records import MOST, FloatArray, History, Table, read_history
+from txl_dist.ops.report.records import BITS, MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
 from txl_dist.run_files import DONE, LOCK, SETTINGS, STATE, list_checkpoints
 from txl_dist.tables import aligned, compact, duration, printable
-from txl_dist.text.tokenizer import load_tokenizer
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """A job on another machine touches its lock every few seconds."""
-_TIMES = {1: "never", 2: "once"}
 _RECENT = 100
 """Records that a present speed is the median of."""
+TROUBLES = {"rewound": "rewound", "spike": "spikes", "skipped": "skipped steps", "straggler": "stragglers",
+            "save_failed": "failed saves"}  # fmt: skip
+"""Events, and what people call them."""
 
 
 class Fact(NamedTuple):
@@ -78,9 +79,8 @@ class Run:
         """Tokens seen at steps, interpolated between train records."""
         train = self.history.train
         known = np.isfinite(train["tokens_seen"])
-        if not known.any():  # records from before tokens were counted
-            sizes = [self.settings.get(key) for key in ("train.num_lanes", "train.segment_len")]
-            return steps * math.prod(float(size) if _is_count(size) else math.nan for size in sizes)
+        if not known.any():
+            return np.where(steps > 0, np.nan, 0.0)
         at, tokens = (np.concatenate(([0.0], train[name][known])) for name in ("step", "tokens_seen"))
         return np.interp(steps, at, tokens)
 
@@ -96,11 +96,6 @@ class Run:
         value = self.start.get("no_bits")
         known = value.items() if isinstance(value, dict) else ()
         return {printable(str(kind)): printable(str(reason)) for kind, reason in known}
-
-    @property
-    def token(self) -> str:
-        """What a token is: token or word."""
-        return "word" if self.start.get("token") == "word" else "token"
 
     @property
     def parameters(self) -> int | None:
@@ -120,19 +115,7 @@ def read_run(path: Path) -> Run:
     """Raises DataError if there are no records."""
     history = read_history(path)
     settings, problem = read_settings(path)
-    run = Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
-    return run if "no_bits" in run.start or _has_true_bits(run) else replace(run, history=history.without(BITS))
-
-
-def _has_true_bits(run: Run) -> bool:
-    """Whether the bits per byte that an older program recorded, which looked at nothing, are a cost of the text."""
-    settings = run.settings
-    if not settings or settings.get("data.document_border") == "mask" or settings.get("eval.max_tokens"):
-        return False
-    for folder in reversed(list_checkpoints(run.path)):
-        with suppress(DataError, OSError):
-            return load_tokenizer(folder / "tokenizer.json").is_lossless
-    return False
+    return Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
@@ -190,11 +173,6 @@ def corpus_name(kind: str) -> str:
     return "held-out" if kind == "eval" else f"held-out {kind.removeprefix('eval_')}"
 
 
-def perplexity(loss: float) -> str:
-    """Of a loss in nats per token."""
-    return f"perplexity {compact(math.exp(min(loss, 700.0)))}"
-
-
 def recent(table: Table, name: str) -> float | None:
     """The median of a column's newest numbers."""
     values = table[name][np.isfinite(table[name])][-_RECENT:]
@@ -209,19 +187,67 @@ def best(table: Table, column: str = "loss") -> tuple[float, int] | None:
     return float(table[column][index]), int(table["step"][index])
 
 
+def _perplexity(loss: float) -> str:
+    return compact(math.exp(min(loss, 700.0)))
+
+
 def lead(run: Run) -> str:
     """The run in a sentence."""
-    held_out = run.history.evals.get("eval")
-    loss = held_out.last("loss") if held_out is not None else None
-    last = "" if loss is None else f" Last held-out loss {loss:.4f} nats per token, {perplexity(loss)}."
+    loss = run.history.held_out.last("loss")
+    last = "" if loss is None else f" Last held-out loss {loss:.4f} nats per token, perplexity {_perplexity(loss)}."
     return f"{run.state[:1].upper()}{run.state[1:]}.{last}"
 
 
+_TOOLS = ("torch %(torch)s", "DeepSpeed %(deepspeed)s", "ZeRO-%(zero_stage)s", "%(precision)s")
+_SHAPE = ("%(model.num_layers)s layers", "width %(model.width)s", "%(model.num_heads)s heads",
+          "%(model.positions)s positions", "cutoffs %(model.cutoffs)s")  # fmt: skip
+_SEGMENTS = ("behind segments of %(train.segment_len)s", "%(train.num_lanes)s lanes")
+_Forms = Sequence[tuple[str, str, Sequence[str]]]
+_SUBJECT: _Forms = (
+    ("State", "%(state)s", ()),
+    ("Corpus", "%(corpora)s", ["%(paths)s"]),
+    ("Tokenizer", "%(vocab_size)s ids", ["%(tokenizer)s"]),
+    ("Model", "%(size)s parameters", ["%(parameters)s", *_SHAPE]),
+    ("Memory", "%(train.memory_len)s tokens", _SEGMENTS),
+    ("Commit", "%(commit)s", ["txl_dist %(version)s", *_TOOLS]),
+    ("Made by", "txl_dist %(unknown_commit_of)s", _TOOLS),
+    ("Type of the weights", "%(dtype)s", ()),
+    ("Command", "%(command)s", ()),
+    ("Step", "%(step)s", ["of %(train.max_steps)s (%(done)s)"]),
+    ("Tokens seen", "%(tokens)s", ["%(all_tokens)s"]),
+    ("Working time", "%(work)s", ["without pauses between starts"]),
+    ("Time left", "%(left)s", ["at the present speed"]),
+)
+_COURSE: _Forms = (
+    ("Speed", "%(tokens_per_s)s tokens/s", ["median of the last %(recent)s records"]),
+    ("MFU", "%(mfu_pct)s %%", ["of the devices' peak"]),
+    ("Time per step", "%(step_ms)s ms", ["median of the last %(recent)s records"]),
+    ("Waiting for data", "%(data_wait_pct)s %%", ["of the time of the slowest rank"]),
+    ("Peak memory", "%(peak_gib)s GiB", ["of the fullest rank"]),
+    ("Slowest rank", "%(slowest)s", ["in %(slowest_share)s of the records", "there by %(slowest_by)s (median)"]),
+    ("Ranks", "%(ranks)s", ["hosts: %(hosts)s", "%(device)s", "threads per rank: %(threads_per_rank)s"]),
+    ("Resumed", "%(resumed)s", ["%(troubles)s"]),
+    ("Last record", "%(last_record)s", ()),
+)
+"""The tiles: name, value and notes, with what is known (`_known`) in place; one without its value is left out, and of
+the notes those are told whose values are known. Between the two the losses stand."""
+
+
 def facts_of(run: Run) -> list[Fact]:
-    """The headline: what is trained on what, how far it is, how well, how fast, where. What is not recorded is left
-    out."""
-    facts = [*_subject(run), *_progress(run), *_losses(run), *_speed(run), *_circumstances(run)]
-    return [Fact("State", run.state), *(fact for fact in facts if fact.value)]
+    """The headline: what is trained on what, how far it is, how well, how fast, where."""
+    known = {key: f"{value:,}" if type(value) is int else value for key, value in _known(run).items()}
+
+    def told(*forms: str) -> str:
+        texts = []
+        for form in forms:
+            with suppress(KeyError):
+                texts.append(form % known)
+        return ", ".join(texts)
+
+    subject, course = (
+        [Fact(name, told(value), told(*notes)) for name, value, notes in forms] for forms in (_SUBJECT, _COURSE)
+    )
+    return [fact for fact in (*subject, *_losses(run), *course) if fact.value]
 
 
 def fact_lines(facts: Sequence[Fact]) -> list[str]:
@@ -229,51 +255,63 @@ def fact_lines(facts: Sequence[Fact]) -> list[str]:
     return aligned([["", ""], *([fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts)])[1:]
 
 
-def _subject(run: Run) -> list[Fact]:
-    """What is trained on what, by which program; values may be anything, as nothing of a run is checked here."""
+def _known(run: Run) -> dict[str, Any]:
+    """Values of tiles by name; those of the run may be anything, as nothing of it is checked here."""
+    history, total, step = run.history, run.max_steps, run.history.step
     known = run.settings | run.checkpoint | run.start
-    paths = [known.get("data.path", ""), *_list_of(known.get("data.more_paths"))]
-    corpora = _list_of(run.start.get("corpora")) or [Path(str(path)).name for path in paths]
-    shape = {"num_layers": "{} layers", "width": "width {}", "num_heads": "{} heads", "positions": "{} positions"}
-    shape |= {"cutoffs": "cutoffs {}"}
-    notes = [_joined({f"model.{name}": form for name, form in shape.items()}, known)]
-    notes = [f"{run.parameters:,}", *notes] if run.parameters else notes
-    versions = {"torch": "torch {}", "deepspeed": "DeepSpeed {}", "zero_stage": "ZeRO-{}", "precision": "{}"}
-    tools = _joined(versions, known)
-    version, commit = known.get("txl_dist", known.get("code_version")), known.get("commit")
-    by = f"txl_dist {version}" if version else ""
-    return [
-        Fact("Corpus", _listed(corpora), _listed(paths)),
-        Fact("Tokenizer", _joined({"vocab_size": "{} ids"}, known), _joined({"tokenizer": "{}"}, known)),
-        Fact("Model", f"{compact(run.parameters)} parameters" if run.parameters else "", _listed(notes)),
-        Fact(
-            "Memory",
-            _joined({"train.memory_len": "{} tokens"}, known),
-            _joined({"train.segment_len": "behind segments of {}", "train.num_lanes": "{} lanes"}, known),
-        ),
-        Fact("Commit", str(commit), _listed([by, tools])) if commit else Fact("Made by", by, tools),
-        Fact("Command", shlex.join(map(str, _list_of(known.get("command"))))),
-    ]
+    version = known.get("txl_dist", known.get("code_version"))
+    paths = [str(path) for path in (known.get("data.path"), *_list_of(known.get("data.more_paths"))) if path]
+    corpora = _list_of(run.start.get("corpora")) or [Path(path).name for path in paths]
+    tokens = float(run.tokens_at(np.array([float(step)]))[0])
+    left_s = max((total or 0) - step, 0) * (recent(history.train, "step_ms") or 0.0) / 1000
+    events = Counter(event.name for event in history.events)
+    troubles = {name: events[event] for event, name in TROUBLES.items()} | {
+        "records superseded by later ones": history.num_superseded,
+        "torn lines in metrics.jsonl": history.num_damaged,
+    }
+    found = {
+        "state": run.state,
+        "corpora": ", ".join(map(str, corpora)),
+        "paths": ", ".join(paths),
+        "size": compact(run.parameters) if run.parameters else None,
+        "parameters": run.parameters,
+        "version": version,
+        "unknown_commit_of": None if "commit" in known else version,
+        "command": shlex.join(map(str, _list_of(known.get("command")))),
+        "step": step if history.num_records else None,
+        "recent": min(len(history.train), _RECENT),
+        "done": f"{100 * min(step / total, 1):.0f} %" if total else None,
+        "tokens": compact(tokens) if math.isfinite(tokens) and history.num_records else None,
+        "all_tokens": f"{tokens:,.0f}",
+        "work": duration(3600 * history.hours) if history.hours else None,
+        "left": duration(left_s) if left_s and run.state == "going on" else None,
+        "peak_gib": fixed(history.train.last("peak_gib"), 2),
+        "resumed": {0: None, 1: "never", 2: "once"}.get(events["start"], f"{events['start'] - 1} times"),
+        "troubles": ", ".join(f"{name} {number:,}" for name, number in troubles.items() if number),
+        **{name: fixed(recent(history.train, name), 1) for name in ("mfu_pct", "step_ms", "data_wait_pct")},
+        "tokens_per_s": fixed(recent(history.train, "tokens_per_s"), 0),
+        **_slowest(history),
+    }
+    with suppress(ValueError, OverflowError, OSError):
+        found["last_record"] = f"{datetime.fromtimestamp(history.last_time_s, UTC):%Y-%m-%d %H:%M} UTC"
+    return {name: value for name, value in (known | found).items() if value is not None}
 
 
 def _list_of(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(str(value) for value in values if value)
-
-
-def _progress(run: Run) -> list[Fact]:
-    history, total, step = run.history, run.max_steps, run.history.step
-    tokens = float(run.tokens_at(np.array([float(step)]))[0])
-    left_s = max((total or 0) - step, 0) * (recent(history.train, "step_ms") or 0.0) / 1000
-    return [
-        Fact("Step", f"{step:,}", f"of {total:,} ({100 * min(step / total, 1):.0f} %)" if total else ""),
-        Fact("Tokens seen", compact(tokens) if math.isfinite(tokens) else "", f"{tokens:,.0f}"),
-        Fact("Working time", duration(3600 * history.hours) if history.hours else "", "without pauses between starts"),
-        Fact("Time left", duration(left_s) if left_s and run.state == "going on" else "", "at the present speed"),
-    ]
+def _slowest(history: History) -> dict[str, str]:
+    """Which rank was the slowest, how often and by how much."""
+    slowest, behind = history.train["slowest_rank"], history.train["slowest_pct"]
+    ranks, counts = np.unique(slowest[np.isfinite(slowest)], return_counts=True)
+    if not len(ranks):
+        return {}
+    rank = int(ranks[counts.argmax()])
+    host = f" on {history.hosts[rank]}" if rank in history.hosts else ""
+    pct = behind[(slowest == rank) & np.isfinite(behind)]
+    by = {"slowest_by": f"{np.median(pct):.1f} %"} if len(pct) else {}
+    return {"slowest": f"{rank}{host}", "slowest_share": f"{100 * counts.max() / counts.sum():.0f} %"} | by
 
 
 def _losses(run: Run) -> list[Fact]:
@@ -283,7 +321,8 @@ def _losses(run: Run) -> list[Fact]:
         loss, lowest = table.last("loss"), best(table)
         if loss is None or lowest is None:
             continue
-        notes = ["nats per token", perplexity(loss) + (" per word" if run.token == "word" else "")]
+        per_word = " per word" if run.start.get("token") == "word" else ""
+        notes = ["nats per token", f"perplexity {_perplexity(loss)}{per_word}"]
         notes += [f"{value:.4f} {unit}" for key, unit in BITS.items() if (value := table.last(key)) is not None]
         notes += [f"{unknown:.2f} % of the tokens unknown"] if (unknown := table.last("unknown_pct")) else []
         notes += [f"no bits per byte: {reason}"] if (reason := run.no_bits.get(kind)) else []
@@ -293,52 +332,6 @@ def _losses(run: Run) -> list[Fact]:
     return facts
 
 
-BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
-
-
-def _speed(run: Run) -> list[Fact]:
-    train = run.history.train
-    median, peak = f"median of the last {min(len(train), _RECENT)} records", train.last("peak_gib")
-    rows = (
-        ("tokens_per_s", "Speed", "{:,.0f} tokens/s", median),
-        ("mfu_pct", "MFU", "{:.1f} %", "of the devices' peak"),
-        ("step_ms", "Time per step", "{:,.1f} ms", median),
-        ("data_wait_pct", "Waiting for data", "{:.1f} %", "of the time of the slowest rank"),
-    )
-    known = [(row, value) for row in rows if (value := recent(train, row[0])) is not None]
-    return [
-        *(Fact(name, form.format(value), note) for (_, name, form, note), value in known),
-        Fact("Peak memory", "" if peak is None else f"{peak:.2f} GiB", "of the fullest rank"),
-    ]
-
-
-def _circumstances(run: Run) -> list[Fact]:
-    history, last = run.history, ""
-    with suppress(ValueError, OverflowError, OSError):
-        last = f"{datetime.fromtimestamp(history.last_time_s, UTC):%Y-%m-%d %H:%M} UTC"
-    words = {"hosts": "hosts: {}", "device": "{}", "threads_per_rank": "threads per rank: {}"}
-    num_starts = sum(event.name == "start" for event in history.events)
-    times = _TIMES.get(num_starts, f"{num_starts - 1} times") if num_starts else ""
-    return [
-        Fact("Ranks", _joined({"ranks": "{}"}, run.start), _joined(words, run.start)),
-        Fact("Resumed", times, _troubles(history)),
-        Fact("Last record", last),
-    ]
-
-
-def _joined(forms: dict[str, str], values: dict[str, Any]) -> str:
-    shown = {key: f"{value:,}" if type(value) is int else value for key, value in values.items() if key in forms}
-    return ", ".join(form.format(shown[key]) for key, form in forms.items() if key in shown)
-
-
-def _troubles(history: History) -> str:
-    names = [event.name for event in history.events]
-    counts = {
-        "rewound": names.count("rewound"),
-        "spikes": names.count("spike"),
-        "skipped steps": names.count("skipped"),
-        "failed saves": names.count("save_failed"),
-        "records superseded by later ones": history.num_superseded,
-        "torn lines in metrics.jsonl": history.num_damaged,
-    }
-    return ", ".join(f"{name} {number:,}" for name, number in counts.items() if number)
+def fixed(value: float | None, digits: int) -> str | None:
+    """With so many digits behind the point."""
+    return None if value is None else f"{value:,.{digits}f}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from txl_dist.config import load_config
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import from_first, gather_objects, together
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, explained
 from txl_dist.infer.bundle import probe_tolerance
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.run_files import PROBE, SETTINGS
@@ -72,12 +72,11 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
 def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
     """Tokens and losses of a checkpoint's probe. Raises CheckpointError if there is none."""
     path = folder / PROBE
-    try:
+    damage = (OSError, RuntimeError, SafetensorError, KeyError)
+    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=damage):
         probe = load_file(path)
         tokens, losses = probe["tokens"], probe["losses"]
         is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
         if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
             return probe
-    except (OSError, RuntimeError, SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
     raise CheckpointError(f"{path} holds no probe. Use another checkpoint.")

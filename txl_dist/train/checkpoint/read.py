@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from txl_dist.config import Config, changed, load_config
@@ -36,7 +35,7 @@ from txl_dist.faults import fault_point
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
 from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, lane_files, lanes_of, read_state
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, open_tensors
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, reading
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes
@@ -243,12 +242,9 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
         if wanted >= lanes.stop or wanted not in held:
             continue
         rows = slice(wanted - held.start, min(lanes.stop, held.stop) - held.start)
-        try:
-            with open_tensors(path) as file:
-                hidden.append(file.get_slice("hidden")[:, rows])
-                document.append(file.get_slice("document")[rows])
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read the memories in {path}: {error}. Use another checkpoint.") from error
+        with reading("the memories", path) as file:
+            hidden.append(file.get_slice("hidden")[:, rows])
+            document.append(file.get_slice("document")[rows])
         wanted = min(lanes.stop, held.stop)
     if wanted < lanes.stop:
         raise CheckpointError(f"{folder}/lanes has no memory of lane {wanted}. Use another checkpoint.")

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from txl_dist.data.read.position import StreamState
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, explained
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
 from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, PROBE, SETTINGS, STATE, list_checkpoints, step_of
@@ -98,13 +98,10 @@ class SavedState(NamedTuple):
 def read_state(folder: Path) -> SavedState:
     """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
     path = folder / STATE
-    try:
+    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=(OSError, ValueError)):
         data = read_bytes(path)
         state = parse_object(data)
-        version = state.get("format_version")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
-    if version != FORMAT_VERSION:
+    if (version := state.get("format_version")) != FORMAT_VERSION:
         raise _OtherVersionError(
             f"{folder} has format version {version}; this program reads {FORMAT_VERSION}. "
             "Use the version of txl_dist that wrote it."
@@ -233,26 +230,18 @@ def settings_hash(data: bytes) -> str:
 
 
 def _settings_hash_of(path: Path) -> str:
-    try:
+    with explained(CheckpointError, f"{path} cannot be read", of=(OSError, ValueError, TypeError)):
         return settings_hash(read_bytes(path))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _sha256_of(path: Path) -> str:
-    try:
+    with explained(CheckpointError, f"{path} cannot be read"):
         return sha256_of_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _header(path: Path) -> _Header:
-    if not path.is_file():  # a pipe would be waited for
-        raise CheckpointError(f"{path} is no file")
-    try:
-        with open_tensors(path) as file:
-            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
-            metadata = file.metadata() or {}
-            return _Header(path, metadata.get(STATE_KEY, ""), metadata.get(LANES_KEY, ""), shapes)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with explained(CheckpointError, f"{path} cannot be read", of=(OSError, RuntimeError, SafetensorError)):
+        file = open_tensors(path)
+        shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+        metadata = file.metadata() or {}
+        return _Header(path, metadata.get(STATE_KEY, ""), metadata.get(LANES_KEY, ""), shapes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, explained
 from txl_dist.files import flush_to_disk, open_new, open_regular, parse_object
 from txl_dist.train.engine.partitions import Fragment
 
@@ -52,6 +53,14 @@ def open_tensors(path: Path) -> Any:
     """`safe_open` of a regular file: at a FIFO the library would wait for ever. Raises OSError or SafetensorError."""
     open_regular(path).close()
     return safe_open(path, "pt", device="cpu")
+
+
+@contextmanager
+def reading(what: str, path: Path) -> Iterator[Any]:
+    """The same around what is read of it. Raises CheckpointError, which says what that was."""
+    damage = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
+    with explained(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
+        yield open_tensors(path)
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -142,24 +151,19 @@ class FragmentFiles:
 
 class _FragmentFile:
     def __init__(self, path: Path) -> None:
-        try:
-            opened: Any = open_tensors(path)
-            self._file = opened
-            metadata = opened.metadata() or {}
+        with reading("the weights", path) as self._file:
+            metadata = self._file.metadata() or {}
             self._starts: dict[str, int] = parse_object(metadata["starts"])
             self.steps: dict[str, float] = parse_object(metadata["steps"])
-            self.kinds = sorted({name.partition("/")[0] for name in opened.keys()})  # noqa: SIM118  no mapping
-        except (OSError, RuntimeError, SafetensorError, KeyError, ValueError) as error:
-            raise CheckpointError(f"cannot read the weights in {path}: {error}. Use another checkpoint.") from error
+            self.kinds = sorted({name.partition("/")[0] for name in self._file.keys()})  # noqa: SIM118  no mapping
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
         """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""
         if parameter not in self._starts:
             return 0
-        try:
+        what, remedy = f"{parameter} has no {kind}", "Use another checkpoint."
+        with explained(CheckpointError, what, remedy, of=(SafetensorError,)):
             saved = self._file.get_slice(f"{kind}/{parameter}")
-        except SafetensorError as error:
-            raise CheckpointError(f"{parameter} has no {kind}: {error}. Use another checkpoint.") from error
         first = start - self._starts[parameter]
         count = min(len(values), int(saved.get_shape()[0]) - first)
         if first < 0 or count <= 0:

@@ -15,13 +15,10 @@ from txl_dist.train.engine.partitions import Fragment, Source
 class Engine(Protocol):
     """What the loop needs of an engine. Every method is called by all ranks together."""
 
-    @property
-    def model(self) -> TransformerXL:
-        """The network; its parameters may be sharded, so only its settings and shapes are for reading."""
-
-    @property
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of each parameter, a tied one once; at stage 3 too."""
+    model: TransformerXL
+    """The network; its parameters may be sharded, so only its settings and shapes are for reading."""
+    shapes: dict[str, list[int]]
+    """Of each parameter, a tied one once; at stage 3 too."""
 
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
         """(name, values) of each parameter, as views of what this rank computes with; empty ones at stage 3."""

@@ -63,7 +63,7 @@ class ZeroEngine(Engine):
         )
         if weights is not None:
             copy_weights(model, weights)
-        self._shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         module: nn.Module = SegmentLoss(model).to(ranks.device)
         # At stage 3 views would keep gathered layers alive.
@@ -83,7 +83,7 @@ class ZeroEngine(Engine):
             config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
         )
         limit_waiting(timeout_s=config.engine.start_timeout_s)
-        self._model, self._device = model, ranks.device
+        self.model, self._device = model, ranks.device
         if self._stage == 3:
             _reduce_with_first(self._optimizer.leaf_parameters, list(model.blocks))
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
@@ -109,16 +109,6 @@ class ZeroEngine(Engine):
             _replace(optimizer, "step", self._step_masters)
         if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
-
-    @property
-    @override
-    def model(self) -> TransformerXL:
-        return self._model
-
-    @property
-    @override
-    def shapes(self) -> dict[str, list[int]]:
-        return self._shapes
 
     @override
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
@@ -215,7 +205,7 @@ class ZeroEngine(Engine):
 
     @override
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        return self._model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
+        return self.model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
 
     @override
     def fragments(self) -> list[Fragment]:

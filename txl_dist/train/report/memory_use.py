@@ -78,8 +78,7 @@ def look(
         with_memory.add(nll_BT, batch)
         without.add(engine.losses(batch, empty)[0], batch)
         memory = after
-    loss, tokens, by_position, _ = with_memory.means()
-    loss_without, _, by_position_without, _ = without.means()
+    held, alone = with_memory.means(), without.means()
     (num_held, *squares_L), (num_seen, *shares_L) = (
         all_reduce_sum(sums).tolist() for sums in (torch.stack(squares).sum(0), attended.sums())
     )
@@ -88,12 +87,12 @@ def look(
     return {
         "step": step,
         "seconds": time.perf_counter() - start_s,
-        "tokens": tokens,
-        "memory_gain": loss_without - loss,
+        "tokens": held.tokens,
+        "memory_gain": alone.loss - held.loss,
         **{f"memory_norm_{layer}": math.sqrt(square / num_held) for layer, square in enumerate(squares_L)},
         **{f"memory_attention_pct_{layer}": 100 * share / num_seen for layer, share in enumerate(shares_L)},
-        "loss_by_position": by_position,
-        "loss_by_position_without_memory": by_position_without,
+        "loss_by_position": [part.loss for part in held.by_position],
+        "loss_by_position_without_memory": [part.loss for part in alone.by_position],
     }
 
 

@@ -21,9 +21,11 @@ class Curve(NamedTuple):
     title: str
     axis: str
     """With its unit, and of whom it is."""
-    scale: Literal["from zero", "log"] = "from zero"
+    is_log: bool = False
     compared: bool = False
     """Whether `txl compare` draws it too."""
+    missing: str = ""
+    """Why a run may not have it."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,21 @@ METRICS = (
     Metric("seconds", ".1f", "in", "s", drop=7),
     Metric("lr", ".3e", "lr", drop=5, curve=Curve("Optimisation", "Learning rate", "learning rate")),
     Metric("grad_norm", ".3f", "gnorm", drop=6,
-           curve=Curve("Optimisation", "Gradient norm", "global norm before clipping", "log")),
+           curve=Curve("Optimisation", "Gradient norm", "global norm before clipping", is_log=True)),
     Metric("clipped_pct", curve=Curve("Optimisation", "Clipped steps", "% of the steps")),
     Metric("tokens_per_s", ",.0f", "", "tok/s", drop=2,
            curve=Curve("Speed", "Throughput", "tokens/s, all ranks", compared=True)),
     Metric("mfu_pct", ".1f", "mfu", "%", drop=7,
-           curve=Curve("Speed", "Model FLOPs utilisation", "MFU, %", compared=True)),
+           curve=Curve("Speed", "Model FLOPs utilisation", "MFU, %", compared=True,
+                       missing="it needs the peak of the device, metrics.peak_tflops")),
+    Metric("step_ms", curve=Curve("Speed", "Time per step", "ms per step")),
     Metric("peak_gib", ".2f", "peak", "GiB", drop=9,
            curve=Curve("Speed", "Peak memory", "GiB, fullest rank", compared=True)),
     Metric("data_wait_pct", ".1f", "wait", "%", drop=10,
            curve=Curve("Speed", "Waiting for data", "% of the time, slowest rank")),
-    Metric("save_s", ".2f", "saved in", "s", drop=8),
+    Metric("save_s", ".2f", "saved in", "s", drop=8,
+           curve=Curve("Speed", "Waiting for saves", "seconds per record in which a step waited",
+                       missing="no step waited for one")),
     Metric("eta_s", "clock", "eta", drop=3, tensorboard="none"),
     Metric("skipped_steps", "d", "skipped", hides_zero=True),
     Metric("skipped_documents", "d", "damaged documents", hides_zero=True),

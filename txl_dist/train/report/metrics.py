@@ -102,27 +102,22 @@ class Interval:
         }
 
 
-class MfuMeter:
-    """Model FLOPs utilization: what share of the devices' peak the model's own operations take."""
-
-    def __init__(self, job: Job) -> None:
-        config, plan, device = job.config, job.plan, job.ranks.device
-        train, uses_tf32 = config.train, torch.backends.cuda.matmul.allow_tf32
-        precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
-        flops = flops_by_part(
-            config.model,
-            vocab_size=job.vocab_size,
-            segment_len=train.segment_len,
-            memory_len=train.memory_len,
-            microbatch_lanes=plan.microbatch_lanes,
-        )
-        self._pct_per_speed = 100 * sum(flops.values()) / (plan.world_size * peak * 1e12) if peak else 0.0
-
-    def __call__(self, tokens_per_s: float) -> dict[str, float]:
-        """mfu_pct at a speed of all ranks together; nothing where the peak of the device is not known."""
-        return {"mfu_pct": self._pct_per_speed * tokens_per_s} if self._pct_per_speed else {}
+def mfu(job: Job, tokens_per_s: float) -> dict[str, float]:
+    """`mfu_pct`, Model FLOPs utilization: what share of the devices' peak the model's own operations take, at a speed
+    of all ranks together; nothing where the peak of the device is not known."""
+    config, plan, device = job.config, job.plan, job.ranks.device
+    train, uses_tf32 = config.train, torch.backends.cuda.matmul.allow_tf32
+    precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
+    flops = flops_by_part(
+        config.model,
+        vocab_size=job.vocab_size,
+        segment_len=train.segment_len,
+        memory_len=train.memory_len,
+        microbatch_lanes=plan.microbatch_lanes,
+    )
+    return {"mfu_pct": 100 * sum(flops.values()) * tokens_per_s / (plan.world_size * peak * 1e12)} if peak else {}
 
 
 def peak_memory_bytes() -> int:
@@ -151,7 +146,7 @@ def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     return (max_steps - step) * step_ms / 1000
 
 
-def train_record(job: Job, state: TrainState, values: Record, *, waited: Record, mfu: Record) -> Record:
+def train_record(job: Job, state: TrainState, values: Record, *, waited: Record) -> Record:
     """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
     what was `waited` for checkpoints, and how far the run has come."""
     shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
@@ -163,7 +158,7 @@ def train_record(job: Job, state: TrainState, values: Record, *, waited: Record,
     return {
         "step": state.step,
         **values,
-        **mfu,
+        **mfu(job, values["tokens_per_s"]),
         **waited,
         **units.bits(values["loss"]),
         "tokens_seen": state.tokens_seen,

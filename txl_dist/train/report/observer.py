@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.units import text_units
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.evaluate import evaluate
+from txl_dist.train.report.evaluate import evaluate_split
 from txl_dist.train.report.memory_use import look
 from txl_dist.train.report.sampling import sample_text
 from txl_dist.train.report.sinks import Record, Reporter
@@ -59,38 +60,37 @@ class Observer:
 
         Raises StopAskedError.
         """
+        before_segment = partial(self._before_segment, step)
         results = [
-            evaluate(
-                self._engine.losses,
-                self._engine.empty_memory,
+            evaluate_split(
+                self._engine,
                 split,
                 maker=self._maker,
                 config=self._config,
                 ranks=self._ranks,
-                before_segment=lambda: self._before_segment(step),
+                before_segment=before_segment,
             )
             for split in self._splits
         ]
-        if self._config.train.memory_len and (record := self._look(step)) is not None:
-            self._reporter.write("look", record)
+        if self._config.train.memory_len:
+            record = look(
+                self._engine,
+                self._splits[0],
+                maker=self._maker,
+                config=self._config,
+                ranks=self._ranks,
+                step=step,
+                before_segment=before_segment,
+            )
+            if record is not None:
+                self._reporter.write("look", record)
         pairs = list(zip(self._splits, results, strict=True))
         for split, result in reversed(pairs):  # that of the first corpus says that all are done
             self._reporter.write(labelled("eval", split, self._splits), result.record(step))
         best = min(self._evaluated.values(), default=math.inf)
-        if math.isfinite(results[0].loss):
-            self._evaluated[step] = results[0].loss
+        if math.isfinite(results[0].means.loss):
+            self._evaluated[step] = results[0].means.loss
         return self._evaluated.get(step, math.inf) < best
-
-    def _look(self, step: int) -> Record | None:
-        return look(
-            self._engine,
-            self._splits[0],
-            maker=self._maker,
-            config=self._config,
-            ranks=self._ranks,
-            step=step,
-            before_segment=lambda: self._before_segment(step),
-        )
 
     def should_sample(self, step: int) -> bool:
         """By the interval."""

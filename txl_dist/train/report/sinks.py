@@ -13,10 +13,8 @@ import json
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -189,13 +187,10 @@ def _summary(kind: str, record: Record) -> Any:
 
 
 def _text(tag: str, lines: Iterable[str]) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-    from tensorboard.plugins.text.metadata import create_summary_metadata  # type: ignore[import-untyped]
+    from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
     quoted = "".join(f"    {line}\n" for line in lines)  # indented: as it is
-    text = TensorProto(dtype="DT_STRING", string_val=[quoted.encode(errors="replace")])
-    return Summary.Value(tag=tag, metadata=create_summary_metadata("", ""), tensor=text)
+    return text_pb(tag, quoted.encode(errors="replace"), description="").value[0]
 
 
 def _histogram(tag: str, heights: Sequence[float]) -> Any:
@@ -270,31 +265,19 @@ class WeightsAndBiases(Sink):
 
 
 class Console(Sink):
-    """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
+    """A line per record in the log; on a terminal as much of it as fits."""
 
     def __init__(self, *, max_steps: int) -> None:
         self._max_steps = max_steps
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console as Terminal
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Terminal(stderr=True), transient=True)
-            self._task = self._bar.add_task("training", total=max_steps)
-            with suppress(OSError):  # the terminal may be gone
-                self._bar.start()
 
     @override
     def write(self, kind: str, record: dict[str, Any]) -> None:
         cells = record_cells(kind, record, max_steps=self._max_steps)
         logger.info(line_of(cells), extra={FIT: lambda width: line_of(cells, width=width)})
-        if self._bar is not None and kind == "train":
-            self._bar.update(self._task, completed=record["step"])
 
     @override
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        """The log is not its own."""
 
 
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:

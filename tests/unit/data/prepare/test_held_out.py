@@ -29,7 +29,7 @@ from txl_dist.data.prepare.held_out import hold_out
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.training import MOST_IDS
+from txl_dist.text.learning import MOST_IDS
 
 WORDS = ("memory", "of", "a", "lane", "is", "the", "last", "that", "it", "read")
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +13,15 @@ from tests.helpers.corpora import tiny_corpus
 from tests.helpers.launch import txl
 from txl_dist.ops.doctor import disk as disk_module
 from txl_dist.ops.doctor import machine
-from txl_dist.ops.doctor.checks import Finding, judge
-from txl_dist.ops.doctor.disk import Corpus, Disk, measure_corpus, measure_disk
+from txl_dist.ops.doctor.checks import Finding, differences, judge, judge_reduce
+from txl_dist.ops.doctor.disk import Corpus, Disk, try_corpus, try_disk
 from txl_dist.ops.doctor.doctor import Report
-from txl_dist.ops.doctor.fabric import Peer, Reduce
-from txl_dist.ops.doctor.machine import Device, Facts, Interface, gather
-from txl_dist.ops.doctor.nodes import differences, judge_peers, judge_reduce
+from txl_dist.ops.doctor.fabric import Reduce
+from txl_dist.ops.doctor.machine import Device, Facts, gather
 from txl_dist.train.footprint import room
 
 H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4)
-DISK = Disk(
-    folder="/runs",
-    kind="ext4",
-    free_gib=900.0,
-    write_mib_s=900.0,
-    read_mib_s=2000.0,
-    force_ms=1.0,
-    renames=True,
-    locks=True,
-)
+DISK = Disk(folder="/runs", kind="ext4", free_gib=900.0, renames=True, locks=True)
 HEALTHY = Facts(
     host="a",
     python="3.12.1",
@@ -44,7 +31,7 @@ HEALTHY = Facts(
     driver="580.1",
     num_driver_gpus=2,
     devices=(H100, H100),
-    backends={"gloo": "yes", "nccl": "2.30"},
+    backends={"gloo": "", "nccl": "2.30"},
     num_cores=32,
     cgroup_cores=0.0,
     num_local_ranks=2,
@@ -52,20 +39,14 @@ HEALTHY = Facts(
     room_gib=250.0,
     shm_gib=128.0,
     shm_free_gib=128.0,
-    shm_leftovers=0,
-    limits={"nofile": 65536, "memlock": -1, "nproc": -1, "core": 0},
-    has_infiniband=True,
-    interfaces=(Interface("lo", 0, ("127.0.0.1",)), Interface("eth0", 100000, ("10.0.0.1",))),
+    max_files=65536,
+    interfaces={"eth0": "10.0.0.1"},
     host_address="10.0.0.1",
     environment={},
-    orphans=(),
-    programs={"deepspeed": "/bin/deepspeed", "pdsh": "/bin/pdsh", "ssh": "/bin/ssh"},
+    programs=("deepspeed", "pdsh", "ssh"),
     lacks_compiler="",
-    busy_port=0,
-    hostfile="",
-    deepspeed_env={},
     disk=DISK,
-    corpus=Corpus(location="/data", tokens=10**9, read_mib_s=500.0),
+    corpus=Corpus(location="/data", tokens=10**9),
 )
 
 
@@ -89,16 +70,16 @@ def variable(name: str, value: str) -> Facts:
     return changed(environment={name: value})
 
 
-@pytest.mark.parametrize("is_several", [False, True])
-def test_a_healthy_machine_has_no_complaint(is_several: bool) -> None:
-    findings = judge(HEALTHY, is_several=is_several)
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_healthy_machine_has_no_complaint(is_cut_off: bool) -> None:
+    findings = judge(HEALTHY, is_cut_off=is_cut_off)
     assert [finding for finding in findings if finding.verdict != "ok"] == []
-    assert len(findings) > 16
+    assert len(findings) > 11
     assert all(finding.found for finding in findings)
 
 
 def test_a_machine_without_gpus_is_healthy_too() -> None:
-    facts = no_gpu(num_driver_gpus=0, driver="", torch_cuda="", backends={"gloo": "yes"})
+    facts = no_gpu(num_driver_gpus=0, driver="", torch_cuda="", backends={"gloo": ""})
     assert {finding.verdict for finding in judge(facts)} == {"ok"}
 
 
@@ -106,7 +87,6 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
     ("facts", "name", "verdict", "words"),
     [
         (changed(unmet=("torch>=2.10 (is 2.9.1)",)), "versions", "problem", "torch>=2.10 (is 2.9.1)"),
-        (variable("TRITON_INTERPRET", "1"), "TRITON_INTERPRET", "problem", "interpreter"),
         (gpu(has_code=False), "GPU 1", "problem", "has no code for it"),
         (gpu(free_gib=20.0), "GPU 1", "warning", "20.0 of 79.0 GiB free"),
         (gpu(capability=(7, 0)), "GPU 1", "warning", "emulates bf16"),
@@ -115,43 +95,26 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (no_gpu(), "GPU", "problem", "driver to one for CUDA 13.0"),
         (no_gpu(environment={"CUDA_VISIBLE_DEVICES": ""}), "GPU", "warning", "CUDA_VISIBLE_DEVICES=''"),
         (no_gpu(environment={"DS_ACCELERATOR": "cpu"}), "GPU", "warning", "DS_ACCELERATOR='cpu'"),
-        (changed(backends={"gloo": "yes"}), "backends", "problem", "nccl"),
+        (changed(backends={"gloo": ""}), "backends", "problem", "nccl"),
         (changed(backends={}), "backends", "problem", "gloo and nccl"),
-        (changed(num_cores=1), "processors", "warning", "1 cores"),
-        (changed(cgroup_cores=4.0), "processors", "warning", "control group allows 4"),
-        (variable("OMP_NUM_THREADS", "64"), "OMP_NUM_THREADS", "warning", "64 threads for each of 2"),
-        (variable("OMP_NUM_THREADS", "many"), "OMP_NUM_THREADS", "problem", "many threads"),
+        (changed(num_cores=1), "cores", "warning", "1 cores"),
+        (changed(cgroup_cores=4.0), "cores", "warning", "control group allows 4"),
+        (variable("OMP_NUM_THREADS", "64"), "cores", "warning", "32 cores for 2 ranks, OMP_NUM_THREADS=64"),
+        (variable("OMP_NUM_THREADS", "many"), "cores", "problem", "OMP_NUM_THREADS=many"),
         (changed(room_gib=2.0), "memory", "problem", "2.0 of 256.0 GiB are left to processes"),
         (changed(shm_gib=0.06, shm_free_gib=0.06), "/dev/shm", "problem", "0.06 of 0.06"),
-        (changed(shm_free_gib=10.0, shm_leftovers=7), "/dev/shm", "warning", "7 files"),
-        (changed(limits=HEALTHY.limits | {"nofile": 100}), "limits", "problem", "nofile 100"),
-        (changed(limits=HEALTHY.limits | {"nofile": 1024}), "limits", "warning", "nofile 1024"),
-        (changed(limits=HEALTHY.limits | {"nproc": 100}), "limits", "warning", "nproc 100"),
-        (changed(limits=HEALTHY.limits | {"memlock": 65536}), "limits", "problem", "memlock 65536"),
+        (changed(shm_free_gib=10.0), "/dev/shm", "warning", "10.00 of 128.00"),
+        (changed(max_files=100), "open files", "problem", "at most 100"),
+        (changed(max_files=1024), "open files", "warning", "at most 1024"),
         (on_disk(error="Permission denied"), "disk", "problem", "Permission denied"),
-        (on_disk(free_gib=0.5), "disk space", "problem", "0.5 GiB"),
-        (on_disk(free_gib=10.0), "disk space", "warning", "10.0 GiB"),
-        (on_disk(write_mib_s=20.0), "disk speed", "warning", "write 20 MiB/s"),
-        (on_disk(force_ms=500.0), "disk speed", "warning", "500.0 ms"),
-        (on_disk(renames=False), "disk promises", "problem", "rename does not work"),
-        (on_disk(kind="tmpfs"), "disk promises", "warning", "what is here is memory"),
-        (on_disk(locks=False), "disk promises", "warning", "file locking does not work"),
+        (on_disk(free_gib=0.5), "disk", "problem", "0.5 GiB"),
+        (on_disk(free_gib=10.0), "disk", "warning", "10.0 GiB"),
+        (on_disk(renames=False), "disk", "problem", "no renaming"),
+        (on_disk(kind="tmpfs"), "disk", "warning", "memory is gone"),
+        (on_disk(locks=False), "disk", "warning", "no file locking"),
         (changed(corpus=Corpus(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
-        (changed(corpus=Corpus(location="/d", tokens=9, read_mib_s=5.0)), "corpus", "warning", "read 5 MiB/s"),
-        (variable("CUDA_LAUNCH_BLOCKING", "1"), "CUDA_LAUNCH_BLOCKING", "warning", "waits for every kernel"),
-        (variable("NCCL_P2P_DISABLE", "1"), "NCCL_P2P_DISABLE", "warning", "directly"),
-        (variable("LD_PRELOAD", "/lib/x.so"), "LD_PRELOAD", "warning", "/lib/x.so"),
-        (variable("TORCH_DISTRIBUTED_DEBUG", "DETAIL"), "TORCH_DISTRIBUTED_DEBUG", "warning", "DETAIL"),
-        (variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "problem", "code"),
-        (variable("TXL_FAULT", "kill:0:3"), "TXL_FAULT", "problem", "on purpose"),
         (changed(lacks_compiler="Triton needs Python.h"), "compiler", "problem", "Triton needs Python.h"),
-        (changed(programs={}), "launcher", "warning", "no program deepspeed"),
-        (changed(hostfile="/job/hostfile"), "hostfile", "warning", "without being asked"),
-        (changed(deepspeed_env={"/root/.deepspeed_env": ("A=", "# B")}), ".deepspeed_env", "problem", "equals sign"),
-        (changed(busy_port=29500), "port", "warning", "29500"),
-        (changed(orphans=(77, 78)), "processes", "warning", "77, 78"),
-        (variable("GLOO_SOCKET_IFNAME", "eth7"), "GLOO_SOCKET_IFNAME", "problem", "eth7"),
-        (variable("NCCL_SOCKET_IFNAME", "ib"), "NCCL_SOCKET_IFNAME", "problem", "ib"),
+        (changed(programs=()), "launcher", "warning", "no program deepspeed"),
     ],
 )
 def test_what_is_wrong_is_found_and_nothing_else(facts: Facts, name: str, verdict: str, words: str) -> None:
@@ -161,28 +124,17 @@ def test_what_is_wrong_is_found_and_nothing_else(facts: Facts, name: str, verdic
     assert complaints[0].remedy.endswith(".")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "^docker,lo"), ("GLOO_SOCKET_IFNAME", "eth0")],
-)
-def test_interfaces_that_are_there_are_accepted(name: str, value: str) -> None:
-    assert {finding.verdict for finding in judge(variable(name, value))} == {"ok"}
+def test_a_launcher_that_has_started_this_is_not_missed_on_path() -> None:
+    assert {finding.verdict for finding in judge(changed(programs=(), environment={"RANK": "0"}))} == {"ok"}
 
 
-@pytest.mark.parametrize(
-    ("facts", "name"),
-    [
-        (changed(host_address="127.0.1.1"), "host name"),
-        (changed(interfaces=HEALTHY.interfaces[:1]), "interfaces"),
-    ],
-)
-def test_some_things_are_wrong_only_with_several_nodes(facts: Facts, name: str) -> None:
-    assert {finding.verdict for finding in judge(facts)} == {"ok"}
-    assert [finding.name for finding in judge(facts, is_several=True) if finding.verdict == "problem"] == [name]
-
-
-def test_a_local_host_name_is_no_problem_where_the_ranks_have_met() -> None:
-    assert {one.verdict for one in judge(changed(host_address="127.0.1.1"), is_several=True, has_met=True)} == {"ok"}
+def test_a_host_name_that_leads_nowhere_is_a_problem_where_the_ranks_of_several_nodes_do_not_meet() -> None:
+    local = changed(host_address="127.0.1.1")
+    assert {finding.verdict for finding in judge(local)} == {"ok"}
+    (problem,) = [finding for finding in judge(local, is_cut_off=True) if finding.verdict == "problem"]
+    assert (problem.name, "eth0 10.0.0.1" in problem.found) == ("host name", True)
+    named = dataclasses.replace(local, environment={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert {finding.verdict for finding in judge(named, is_cut_off=True)} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +147,6 @@ def test_a_local_host_name_is_no_problem_where_the_ranks_have_met() -> None:
         (changed(driver="570.2"), "warning", "driver: 580.1 on a, c; 570.2 on b"),
         (changed(devices=(H100,)), "warning", "GPUs: "),
         (changed(num_local_ranks=1), "warning", "ranks: 2 on a, c; 1 on b"),
-        (changed(interfaces=HEALTHY.interfaces[:1]), "warning", "interfaces: eth0 lo on a, c; lo on b"),
     ],
 )
 def test_a_node_that_differs_is_named(other: Facts, verdict: str, words: str) -> None:
@@ -206,23 +157,6 @@ def test_a_node_that_differs_is_named(other: Facts, verdict: str, words: str) ->
 
 def test_equal_nodes_do_not_differ() -> None:
     assert [one.verdict for one in differences({"a": HEALTHY, "b": HEALTHY})] == ["ok"]
-
-
-NODE_OF = {0: "a", 1: "a", 2: "b", 3: "b"}
-
-
-@pytest.mark.parametrize(
-    ("peers", "verdict"),
-    [
-        ([Peer(1, 0.1, 1000), Peer(2, 0.1, 900)], "ok"),
-        ([Peer(1, 0.1, 1000), Peer(2, 0.1, 1000), Peer(3, 9.0, 50)], "warning"),
-        ([Peer(2, 0.1, 900)], "ok"),
-    ],
-)
-def test_a_slow_link_is_named(peers: list[Peer], verdict: str) -> None:
-    found = judge_peers(peers, node_of=NODE_OF)
-    assert found.verdict == verdict
-    assert verdict == "ok" or "rank 3 on b" in found.found
 
 
 @pytest.mark.parametrize(
@@ -240,31 +174,30 @@ def test_slow_all_reduces_are_seen(best: float, num_nodes: int, on_gpu: bool, ve
     assert judge_reduce(figures, num_nodes=num_nodes, on_gpu=on_gpu).verdict == verdict
 
 
-def test_the_disk_test_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = measure_disk(tmp_path / "not" / "there")
+def test_trying_a_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    found = try_disk(tmp_path / "not" / "there")
     assert found.folder == str(tmp_path)
     assert found.error == ""
     assert found.renames
-    assert min(found.write_mib_s, found.read_mib_s, found.force_ms, found.free_gib) > 0
+    assert found.locks
+    assert found.free_gib > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_refuses_is_a_finding_and_no_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> float:
+    def refuse(path: Path) -> bool:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk_module, "_write", refuse)
-    assert measure_disk(tmp_path).error == "No space left on device"
+    monkeypatch.setattr(disk_module, "_renames", refuse)
+    assert try_disk(tmp_path).error == "No space left on device"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_corpus_is_opened_and_read(tmp_path: Path) -> None:
-    corpus = tiny_corpus(tmp_path)
-    found = measure_corpus(str(corpus.folder))
+def test_a_corpus_is_opened(tmp_path: Path) -> None:
+    found = try_corpus(str(tiny_corpus(tmp_path).folder))
     assert found.error == ""
     assert found.tokens > 0
-    assert found.read_mib_s > 0
-    assert "missing" in measure_corpus(str(tmp_path / "missing")).error
+    assert "missing" in try_corpus(str(tmp_path / "missing")).error
 
 
 def test_the_tightest_control_group_counts_in_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,26 +217,8 @@ def test_the_tightest_control_group_counts_in_both_versions(tmp_path: Path, monk
     assert machine._cgroup_cores() == 2.0
 
 
-def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        assert machine._busy_port() == port
-    assert machine._busy_port() == 0
-
-
-def test_values_in_a_deepspeed_env_file_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text("HF_TOKEN=secret\nNCCL_DEBUG=INFO\n", encoding="utf-8")
-    found = machine._deepspeed_env()[str(tmp_path / ".deepspeed_env")]
-    assert found == ("HF_TOKEN=", "NCCL_DEBUG=")
-    (text,) = [f.found for f in judge(changed(deepspeed_env={"/x": found})) if f.name == ".deepspeed_env"]
-    assert text == "/x sets on every node: HF_TOKEN, NCCL_DEBUG"
-
-
 def test_a_requirement_that_is_not_met_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine._unmet() == []
+    assert list(machine._unmet()) == []
     monkeypatch.setattr(
         machine.importlib.metadata, "requires", lambda name: ["numpy>=99", "torch", 'nope; extra == "x"']
     )
@@ -326,14 +241,14 @@ def test_facts_are_gathered_here_and_can_be_written_as_json(tmp_path: Path) -> N
     assert facts.num_cores >= 1
     assert facts.memory_gib > 0
     assert "torch" in facts.versions
-    assert any(interface.name == "lo" for interface in facts.interfaces)
-    report = Report({facts.host: facts}, [(facts.host, finding) for finding in judge(facts)], {})
-    assert json.loads(json.dumps(report.as_json()))["nodes"][facts.host]["host"] == facts.host
+    assert "lo" not in facts.interfaces
+    report = Report({facts.host: facts}, {facts.host: judge(facts)}, [])
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["nodes"][facts.host]["host"] == facts.host
 
 
 def test_a_line_begins_with_the_verdict_and_ends_with_the_remedy() -> None:
-    findings = [("a", Finding("x", "ok", "fine")), ("longer", Finding("y", "problem", "bad", "Mend it."))]
-    assert Report({"a": HEALTHY, "longer": HEALTHY}, findings, {}).lines() == [
+    findings = {"a": [Finding("x", "ok", "fine")], "longer": [Finding("y", "problem", "bad", "Mend it.")]}
+    assert Report({"a": HEALTHY, "longer": HEALTHY}, findings, []).lines() == [
         "ok       a       x  fine",
         "problem  longer  y  bad -> Mend it.",
         "2 checks on 2 nodes: 1 problems, 0 warnings",
@@ -346,20 +261,6 @@ def test_the_command_exits_with_1_if_there_is_a_problem(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("problem")]
     assert "corpus" in line
-    assert json.loads((tmp_path / "d.json").read_text())["problems"] == 1
+    (findings,) = json.loads((tmp_path / "d.json").read_text())["findings"].values()
+    assert [one["name"] for one in findings if one["verdict"] == "problem"] == ["corpus"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.json"]
-
-
-def test_on_a_terminal_it_is_a_table() -> None:
-    code = """
-import sys
-from tests.unit.ops.doctor.test_doctor import HEALTHY
-from txl_dist.ops.doctor.checks import judge
-from txl_dist.ops.doctor.doctor import Report, show
-sys.stdout.isatty = lambda: True
-show(Report({"a": HEALTHY}, [("a", finding) for finding in judge(HEALTHY)], {}))
-"""
-    root = Path(__file__).parents[4]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert "\u2502" in result.stdout
-    assert "0 problems" in result.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,7 +22,8 @@ from txl_dist.config import changed as with_settings
 from txl_dist.errors import ConfigError
 from txl_dist.ops.plan import plan
 from txl_dist.ops.plan.hardware import GPUS, Cluster
-from txl_dist.ops.plan.plan import Question, attention_kind, make_plan, usable_gpus
+from txl_dist.ops.plan.plan import Choice, Plan, Question, attention_kind, make_plan, usable_gpus
+from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.text import plan_lines
 from txl_dist.train.footprint.rank import bytes_per_rank
 
@@ -42,12 +45,17 @@ def question(gpu: str = "h100", gpus: int = 4, **values: Any) -> Question:
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
+def facts() -> Plan:
     return make_plan(CONFIG, question=question())
 
 
-def test_bytes_grow_with_the_micro_batch(facts: dict[str, Any]) -> None:
-    needed = {(row["zero_stage"], row["microbatch_lanes"]): row["needed_gib"] for row in facts["options"]}
+def choice(facts: Plan) -> Choice:
+    assert facts.chosen is not None
+    return facts.chosen
+
+
+def test_bytes_grow_with_the_micro_batch(facts: Plan) -> None:
+    needed = {(row.engine.zero_stage, row.lanes): row.needed_gib for row in facts.options}
     assert set(needed) == {(stage, lanes) for stage in range(4) for lanes in (1, 2, 4, 8)}
     for stage in range(4):
         sizes = [needed[stage, lanes] for lanes in (1, 2, 4)]  # the whole of a rank's lanes accumulates no gradients
@@ -57,76 +65,76 @@ def test_bytes_grow_with_the_micro_batch(facts: dict[str, Any]) -> None:
 
 def test_bytes_fall_with_the_stage_where_parameters_are_most_of_them() -> None:
     config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 16})
-    rows = make_plan(config, question=question(gpus=16))["options"]
-    states = [row["needed_gib"] for row in rows]
-    assert [row["zero_stage"] for row in rows] == [0, 1, 2, 3]
+    rows = make_plan(config, question=question(gpus=16)).options
+    states = [row.needed_gib for row in rows]
+    assert [row.engine.zero_stage for row in rows] == [0, 1, 2, 3]
     assert states[1] > states[2] > states[3]
     assert states[0] > states[2]
 
 
-def test_what_is_chosen_fits_is_counted_and_is_within_2_percent_of_the_fastest(facts: dict[str, Any]) -> None:
-    chosen = facts["chosen"]
-    assert chosen["fits"]
-    assert chosen["precision"] == "bf16"
-    assert "--engine.precision bf16" in chosen["flags"]
-    assert chosen["tokens_per_s"] >= 0.98 * max(row["tokens_per_s"] for row in facts["options"] if row["fits"])
-    assert chosen["needed_gib"] == pytest.approx(sum(chosen["needed_by_part_gib"].values()))
-    assert chosen["step_ms"] == pytest.approx(sum(chosen["step_by_part_ms"].values()))
+def test_what_is_chosen_fits_is_counted_and_is_within_2_percent_of_the_fastest(facts: Plan) -> None:
+    chosen = choice(facts)
+    assert chosen.fits
+    assert chosen.engine.precision == "bf16"
+    assert "--engine.precision bf16" in chosen.flags
+    assert chosen.tokens_per_s >= 0.98 * max(row.tokens_per_s for row in facts.options if row.fits)
+    assert chosen.needed_gib == pytest.approx(sum(chosen.needed_by_part_gib.values()))
+    assert chosen.step.total_s == pytest.approx(sum(dataclasses.asdict(chosen.step).values()))
+    assert 32 * 32 / chosen.step.total_s == pytest.approx(chosen.tokens_per_s)
 
 
 def test_little_memory_is_not_bought_with_much_speed() -> None:
     wide = {"num_layers": 2, "width": 1024, "num_heads": 16, "head_width": 64, "ff_width": 4096}
     train = {"num_lanes": 64, "segment_len": 256, "memory_len": 256}
     facts = make_plan(changed(CONFIG, model=wide, train=train), question=question(gpus=2))
-    chosen, fastest = facts["chosen"], max(facts["options"], key=lambda row: row["tokens_per_s"])
-    assert 0.98 * fastest["tokens_per_s"] <= chosen["tokens_per_s"] < fastest["tokens_per_s"]
-    assert chosen["needed_gib"] < 0.9 * fastest["needed_gib"]
-    assert min(row["needed_gib"] for row in facts["options"]) < 0.7 * chosen["needed_gib"]
+    chosen, fastest = choice(facts), max(facts.options, key=lambda row: row.tokens_per_s)
+    assert 0.98 * fastest.tokens_per_s <= chosen.tokens_per_s < fastest.tokens_per_s
+    assert chosen.needed_gib < 0.9 * fastest.needed_gib
+    assert min(row.needed_gib for row in facts.options) < 0.7 * chosen.needed_gib
 
 
-def test_days_and_gpu_hours_follow_from_the_speed(facts: dict[str, Any]) -> None:
-    chosen = facts["chosen"]
-    assert chosen["budget_tokens"] == 1000 * 32 * 32
-    assert chosen["days"] == pytest.approx(chosen["budget_tokens"] / chosen["tokens_per_s"] / 86_400)
-    assert chosen["gpu_hours"] == pytest.approx(chosen["days"] * 24 * 4)
-    more = make_plan(CONFIG, question=question(budget_tokens=10 * chosen["budget_tokens"]))["chosen"]
-    assert more["days"] == pytest.approx(10 * chosen["days"])
+def test_days_and_gpu_hours_follow_from_the_speed(facts: Plan) -> None:
+    chosen = choice(facts)
+    assert chosen.budget_tokens == 1000 * 32 * 32
+    assert chosen.length_s == pytest.approx(chosen.budget_tokens / chosen.tokens_per_s)
+    assert chosen.gpu_hours == pytest.approx(chosen.length_s / 3600 * 4)
+    more = choice(make_plan(CONFIG, question=question(budget_tokens=10 * chosen.budget_tokens)))
+    assert more.length_s == pytest.approx(10 * chosen.length_s)
 
 
-def test_a_checkpoint_is_weights_and_moments_in_fp32_and_all_memories(facts: dict[str, Any]) -> None:
+def test_a_checkpoint_is_weights_and_moments_in_fp32_and_all_memories(facts: Plan) -> None:
     memories = 1 * 32 * 64 * 32 * 2  # layers, tokens, width, lanes, bytes
-    assert facts["checkpoint"]["size_gib"] * 2**30 == pytest.approx(12 * facts["parameters"] + memories)
+    assert choice(facts).saving.size_gib * 2**30 == pytest.approx(12 * facts.parameters + memories)
 
 
 def test_the_interval_is_youngs_unless_a_run_would_have_less_than_ten() -> None:
-    long = make_plan(CONFIG, question=question(gpus=32, budget_tokens=10**15))["checkpoint"]
-    mean_s = 3600 * long["mean_hours_between_failures"]
+    long = choice(make_plan(CONFIG, question=question(gpus=32, budget_tokens=10**15))).saving
+    mean_s = long.between_failures_s
     assert mean_s == pytest.approx(3600 / 32 / (419 / 54 / 24 / 16_384))
-    assert long["interval_s"] == pytest.approx((2 * long["wait_s"] * mean_s) ** 0.5)
-    day = make_plan(CONFIG, question=question(budget_tokens=10**10))
-    length_s = 86_400 * day["chosen"]["days"]
-    assert length_s > 1000 * day["checkpoint"]["wait_s"]
-    assert day["checkpoint"]["interval_s"] == pytest.approx(length_s / 10)
+    assert long.interval_s == pytest.approx((2 * long.wait_s * mean_s) ** 0.5)
+    day = choice(make_plan(CONFIG, question=question(budget_tokens=10**10)))
+    assert day.length_s > 1000 * day.saving.wait_s
+    assert day.saving.interval_s == pytest.approx(day.length_s / 10)
 
 
-def test_a_run_of_seconds_is_saved_at_its_end_only(facts: dict[str, Any]) -> None:
-    assert facts["checkpoint"]["interval_s"] == pytest.approx(86_400 * facts["chosen"]["days"])
-    assert facts["checkpoint"]["every_steps"] == 1000
+def test_a_run_of_seconds_is_saved_at_its_end_only(facts: Plan) -> None:
+    assert choice(facts).saving.interval_s == pytest.approx(choice(facts).length_s)
+    assert choice(facts).saving.every_steps == 1000
 
 
 def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
-    chosen = make_plan(CONFIG, question=question("v100-16gb"))["chosen"]
-    assert (chosen["precision"], chosen["attention"]) == ("fp16", "fused")
-    assert chosen["needed_by_part_gib"]["scores"] > 0
+    chosen = choice(make_plan(CONFIG, question=question("v100-16gb")))
+    assert (chosen.engine.precision, chosen.attention) == ("fp16", "fused")
+    assert chosen.needed_by_part_gib["scores"] > 0
     assert attention_kind(changed(CONFIG, engine={"precision": "bf16"}), gpu=GPUS["h100"]) == "kernels"
     assert attention_kind(CONFIG, gpu=GPUS["h100"]) == "fused"  # fp32
     as_bf16 = make_plan(changed(CONFIG, engine={"precision": "bf16"}), question=question("t4"))
-    assert as_bf16["as_configured"] == {"error": "T4 has no bf16."}
+    assert as_bf16.as_configured == "T4 has no bf16."
 
 
 def test_lamb_leaves_stage_0_alone() -> None:
     facts = make_plan(changed(CONFIG, optim={"name": "lamb"}, engine={"zero_stage": 0}), question=question())
-    assert {row["zero_stage"] for row in facts["options"]} == {0}
+    assert {row.engine.zero_stage for row in facts.options} == {0}
     assert any("rule out ZeRO 1, 2, 3" in line for line in plan_lines(facts))
 
 
@@ -136,8 +144,8 @@ def test_recomputing_is_tried_where_memory_is_short_and_nothing_is_chosen_where_
     tight = Cluster(GPUS["h100"])
     monkeypatch.setattr(type(tight.gpu), "usable_bytes", property(lambda _: 1000.0))
     facts = make_plan(CONFIG, question=question())
-    assert {row["activation_checkpointing"] for row in facts["options"]} == {False, True}
-    assert facts["chosen"] is None
+    assert {row.engine.activation_checkpointing for row in facts.options} == {False, True}
+    assert facts.chosen is None
     lines = list(plan_lines(facts))
     assert lines[-1].startswith("nothing fits: at least ")
     assert lines[-1].endswith(".")
@@ -153,14 +161,14 @@ def test_lanes_that_do_not_divide_are_planned_for_the_nearest_number() -> None:
     assert "give --train.num_lanes 100" in note
 
 
-def test_between_counted_micro_batches_memory_is_never_too_little(facts: dict[str, Any]) -> None:
+def test_between_counted_micro_batches_memory_is_never_too_little(facts: Plan) -> None:
     config = changed(CONFIG, engine={"zero_stage": 1, "precision": "bf16"})
-    for row in facts["options"]:
-        if row["zero_stage"] == 1:
-            one = changed(config, train={"microbatch_lanes": row["microbatch_lanes"]})
+    for row in facts.options:
+        if row.engine.zero_stage == 1:
+            one = changed(config, train={"microbatch_lanes": row.lanes})
             batch = plan_batch(one.train, world_size=4)
             counted = bytes_per_rank(one, plan=batch, vocab_size=VOCAB_SIZE, on_gpu=True)
-            assert row["needed_gib"] * 2**30 >= sum(counted.values()) * (1 - 1e-9)
+            assert row.needed_gib * 2**30 >= sum(counted.values()) * (1 - 1e-9)
 
 
 CONFIG_TEXT = """
@@ -196,8 +204,8 @@ def test_the_verb_prints_and_writes_json_and_a_picture(
     assert "network 25 GB/s per machine" in printed
     facts = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert facts["tokens_per_step"] == 64 * 32
-    assert facts["scaling"]["strong"]["points"][-1]["gpus"] == 64
-    assert facts["scaling"]["weak"]["points"][-1]["gpus"] == 4096
+    assert facts["chosen"]["strong"][-1]["gpus"] == 64
+    assert facts["chosen"]["weak"][-1]["gpus"] == 4096
 
     from matplotlib.image import imread
 
@@ -266,7 +274,7 @@ def test_a_picture_that_is_not_drawn_is_owned_up_to(
 def test_the_facts_are_json_that_every_reader_takes(
     config_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_plan(CONFIG, question=question()) | {"gpus": float("nan")}
+    made = dataclasses.replace(make_plan(CONFIG, question=question()), usable_gib=math.nan)
     monkeypatch.setattr(plan, "make_plan", lambda *_, **__: made)
     words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--json", str(tmp_path / "p.json")]
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -274,16 +282,16 @@ def test_the_facts_are_json_that_every_reader_takes(
     assert not (tmp_path / "p.json").exists()
 
 
-def test_an_efficiency_under_the_half_is_not_printed_as_the_half(facts: dict[str, Any]) -> None:
-    point = {"gpus": 2, "lanes_per_gpu": 1, "tokens_per_s": 1.0, "efficiency": 0.4999, "limited_by": "exchange"}
-    curves = {name: {"points": [point], "breaks_at": point} for name in ("strong", "weak")}
-    chosen = facts["chosen"] | {"step_by_part_ms": facts["chosen"]["step_by_part_ms"] | {"host": 0.0}}
-    lines = [line for line in plan_lines(facts | {"scaling": curves, "chosen": chosen}) if "under 50%" in line]
+def test_an_efficiency_under_the_half_is_not_printed_as_the_half(facts: Plan) -> None:
+    point = Point(gpus=2, lanes_per_gpu=1, tokens_per_s=1.0, efficiency=0.4999, limited_by="exchange")
+    busy = dataclasses.replace(choice(facts).step, host=0.0)
+    chosen = dataclasses.replace(choice(facts), step=busy, strong=[point], weak=[point])
+    lines = [line for line in plan_lines(dataclasses.replace(facts, chosen=chosen)) if "under 50%" in line]
     assert len(lines) == 2
     assert all("from 2 GPUs on (49.9%): the exchange" in line for line in lines)
 
 
-def test_a_plan_leaves_out_what_means_nothing_for_a_tiny_model_or_a_short_run(facts: dict[str, Any]) -> None:
+def test_a_plan_leaves_out_what_means_nothing_for_a_tiny_model_or_a_short_run(facts: Plan) -> None:
     """A model that a GPU does not notice has no MFU and no scaling, a run of seconds no failures and no GPU-hours."""
     text = "\n".join(plan_lines(facts))
     for words in (r"MFU \d", r"scaling \(", "GPU-hours,? \\d", "checkpoint:", "failure every"):

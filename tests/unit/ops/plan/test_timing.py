@@ -194,7 +194,7 @@ def test_strong_scaling_never_gains_efficiency_and_ends_where_a_lane_is_left(sta
     broken = breaking_point(points)
     assert broken is not None
     assert broken.efficiency < 0.5 <= points[points.index(broken) - 1].efficiency
-    assert broken.limited_by in StepTime._fields
+    assert broken.limited_by in StepTime.__dataclass_fields__
 
 
 def test_weak_scaling_keeps_the_lanes_of_a_gpu_to_4096_and_beats_strong_scaling() -> None:

@@ -23,7 +23,7 @@ from txl_dist.dist import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
 from txl_dist.train.report import metrics
-from txl_dist.train.report.metrics import Interval, MfuMeter, eta_s
+from txl_dist.train.report.metrics import Interval, eta_s, mfu
 from txl_dist.train.report.sinks import JsonLines, Reporter
 from txl_dist.train.watch import stragglers
 from txl_dist.train.watch.stragglers import StragglerWatch
@@ -154,21 +154,22 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
     assert interval.report(step=1, tokens_per_step=30)["tokens_per_s"] == pytest.approx(10.0)
 
 
-def meter(peak_tflops: float, *, ranks: int = 1) -> MfuMeter:
+def mfu_at(speed: float, *, peak_tflops: float, ranks: int = 1) -> dict[str, float]:
     config = tiny_config(metrics={"peak_tflops": peak_tflops})
-    return MfuMeter(job_of(config, Ranks(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300))
+    job = job_of(config, Ranks(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300)
+    return mfu(job, speed)
 
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
     model, lengths = tiny_config().model, {"segment_len": 8, "memory_len": 12, "microbatch_lanes": 2}
     flops = sum(flops_by_part(model, vocab_size=300, **lengths).values())
     speed = 0.25 * 2e12 / flops  # a quarter of two devices of 1 TFLOP/s
-    assert meter(1.0, ranks=2)(speed)["mfu_pct"] == pytest.approx(25.0)
-    assert meter(4.0)(speed)["mfu_pct"] == pytest.approx(12.5)
+    assert mfu_at(speed, peak_tflops=1.0, ranks=2)["mfu_pct"] == pytest.approx(25.0)
+    assert mfu_at(speed, peak_tflops=4.0)["mfu_pct"] == pytest.approx(12.5)
 
 
 def test_no_mfu_is_reported_of_a_device_whose_peak_nobody_knows() -> None:
-    assert meter(0.0)(1000.0) == {}
+    assert mfu_at(1000.0, peak_tflops=0.0) == {}
 
 
 def test_peak_memory_follows_what_the_process_has_held() -> None:
@@ -310,7 +311,7 @@ report.close()
     assert [line for line in log if "step   13/1000" in line]
 
 
-def test_a_terminal_that_goes_away_costs_the_progress_bar_only(tmp_path: Path) -> None:
+def test_a_terminal_that_goes_away_costs_no_record(tmp_path: Path) -> None:
     script = f"""
 import os, sys, time
 from pathlib import Path
@@ -322,11 +323,10 @@ start_logging(file=folder / "log.txt")
 assert sys.stderr.isatty()
 report = reporter(folder)
 report.write("train", {{**TRAIN_RECORD, "step": 1}})
-os.write(1, b"ready\\n")  # print goes through the bar
+os.write(1, b"ready\\n")
 sys.stdin.readline()
 for step in range(2, 6):
     report.write("train", {{**TRAIN_RECORD, "step": step}})
-    time.sleep(0.2)  # the bar is drawn ten times a second
 report.close()
 os.write(1, b"done\\n")
 os._exit(0)  # as the command line leaves: the interpreter itself would fail to flush a terminal that has gone
@@ -341,9 +341,7 @@ os._exit(0)  # as the command line leaves: the interpreter itself would fail to 
     assert child.communicate("go on\n", timeout=120)[0] == "done\n"
     assert child.returncode == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
-    *log, last = (tmp_path / "log.txt").read_text().splitlines()
-    assert len(log) == 5
-    assert "Console could not be closed" in last
+    assert len((tmp_path / "log.txt").read_text().splitlines()) >= 5
 
 
 def test_a_sink_that_cannot_be_closed_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""`txl evaluate` on any number of ranks is the same evaluation: the stripes are those of one, shared out.
+
+What may differ is rounding, as rows are computed in other batches: 1e-6 of the loss here. With other numbers of lanes
+other tokens begin with an empty memory; beyond the reach of these beginnings all is equal.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import forked
+from tests.helpers.bundles import Made, make
+
+pytestmark = pytest.mark.dist
+
+
+def scored(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, Any]:
+    """The model's row, and its log-probabilities."""
+    folder.mkdir()
+    port, files = forked.free_port(), ["--json", "scores.json", "--log-probs", "p.npz"]
+    given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), *files, *words]
+    ranks = [
+        forked.start(
+            forked.run_txl, *given, cwd=folder, out=folder / f"out-{rank}",
+            variables=forked.environment(**forked.place(rank, world_size, port)),
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    for rank, process in enumerate(ranks):
+        process.join(120)
+        assert process.exitcode == 0, (folder / f"out-{rank}").read_text()
+        assert ("nats/token" in (folder / f"out-{rank}").read_text()) == (rank == 0), "rank 0 speaks"
+    loaded = np.load(folder / "p.npz", allow_pickle=False)
+    row: dict[str, Any] = json.loads((folder / "scores.json").read_text())["model"]
+    return row | {name: loaded[name] for name in ("token", "log_p", "document")}
+
+
+@pytest.mark.parametrize("border", ["carry", "mask"])
+def test_one_two_and_four_ranks_score_every_token_alike(tmp_path: Path, border: str) -> None:
+    made = make(tmp_path / "made", document_border=border, cutoffs=[20, 90])
+    alone = scored(made, tmp_path / "1", "--num-lanes", "6", world_size=1)
+    assert len(alone["token"]) == alone["tokens"] == made.corpus.split("valid").tokens - 1
+    for world_size in (2, 4):  # six lanes on four ranks: two are padding
+        found = scored(made, tmp_path / str(world_size), "--num-lanes", "6", world_size=world_size)
+        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+        assert np.allclose(found["log_p"], alone["log_p"], atol=1e-5, rtol=0)
+        for name in ("token", "document"):
+            assert np.array_equal(found[name], alone[name])
+        for name in ("by_cluster", "by_position"):
+            for part, expected in zip(found[name], alone[name], strict=True):
+                assert part["tokens"] == expected["tokens"]
+                assert part["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+def test_with_other_lanes_only_what_follows_the_beginning_of_a_stripe_differs(tmp_path: Path) -> None:
+    """A layer looks M tokens back behind its segment: M L tokens and a segment on nothing of the start is left."""
+    made, lengths = make(tmp_path / "made"), ["--memory-len", "3", "--segment-len", "3"]
+    one = scored(made, tmp_path / "1", "--num-lanes", "1", *lengths, world_size=1)
+    three = scored(made, tmp_path / "3", "--num-lanes", "3", *lengths, world_size=1)
+    stripe_len = -(-len(one["token"]) // 3)
+    assert stripe_len % 3 == 0, "segments begin at the same places"
+    place = np.arange(len(one["token"])) % stripe_len
+    place[:stripe_len] = stripe_len  # the first stripe begins where all begin
+    is_same = np.isclose(one["log_p"], three["log_p"], atol=1e-5, rtol=0)
+    reach = 3 + 3 * 3
+    assert is_same[place >= reach].all()
+    assert not is_same[place < 2].all()

@@ -1,0 +1,73 @@
+"""`txl evaluate`: a trained model on held-out text, with and without its memory, beside counting baselines."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.units import TextUnits, text_units, word_count
+from txl_dist.dist import this_rank
+from txl_dist.files import write_output
+from txl_dist.log import start_logging
+from txl_dist.ops.evaluate.log_probs import write_log_probs
+from txl_dist.ops.evaluate.scoring import MEMORY_OFF, rows_of, score_baselines, score_model
+from txl_dist.ops.evaluate.tables import part_lines, table
+from txl_dist.ops.evaluate.target import open_target
+from txl_dist.ops.evaluation_settings import Outputs, Overrides
+from txl_dist.ops.report.figures import draw_png
+from txl_dist.ops.report.pictures import sweep
+from txl_dist.run_files import Kind, kind_of
+
+
+def evaluate_trained(
+    path: Path, *, data: str | Path, overrides: Overrides, baselines: bool, outputs: Outputs
+) -> list[str]:
+    """Score a run, a checkpoint or a bundle; several ranks share the lanes. Returns lines for people.
+
+    `data` is the corpus; empty takes that of the run.
+
+    Raises ConfigError if the overrides contradict each other or the model, if a file cannot be written, or if there is
+    no memory for them; CheckpointError or DataError if the target or the corpus cannot be read or do not belong
+    together.
+    """
+    start_logging(rank=this_rank())
+    overrides.check(path, is_bundle=kind_of(path) is Kind.BUNDLE, data=data)
+    outputs.check(overrides)
+    target = open_target(path, data=data)
+    rows = rows_of(target, overrides)
+    config = rows[0].config
+    split = target.held_out(config)
+    units = _units(split, overrides, mask_documents=config.data.document_border == "mask")
+    scores = score_model(target, split, rows, overrides, units=units, with_log_probs=outputs.log_probs is not None)
+    if this_rank() > 0:
+        return []  # rank 0 speaks
+    results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
+    words = 0 if units.problem else word_count(split)
+    for values in results.values():
+        if overrides.peer is not None:
+            values |= {"protocol": overrides.protocol, "bits_per_token": values["loss"] / math.log(2)}
+        if units.problem:
+            values["no_bits"] = units.problem
+        else:
+            values |= {"words": words, "word_ppl": math.exp(min(values["loss"] * split.tokens / words, 700.0))}
+    if outputs.log_probs is not None and scores.log_p_N is not None:
+        write_log_probs(outputs.log_probs, split, scores.log_p_N)
+    lengths = {name: values for name, values in scores.results.items() if name != MEMORY_OFF}
+    if outputs.plot is not None and (chart := sweep(lengths)) is not None:
+        write_output(outputs.plot, draw_png(chart))
+    if outputs.json is not None:
+        write_output(outputs.json, json.dumps(results, indent=1).encode() + b"\n")
+    where = f"scored: {target.where}, as {config.eval.num_lanes} lanes"
+    if overrides.peer is not None:
+        where += f", by the protocol {overrides.protocol} ({overrides.peer.source})"
+    (first, *others) = scores.results.values()
+    return [where, *table(results, units), *(part_lines(first) if not others else [])]
+
+
+def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextUnits:
+    units = text_units([split], mask_documents=mask_documents)
+    if overrides.peer is None:
+        return units
+    return units._replace(problem=f"the protocol {overrides.protocol} does not score the whole text")

@@ -1,0 +1,222 @@
+"""`txl recl`: the relative effective context length of a group of models (Dai et al. 2019, appendix C).
+
+How far back does a model still gain? The gain is measured against the best short-context model of the group, on the
+targets that are hard for it, so that models of different strength compare. With l_i(c, t) the loss of model i on target
+t given exactly the c tokens before it, and contexts c < c' = c + step:
+
+    b(c, t)    = min over i of l_i(c, t)                                 the group's baseline
+    T          = the share r of the targets with the largest b(c, t)     the hard ones
+    f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))            only what beats the baseline counts
+    g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)        relative gain in perplexity
+
+From the shortest context on, c grows by a step as long as g_i(c, c') >= 0.01; where it is less, c is the model's RECL.
+A model that still gains at the longest context has at least that.
+
+Each target's context is run alone, from an empty memory, as segments of the model's length that end at the target: over
+the ring where the model has memory; where it has none, its last segment is all that it sees. The targets are a sample
+of the split, the same for all. A group's numbers change with its members.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from txl_dist.data.read.corpus import Split
+from txl_dist.dist import all_reduce_sum, joined_ranks, this_rank
+from txl_dist.errors import ConfigError
+from txl_dist.files import write_output
+from txl_dist.infer.cached import FrozenModel
+from txl_dist.log import start_logging, warn_for_all
+from txl_dist.ops.evaluate.scoring import TELL_EVERY_S, enough_memory
+from txl_dist.ops.evaluate.target import Target, open_target
+from txl_dist.ops.evaluation_settings import ReclSettings, check_output
+from txl_dist.ops.report.figures import Chart, Line, draw_png
+from txl_dist.progress import Progress
+from txl_dist.tables import aligned
+
+Losses = npt.NDArray[np.float64]
+
+THRESHOLD = 0.01
+"""Of the relative gain, below which a longer context brings nothing (the paper's)."""
+
+
+class Recl(NamedTuple):
+    """How far back a model gains."""
+
+    context: int
+    """Tokens."""
+    is_longest: bool
+    """Whether it still gained there, at the longest context that was measured."""
+    gains: list[float]
+    """g_i(c, c + step) of every context but the longest, also behind the RECL."""
+
+    def __str__(self) -> str:
+        return f"{self.context:,}" + (" or more" if self.is_longest else "")
+
+
+def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> float:
+    """g_i(c, c') of two neighbouring contexts, by their index, of model i; `losses_NCS` are l_i(c, t)."""
+    baseline_S = losses_NCS[:, context].min(axis=0)
+    num_hard = max(1, round(r * len(baseline_S)))
+    hard = np.argsort(-baseline_S, kind="stable")[:num_hard]
+    short, longer = (
+        float(np.exp(np.minimum(baseline_S, losses_NCS[model, index])[hard].mean())) for index in (context, context + 1)
+    )
+    return (short - longer) / short
+
+
+def recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
+    """The RECL of one model of the group."""
+    gains = [relative_gain(losses_NCS, model=model, context=index, r=r) for index in range(len(contexts) - 1)]
+    stop = next((index for index, gain in enumerate(gains) if gain < THRESHOLD), len(gains))
+    return Recl(contexts[stop], stop == len(gains), gains)
+
+
+def compare_contexts(
+    paths: Sequence[Path], *, data: str | Path, settings: ReclSettings, json_path: Path | None, plot_path: Path | None
+) -> list[str]:
+    """Measure a group of runs, checkpoints and bundles on the same targets; several ranks share them. Returns lines for
+    people.
+
+    Raises ConfigError if a setting measures nothing, a file cannot be written, or a model confines itself to documents;
+    CheckpointError or DataError if a model or the corpus cannot be read, or if tokenizers differ.
+    """
+    start_logging(rank=this_rank())
+    settings.check()
+    for flag, path, suffixes in (("--json", json_path, ()), ("--plot", plot_path, (".png",))):
+        if path is not None:
+            check_output(flag, path, suffixes=suffixes)
+    targets = [open_target(path, data=data) for path in paths]
+    split = _same_text(targets, settings)
+    starts = _sample(split, settings)
+    losses_NCS = _losses(targets, split, starts, settings)
+    if this_rank() > 0:
+        return []  # rank 0 speaks
+    names, contexts = [str(path) for path in paths], settings.contexts
+    found = [[recl(losses_NCS, contexts, model=index, r=r) for r in settings.r] for index in range(len(targets))]
+    mean_NC = losses_NCS.mean(axis=2)
+    if json_path is not None:
+        rows = [
+            {
+                "model": name,
+                "recl": {
+                    f"{r:g}": {"context": one.context, "or_more": one.is_longest, "gains": one.gains}
+                    for r, one in zip(settings.r, own, strict=True)
+                },
+                "loss": mean_C.tolist(),
+            }
+            for name, own, mean_C in zip(names, found, mean_NC, strict=True)
+        ]
+        values = {"contexts": contexts, "targets": len(starts), "split": split.name, "models": rows}
+        write_output(json_path, json.dumps(values, indent=1).encode() + b"\n")
+    if plot_path is not None:
+        x = np.array(contexts, dtype=np.float64)
+        lines = [Line(name, x, mean_C) for name, mean_C in zip(names, mean_NC, strict=True)]
+        write_output(plot_path, draw_png(Chart("recl", lines, "tokens of context", "nats/token", is_log=True)))
+    head = ["RECL, tokens", *(f"r = {r:g}" for r in settings.r), *(f"nats at {c}" for c in (contexts[0], contexts[-1]))]
+    rows_told = [
+        [name, *map(str, own), *(f"{mean_C[index]:.4f}" for index in (0, -1))]
+        for name, own, mean_C in zip(names, found, mean_NC, strict=True)
+    ]
+    about = (
+        f"{len(starts):,} targets of {split.corpus.name} ({split.name}), contexts of {contexts[0]} to {contexts[-1]}"
+    )
+    return [f"{about} tokens in steps of {settings.step}", *aligned([head, *rows_told])]
+
+
+def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
+    """The split that all are scored on. Raises ConfigError or DataError if they cannot be."""
+    for target in targets:
+        if target.config.data.document_border == "mask":
+            raise ConfigError(
+                f"{target.path} confines each query to its own document (data.document_border='mask'): its context "
+                "ends where the document begins. Leave it out."
+            )
+        if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
+            raise ConfigError(
+                f"{target.path} and {targets[0].path} have different tokenizers: a token of one is no token of the "
+                "other. Compare models of one tokenizer."
+            )
+    first = targets[0].config
+    if settings.split:
+        first = first.model_copy(update={"data": first.data.model_copy(update={"eval_split": settings.split})})
+    return targets[0].held_out(first)
+
+
+def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
+    """First tokens of the pieces that are run: each has the longest context, then its target."""
+    num_places = split.tokens - settings.max_context
+    if num_places < 1:
+        raise ConfigError(
+            f"split {split.name!r} has {split.tokens:,} tokens, no more than --max-context {settings.max_context}. "
+            "Give a shorter one, or score a longer split (--split, --data)."
+        )
+    if num_places < settings.num_tokens:
+        warn_for_all(
+            "split %r has %s targets with so much context: --num-tokens %s is cut to that",
+            *(split.name, f"{num_places:,}", f"{settings.num_tokens:,}"),
+        )
+    generator = np.random.default_rng(settings.seed)
+    return np.sort(generator.choice(num_places, min(num_places, settings.num_tokens), replace=False))
+
+
+def _losses(targets: Sequence[Target], split: Split, starts: npt.NDArray[np.int64], settings: ReclSettings) -> Losses:
+    """losses_NCS of every model behind every context, on every rank."""
+    contexts, longest = settings.contexts, settings.contexts[-1]
+    tokens = split.read_all()
+    pieces_SX = torch.from_numpy(tokens[starts[:, None] + np.arange(settings.max_context + 1)].astype(np.int64))
+    pieces_SX = pieces_SX[:, settings.max_context - longest :]
+    engine = targets[0].config.engine
+    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
+        own = range(ranks.rank, len(starts), ranks.world_size)
+        total = len(targets) * len(own) * sum(contexts)
+        losses_NCS = torch.zeros(len(targets), len(contexts), len(starts), dtype=torch.float64)
+        with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
+            for model, target in enumerate(targets):
+                score = _scorer(target, memory_len=settings.memory_len, device=ranks.device)
+                for first in range(0, len(own), settings.num_lanes):
+                    rows = list(own[first : first + settings.num_lanes])
+                    for index, context in enumerate(contexts):
+                        piece_BX = pieces_SX[rows, longest - context :].to(ranks.device)
+                        losses_NCS[model, index, rows] = score(piece_BX).double().cpu()
+                        if ranks.is_first:
+                            progress.advance(len(rows) * context)
+        return all_reduce_sum(losses_NCS).numpy()
+
+
+def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What gives nll_B of the last token of each row, given all tokens before it: the model's own context at most."""
+    model = target.bundle.model.to(device).eval()
+    segment_len = target.config.train.segment_len
+    memory_len = target.config.train.memory_len if memory_len < 0 else memory_len
+    if not model.section.scheme.uses_memory:
+
+        @torch.no_grad()
+        def alone(piece_BX: Tensor) -> Tensor:
+            piece_BX = piece_BX[:, -segment_len - 1 :]
+            empty = model.empty_memory(num_lanes=len(piece_BX), memory_len=0)
+            hidden_BTD, _ = model(piece_BX[:, :-1], empty)
+            return model.softmax.losses(hidden_BTD[:, -1:], piece_BX[:, -1:])[:, 0]
+
+        return alone
+    frozen = FrozenModel(model)
+
+    def recurrent(piece_BX: Tensor) -> Tensor:
+        num_rows, context = len(piece_BX), piece_BX.shape[1] - 1
+        ring = frozen.ring(num_rows=num_rows, memory_len=memory_len, chunk_len=segment_len)
+        stop = context % segment_len or min(segment_len, context)  # the short segment comes first
+        hidden_BTD = frozen.run(piece_BX[:, :stop], ring)
+        while stop < context:
+            hidden_BTD = frozen.run(piece_BX[:, stop : stop + segment_len], ring)
+            stop += segment_len
+        return frozen.losses(hidden_BTD[:, -1:], piece_BX[:, -1:])[:, 0]
+
+    return recurrent

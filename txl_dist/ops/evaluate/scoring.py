@@ -1,0 +1,320 @@
+"""Scores of one model, by a cached core wherever its positions know a memory, beside those of counting tables.
+
+Each row of the table is one combination of lengths; the last one, if asked for, has memory off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from txl_dist.config import Config, check_config, config_from_dict
+from txl_dist.data.check.baselines import order0_and_bigram
+from txl_dist.data.read.corpus import Split
+from txl_dist.data.read.evaluation import EvalStream, HeldOut
+from txl_dist.data.read.peers import PeerRows, RandomCrops
+from txl_dist.data.read.units import TextUnits
+from txl_dist.dist import Ranks, gather_objects, joined_ranks
+from txl_dist.errors import CheckpointError, ConfigError, of_all
+from txl_dist.infer.cached import FrozenModel, KeyValueRing
+from txl_dist.log import warn_for_all
+from txl_dist.model.memory import Memory, attended
+from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.ops.evaluate.log_probs import LogProbs
+from txl_dist.ops.evaluate.target import Target
+from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Overrides
+from txl_dist.progress import Progress
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.report.evaluate import Part, evaluate
+
+Result = dict[str, Any]
+"""Numbers, and lists of parts, of one score."""
+
+MEMORY_OFF = "memory off"
+"""The row that shows what memory brings."""
+TELL_EVERY_S = 30.0
+"""Between two lines of a log that tell how far scoring is."""
+
+
+class Row(NamedTuple):
+    """One evaluation of several."""
+
+    config: Config
+    memory_len: int
+    name: str = ""
+    """Empty: by what differs from the others."""
+
+
+def rows_of(target: Target, overrides: Overrides) -> list[Row]:
+    """The evaluations that are asked for. Raises ConfigError if their settings contradict each other.
+
+    Clamps change slowest: a model is built for each.
+    """
+    lengths = itertools.product(overrides.clamp_len, overrides.segment_len, overrides.memory_len)
+    configs = [
+        _with_overrides(target, overrides, clamp_len=clamp, segment_len=segment, memory_len=memory)
+        for clamp, segment, memory in lengths
+    ]
+    rows = [Row(config, config.eval.memory_len) for config in configs]
+    return [*rows, Row(configs[0], 0, MEMORY_OFF)] if overrides.without_memory else rows
+
+
+def _with_overrides(
+    target: Target, overrides: Overrides, *, memory_len: int, segment_len: int, clamp_len: int
+) -> Config:
+    config, peer = target.config, overrides.peer
+    values = config.model_dump(mode="json")
+    memory_len = config.train.memory_len if memory_len < 0 else memory_len
+    same_length = overrides.same_length
+    if peer is not None:
+        if config.data.document_border == "mask":
+            raise ConfigError(
+                f"--protocol {overrides.protocol} runs on over document borders, and this model's queries see their "
+                "own document only (data.document_border='mask'). Leave out --protocol."
+            )
+        memory_len = 0 if peer.cut == "crops" else memory_len
+        if same_length == "trained":
+            same_length = peer.same_length if memory_len else "off"
+    values["data"]["eval_split"] = overrides.split or config.data.eval_split
+    values["eval"] |= {
+        "memory_len": memory_len,
+        "segment_len": segment_len or config.eval.segment_len,
+        "num_lanes": overrides.num_lanes or (config.eval.num_lanes if peer is None else peer.num_lanes),
+        "overlap_len": overrides.overlap_len or (0 if memory_len or peer is not None else config.eval.overlap_len),
+        "max_tokens": 0,  # the whole split, as the baselines score it
+    }
+    values["train"]["memory_len"] = memory_len  # so that the rules are held against this evaluation
+    if clamp_len >= 0:
+        values["model"]["clamp_len"] = clamp_len
+    if same_length != "trained":
+        values["model"]["same_length"] = same_length
+    changed = config_from_dict(values, source=f"evaluation of {target.path}")
+    is_off = memory_len == 0
+    if changed.model.same_length != "off" and (is_off or overrides.without_memory):
+        raise ConfigError(
+            f"same_length={changed.model.same_length!r} counts its window in memory, which is off here. "
+            "Give --same-length off, or leave out --memory-len 0 and --without-memory."
+        )
+    if overrides.zero_memory and is_off:
+        raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
+    if overrides.zero_memory and changed.data.document_border == "mask":
+        raise ConfigError(
+            "--zero-memory is no document, and this model's queries see their own document only "
+            "(data.document_border='mask'). Leave it out."
+        )
+    check_config(changed)
+    return changed
+
+
+class Scores(NamedTuple):
+    """What came out, the same on every rank."""
+
+    results: dict[str, Result]
+    """By the name of the row."""
+    log_p_N: Tensor | None
+    """Of the targets in the order of the corpus, if they were asked for."""
+
+
+def score_model(
+    target: Target, split: Split, rows: list[Row], overrides: Overrides, *, units: TextUnits, with_log_probs: bool
+) -> Scores:
+    """A result per row; ranks share the lanes.
+
+    Raises ConfigError where the split is too short for a protocol, or there is no memory for the evaluation;
+    CheckpointError if the ranks have read different models.
+    """
+    engine, results, network = rows[0].config.engine, dict[str, Result](), target.bundle.model
+    log_probs: LogProbs | None = None
+    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
+        if len(chosen := set(gather_objects(target.where))) > 1:  # of a run that saved between two looks
+            raise of_all(
+                CheckpointError(f"the ranks have read different models: {', '.join(sorted(chosen))}. Name one of them.")
+            )
+        cuts = [_cut(split, row, overrides, ranks=ranks) for row in rows]
+        pairs = list(zip(rows, cuts, strict=True))
+        for message in dict.fromkeys(itertools.chain(*(_shortened(*pair, overrides) for pair in pairs))):
+            warn_for_all("%s", message)
+        total = sum(len(cut) * _pass_tokens(cut, ranks) for cut in cuts)
+        with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
+            for row, cut in pairs:
+                row = row._replace(memory_len=min(row.memory_len, _most_memory(cut, overrides)))
+                if row.config.model != network.section:  # built anew, as layers may have taken the old settings in
+                    changed = dataclasses.replace(target.bundle, section=row.config.model)
+                    network = changed.open(target.bundle.dtype, where=target.where).model
+                network.to(ranks.device).eval()
+                if with_log_probs:
+                    assert isinstance(cut, EvalStream)
+                    log_probs = LogProbs(cut)
+                result = _score(
+                    network, row, cut, units=units, ranks=ranks, progress=progress, log_probs=log_probs,
+                    with_zeros=overrides.zero_memory,
+                )  # fmt: skip
+                lengths = {"memory_len": row.memory_len, "segment_len": cut.segment_len}
+                results[_name(row, cut, overrides)] = result | lengths | {"clamp_len": row.config.model.clamp_len}
+        return Scores(results, None if log_probs is None else log_probs.joined())
+
+
+def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
+    return len(cut.lanes) * ranks.world_size * cut.segment_len
+
+
+def _name(row: Row, cut: HeldOut, overrides: Overrides) -> str:
+    """By the protocol and what differs from other rows."""
+    lengths = (
+        ("memory", overrides.memory_len, row.memory_len),
+        ("segment", overrides.segment_len, cut.segment_len),
+        ("clamp", overrides.clamp_len, row.config.model.clamp_len),
+    )
+    words: list[str] = [overrides.protocol] if overrides.peer is not None else []
+    words += [f"{word} {length}" for word, asked, length in lengths if len(asked) > 1]
+    return row.name or ", ".join(words) or "model"
+
+
+def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldOut:
+    evaluation, peer = row.config.eval, overrides.peer
+    num_lanes, segment_len = evaluation.num_lanes, evaluation.segment_len or row.config.train.segment_len
+    place = {"rank": ranks.rank, "world_size": ranks.world_size}
+    if peer is None:
+        return EvalStream(
+            split, num_lanes=num_lanes, segment_len=segment_len, overlap_len=evaluation.overlap_len, **place
+        )
+    if peer.cut == "crops":
+        batches = {"num_batches": NUM_CROP_BATCHES, "seed": CROP_SEED}
+        return RandomCrops(split, num_lanes=num_lanes, segment_len=segment_len, **batches, **place)
+    warm_up_len = row.memory_len if peer.cut == "warm rows" else 0
+    return PeerRows(split, num_lanes=num_lanes, segment_len=segment_len, warm_up_len=warm_up_len, **place)
+
+
+def _score(
+    model: TransformerXL,
+    row: Row,
+    cut: HeldOut,
+    *,
+    units: TextUnits,
+    ranks: Ranks,
+    progress: Progress,
+    log_probs: LogProbs | None,
+    with_zeros: bool,
+) -> Result:
+    def advance() -> None:
+        if ranks.is_first:
+            progress.advance(_pass_tokens(cut, ranks))
+
+    def keep(batch: Batch, nll_BT: Tensor) -> None:
+        if log_probs is not None:
+            log_probs.add(batch, nll_BT)
+
+    maker = batch_maker(model, mask_documents=row.config.data.document_border == "mask")
+    begin = _cached if model.section.scheme.uses_memory else _plain
+    losses, memory = begin(model, row, cut, with_documents=maker.mask_documents, with_zeros=with_zeros)
+    evaluation = evaluate(
+        losses, memory, cut, maker=maker, units=units, ranks=ranks, before_segment=advance, after_segment=keep
+    )
+    means = evaluation.means
+    return evaluation.numbers() | {
+        "by_cluster": [_told(part) for part in means.by_cluster],
+        "by_position": [_told(part) for part in means.by_position],
+    }
+
+
+Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
+
+
+@torch.inference_mode()
+def _cached(
+    model: TransformerXL, row: Row, cut: HeldOut, *, with_documents: bool, with_zeros: bool
+) -> tuple[Losses, KeyValueRing]:
+    """(what gives losses, the first memory) over keys and values of the past."""
+    frozen, num_rows = FrozenModel(model), len(cut.lanes)
+    ring = frozen.ring(
+        num_rows=num_rows,
+        memory_len=row.memory_len,
+        chunk_len=cut.overlap_len + cut.segment_len,
+        with_documents=with_documents,
+    )
+    if with_zeros and row.memory_len:
+        zeros = attended(model.empty_memory(num_lanes=1, memory_len=row.memory_len))
+        for lane in range(num_rows):
+            ring.put(lane, frozen.past_of(zeros)[0])
+
+    def losses(batch: Batch, ring: KeyValueRing) -> tuple[Tensor, KeyValueRing]:
+        hidden_BTD = frozen.run(batch.tokens_BT, ring, document_BT=batch.document_BT, partition=batch.token_partition)
+        return frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition), ring
+
+    return losses, ring
+
+
+def _plain(
+    model: TransformerXL, row: Row, cut: HeldOut, *, with_documents: bool, with_zeros: bool
+) -> tuple[Losses, Memory]:
+    """The same for positions that know no memory: it stays empty."""
+    module = SegmentLoss(model)
+
+    @torch.no_grad()
+    def losses(batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        nll_BT, memory = module(batch, memory)
+        return nll_BT, memory
+
+    return losses, model.empty_memory(num_lanes=len(cut.lanes), memory_len=row.memory_len)
+
+
+def _told(part: Part) -> Result:
+    return part._asdict() | {"loss": part.loss if part.tokens else None}
+
+
+def score_baselines(split: Split, config: Config, *, units: TextUnits) -> dict[str, Result]:
+    """Counting tables of the training split, on the same text."""
+    corpus = split.corpus
+    scores = order0_and_bigram(
+        corpus.split(config.data.train_split).read_all(), split.read_all(), vocab_size=corpus.vocab_size
+    )
+    return {
+        name: {"loss": loss, "tokens": float(scores.num_targets), **units.told(loss)}
+        for name, loss in (("order 0", scores.order0), (f"bigram (k = {scores.best_k:g})", scores.bigram))
+    }
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Raises ConfigError where memory could not be allocated."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # of which torch has a class for devices, and none for hosts
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"not enough memory for this evaluation: {' '.join(str(error).split()):.200}. Give fewer lanes "
+            "(--num-lanes), shorter segments (--segment-len) or less memory (--memory-len)."
+        ) from error
+
+
+def _shortened(row: Row, cut: HeldOut, overrides: Overrides) -> Iterator[str]:
+    """Which flags ask for more than the split has: the same scores come of less work."""
+    if not isinstance(cut, EvalStream):
+        return
+    name, segment_len, lane_len = cut.split.name, row.config.eval.segment_len, f"{cut.stripe_len:,}"
+    if overrides.num_lanes > cut.num_lanes:
+        yield (
+            f"split {name!r} has {cut.num_targets:,} tokens to score: --num-lanes {overrides.num_lanes:,} is cut to "
+            "that"
+        )
+    if segment_len in overrides.segment_len and segment_len > cut.segment_len:
+        yield f"a lane of split {name!r} has {lane_len} tokens: --segment-len {segment_len:,} is cut to that"
+    if row.memory_len > _most_memory(cut, overrides):
+        longer = " --num-lanes 1 makes it longer." if cut.num_lanes > 1 else ""
+        yield (
+            f"a lane of split {name!r} has {lane_len} tokens, and a memory of {row.memory_len:,} never holds more: it "
+            f"is cut to that.{longer}"
+        )
+
+
+def _most_memory(cut: HeldOut, overrides: Overrides) -> int:
+    """What a lane of the split can put into a memory; zeros are attended, as many as there are."""
+    return cut.stripe_len if isinstance(cut, EvalStream) and not overrides.zero_memory else sys.maxsize
