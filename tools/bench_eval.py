@@ -104,6 +104,7 @@ def theirs(peer: PeerTrainer, *, segment_len: int, memory_len: int) -> Run:
     """The original's code as its eval.py runs it."""
     network, memory = peer.model.eval(), [()]
     network.reset_length(segment_len, 0, memory_len)
+    network.crit.keep_order = True  # else it gives the losses cluster by cluster
 
     @torch.no_grad()
     def run(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -209,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--lengths", type=int, nargs="+", default=[800, 1800, 2800, 3800], help="attention lengths")
-    parser.add_argument("--tokens", type=int, default=128, help="of a segment, of recurrence and cached")
+    parser.add_argument("--tokens", type=int, default=256, help="of a segment, of recurrence and cached")
     parser.add_argument("--skip-plain", action="store_true", help="leave vanilla, plain out: it takes longest")
     parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     add_measure_options(parser)

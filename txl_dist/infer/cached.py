@@ -39,11 +39,12 @@ from txl_dist.model.adaptive_embedding import Partition
 from txl_dist.model.block import Block
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.model.positions import distance_encoding
+from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.model.transformer_xl import TransformerXL
 
-BLOCK_LEN = 64
+BLOCK_LEN = 128
 """Queries of a chunk that attend at a time: few of their scores are of future keys."""
-MOST_SCORES = 2**18
+MOST_SCORES = 2**19
 """As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache."""
 
 
@@ -164,8 +165,31 @@ class _Layer(NamedTuple):
     weight: Tensor
     """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them."""
     bias: Tensor | None
-    query_bias_2NH: Tensor
+    query_bias_2N11H: Tensor
     """u, v; v is 0 where the model has none."""
+
+
+class _Parts(NamedTuple):
+    """A chunk's attention, cut so that the scores of a part stay in a CPU's cache."""
+
+    slices: list[tuple[slice, slice, slice]]
+    """Heads, rows and queries of each part; several rows only of as many heads as there is room for with all rows."""
+    buffer: Tensor
+    """For the scores of one part."""
+
+    @classmethod
+    def of(cls, num_heads: int, num_rows: int, num_tokens: int, *, num_keys: int, like: Tensor) -> _Parts:
+        """Of a chunk; of single tokens all in one."""
+        queries = min(num_tokens, BLOCK_LEN)
+        lane = queries * (num_keys + queries - 1)
+        rows = num_rows if num_tokens == 1 else min(num_rows, max(1, MOST_SCORES // lane))
+        heads = num_heads if num_tokens == 1 else min(num_heads, max(1, MOST_SCORES // (lane * num_rows)))
+        slices = itertools.product(
+            [slice(n, n + heads) for n in range(0, num_heads, heads)],
+            [slice(b, b + rows) for b in range(0, num_rows, rows)],
+            [slice(i, min(i + queries, num_tokens)) for i in range(0, num_tokens, queries)],
+        )
+        return cls(list(slices), like.new_empty(heads * rows * lane))
 
 
 class FrozenModel:
@@ -193,7 +217,7 @@ class FrozenModel:
             bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
             biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
             weight = torch.cat([attention.query.weight * scale, attention.key_value.weight])
-            self.layers.append(_Layer(block, weight, bias, biases * scale))
+            self.layers.append(_Layer(block, weight, bias, biases[:, :, None, None] * scale))
         self.tables = model.softmax.tables()
         self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
         self._distances: list[tuple[Tensor, Tensor | None]] = []
@@ -256,16 +280,21 @@ class FrozenModel:
         mask_BTK = ring.advance(num_tokens, document_BT)
         hidden, known, hiddens = embedded_BTD, self._distances_of(ring.size), []
         section = self.model.section
+        num_keys = past_len + num_tokens
+        shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
+        parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
+        attend = self._attend if num_tokens > 1 else self._attend_one
         for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
             hiddens.append(hidden)
             block = layer.block
             normed = block.attention_norm(hidden) if block.pre_norm else hidden
             projected = F.linear(normed, layer.weight, layer.bias)
-            projected_3NBTH = projected.unflatten(-1, (3, section.num_heads, section.head_width)).permute(2, 3, 0, 1, 4)
+            projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
-            query_2NBTH = projected_3NBTH[0] + layer.query_bias_2NH[:, :, None, None]
-            attend = self._attend if num_tokens > 1 else self._attend_one
-            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len)
+            query_2NBTH = projected_3NBTH[0] + layer.query_bias_2N11H
+            context_NBTH = attend(
+                query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len, parts=parts
+            )
             hidden = block.finish(hidden, block.attention.output(context_NBTH.permute(1, 2, 0, 3).flatten(2)))
         return [*hiddens, self.model.final_norm(hidden)]
 
@@ -288,42 +317,41 @@ class FrozenModel:
         mask_BTK: Tensor | None,
         *,
         memory_len: int,
+        parts: _Parts,
     ) -> Tensor:
         """context_NBTH. `distances` are S or more, down to that of a query to itself."""
         (N, B, T, H), K = query_2NBTH.shape[1:], key_NBKH.shape[2]
-        block_len = min(T, BLOCK_LEN)
-        most = block_len * (K + block_len - 1)
-        num_rows = min(B, max(1, MOST_SCORES // most))
-        num_heads = min(N, max(1, MOST_SCORES // (most * B)))
-        buffers = query_2NBTH.new_empty(2, num_heads * num_rows * most)
         context_NBTH = query_2NBTH.new_empty(N, B, T, H)
-        for n, b, start in itertools.product(range(0, N, num_heads), range(0, B, num_rows), range(0, T, block_len)):
-            heads, rows, stop = slice(n, n + num_heads), slice(b, b + num_rows), min(start + block_len, T)
-            num_keys = K - T + stop
-            content_query, position_query = query_2NBTH[:, heads, rows, start:stop]
-            shifted = _scores_by_distance(
+        for heads, rows, queries in parts.slices:
+            keys = slice(0, K - T + queries.stop)
+            content_query, position_query = query_2NBTH[:, heads, rows, queries]
+            distance_NHS, bias_NS = distances
+            scores = _scores_by_distance(
                 position_query,
-                *(None if x is None else x[heads, ..., -num_keys:] for x in distances),
-                num_masked=0 if self._window is None else max(0, num_keys - memory_len - self._window),
-                buffer=buffers[0],
+                distance_NHS[heads, :, -keys.stop :],
+                None if bias_NS is None else bias_NS[heads, -keys.stop :],
+                num_masked=self._num_beyond(keys.stop, memory_len=memory_len),
+                buffer=parts.buffer,
             )
             if mask_BTK is not None:
-                shifted.masked_fill_(~mask_BTK[rows, start:stop, :num_keys], float("-inf"))
+                scores.masked_fill_(~mask_BTK[rows, queries, keys], float("-inf"))
             # Heads and rows as one dimension, of views.
-            content_query, key, value, out = (
+            content_query, key, value, out, scores = (
                 x.flatten(0, 1)
                 for x in (
                     content_query,
-                    key_NBKH[heads, rows, :num_keys],
-                    value_NBKH[heads, rows, :num_keys],
-                    context_NBTH[heads, rows, start:stop],
+                    key_NBKH[heads, rows, keys],
+                    value_NBKH[heads, rows, keys],
+                    context_NBTH[heads, rows, queries],
+                    scores,
                 )
             )
-            scores = buffers[1, : shifted.numel()].view(-1, *shifted.shape[2:])
-            torch.bmm(content_query, key.transpose(1, 2), out=scores)
-            scores += shifted.flatten(0, 1)
-            torch.softmax(scores, dim=-1, out=scores)
-            torch.bmm(scores, value, out=out)
+            scores.baddbmm_(content_query, key.transpose(1, 2))
+            if scores.dtype == at_least_fp32(scores.dtype):  # softmax in place; torch's own would copy what it is given
+                total = scores.sub_(scores.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True)
+                torch.bmm(scores, value, out=out).div_(total)
+            else:
+                torch.bmm(scores.softmax(-1), value, out=out)
         return context_NBTH
 
     def _attend_one(
@@ -335,22 +363,29 @@ class FrozenModel:
         mask_B1K: Tensor | None,
         *,
         memory_len: int,
+        parts: _Parts,
     ) -> Tensor:
         """As `_attend`, of one query per row: few operations count for more than a cache."""
-        N, B, K = key_NBKH.shape[:3]
+        K = key_NBKH.shape[2]
+        distance_NHS, bias_NS = distances
         scores_NB1K = _scores_by_distance(
             query_2NB1H[1],
-            *(None if x is None else x[..., -K:] for x in distances),
-            num_masked=0 if self._window is None else max(0, K - memory_len - self._window),
-            buffer=query_2NB1H.new_empty(N * B * K),
+            distance_NHS.narrow(2, distance_NHS.shape[2] - K, K),
+            None if bias_NS is None else bias_NS[:, -K:],
+            num_masked=self._num_beyond(K, memory_len=memory_len),
+            buffer=parts.buffer,
         )
         if mask_B1K is not None:
             scores_NB1K.masked_fill_(~mask_B1K, float("-inf"))
         query, key, value, scores = (x.transpose(0, 1) for x in (query_2NB1H[0], key_NBKH, value_NBKH, scores_NB1K))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=1.0).transpose(0, 1)
 
+    def _num_beyond(self, num_keys: int, *, memory_len: int) -> int:
+        """Of distances num_keys - 1 ... 0 those that the fixed length of attention leaves out."""
+        return 0 if self._window is None else max(0, num_keys - memory_len - self._window)
+
     def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Per layer (encodings as the layer sees them, its learned bias, scaled) of that many distances or more, S-1 ... 0.
+        """Per layer (encodings as it sees them, its learned bias, scaled) of that many distances or more, S-1 ... 0.
 
         They are kept, being the same for every chunk."""
         if not self._distances or self._distances[0][0].shape[2] < num_distances:

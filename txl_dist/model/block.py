@@ -62,7 +62,7 @@ class Block(nn.Module):
         return hidden if self.pre_norm else self.ff_norm(hidden)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
-        return F.dropout(x, rate, self.training)
+        return F.dropout(x, rate) if self.training else x
 
 
 def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:
