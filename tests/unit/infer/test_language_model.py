@@ -148,6 +148,20 @@ def test_a_text_that_was_stopped_is_remembered_as_far_as_it_was_shown(lm: Langua
     assert (made.memory.past.key_value_L2NSH - expected.past.key_value_L2NSH).abs().max() <= 1e-10
 
 
+def test_a_text_that_the_model_ended_is_remembered_whole_with_a_full_memory_too(lm: LanguageModel) -> None:
+    settings = {"temperature": 1.0, "top_k": 0, "keep_memory": True}
+    made = [lm.generate("the cat sat on the mat", max_tokens=300, seed=seed, **settings) for seed in range(8)]
+    ended = [(seed, one) for seed, one in enumerate(made) if one.finish == "end_of_text"]
+    assert ended
+    for seed, one in ended:
+        same = lm.generate("the cat sat on the mat", max_tokens=len(one.ids), seed=seed, **settings)
+        assert same.finish == "length"
+        assert one.memory is not None
+        assert same.memory is not None
+        assert one.memory.last == same.memory.last
+        assert torch.equal(one.memory.past.key_value_L2NSH, same.memory.past.key_value_L2NSH)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stop_string_is_never_shown_in_part_whatever_the_pieces(lm: LanguageModel, seed: int) -> None:
     whole = lm.generate("a", max_tokens=40, seed=seed, top_k=4)
