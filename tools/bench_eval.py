@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--lengths", type=int, nargs="+", default=[800, 1800, 2800, 3800], help="attention lengths")
-    parser.add_argument("--tokens", type=int, default=256, help="of a segment, of recurrence and cached")
+    parser.add_argument("--tokens", type=int, default=512, help="of a segment, of recurrence and cached")
     parser.add_argument("--skip-plain", action="store_true", help="leave vanilla, plain out: it takes longest")
     parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     add_measure_options(parser)

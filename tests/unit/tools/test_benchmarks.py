@@ -64,3 +64,28 @@ def test_a_later_run_adds_to_the_file_and_one_without_time_says_so(tmp_path: Pat
     tables = tables_in(file)
     assert len(tables["ceilings"]) == 2
     assert tables["precision"] == [{"code": "", "error": "no time was left"}]
+
+
+def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:
+    checkout = str(TOOLS.parent)
+    file = tmp_path / "decode.json"
+    run("bench_decode.py", "--tiny", "--rounds", "1", "--tokens", "2", "--against", checkout, "--json", str(file))
+    (table,) = tables_in(file).values()
+    assert [row["case"] for row in table] == [f"memory 8: {checkout}", "memory 8: ours", "2 rows, memory 8: ours"]
+    assert table[0]["x by min"] == 1.0
+    assert all(float(str(row["tokens per s"])) > 0 for row in table)
+
+
+def test_a_commit_that_there_is_not_is_no_base_line() -> None:
+    command = [sys.executable, str(TOOLS / "bench_decode.py"), "--tiny", "--against", "no-such-commit"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 1
+    assert "--against no-such-commit is neither a folder nor a commit" in result.stderr.splitlines()[-1]
+
+
+def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(tmp_path: Path) -> None:
+    file = tmp_path / "eval.json"
+    run("bench_eval.py", "--tiny", "--rounds", "1", "--lengths", "24", "--tokens", "8", "--json", str(file))
+    (table,) = tables_in(file).values()
+    assert [row["variant"] for row in table] == ["vanilla, fused", "vanilla, plain", "recurrence", "cached"]
+    assert all(float(str(row["loss error"])) < 1e-5 for row in table)
