@@ -26,13 +26,14 @@ Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import Partition
@@ -159,14 +160,37 @@ class KeyValueRing:
 
 
 class _Layer(NamedTuple):
-    """A block and what is computed of its weights once."""
+    """A block and what is computed of its weights once. Modules look up their parameters at every call, which takes a
+    tenth of the time of a token on a CPU: so linear maps and norms are functions here."""
 
     block: Block
+    attention_norm: Callable[[Tensor], Tensor]
+    output: Callable[[Tensor], Tensor]
+    ff_norm: Callable[[Tensor], Tensor]
+    ff_in: Callable[[Tensor], Tensor]
+    ff_out: Callable[[Tensor], Tensor]
     weight: Tensor
     """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them."""
     bias: Tensor | None
     query_bias_2N11H: Tensor
     """u, v; v is 0 where the model has none."""
+
+    def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
+        """As `Block.finish`, in evaluation."""
+        hidden, pre_norm = hidden_BTD + self.output(context_BTD), self.block.pre_norm
+        if not pre_norm:
+            hidden = self.attention_norm(hidden)
+        hidden = hidden + self.ff_out(self.block.activation(self.ff_in(self.ff_norm(hidden) if pre_norm else hidden)))
+        return hidden if pre_norm else self.ff_norm(hidden)
+
+
+def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a linear map or a layer norm computes, with its parameters at hand."""
+    if isinstance(module, nn.Linear):
+        return partial(F.linear, weight=module.weight, bias=module.bias)
+    assert isinstance(module, nn.LayerNorm)
+    shape, weight, bias, eps = tuple(module.normalized_shape), module.weight, module.bias, module.eps
+    return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
 
 
 class _Parts(NamedTuple):
@@ -179,11 +203,11 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_heads: int, num_rows: int, num_tokens: int, *, num_keys: int, like: Tensor) -> _Parts:
-        """Of a chunk; of single tokens all in one."""
+        """Of a chunk of more than one token."""
         queries = min(num_tokens, BLOCK_LEN)
         lane = queries * (num_keys + queries - 1)
-        rows = num_rows if num_tokens == 1 else min(num_rows, max(1, MOST_SCORES // lane))
-        heads = num_heads if num_tokens == 1 else min(num_heads, max(1, MOST_SCORES // (lane * num_rows)))
+        rows = min(num_rows, max(1, MOST_SCORES // lane))
+        heads = min(num_heads, max(1, MOST_SCORES // (lane * num_rows)))
         slices = itertools.product(
             [slice(n, n + heads) for n in range(0, num_heads, heads)],
             [slice(b, b + rows) for b in range(0, num_rows, rows)],
@@ -217,7 +241,19 @@ class FrozenModel:
             bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
             biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
             weight = torch.cat([attention.query.weight * scale, attention.key_value.weight])
-            self.layers.append(_Layer(block, weight, bias, biases[:, :, None, None] * scale))
+            self.layers.append(
+                _Layer(
+                    block,
+                    attention_norm=_function_of(block.attention_norm),
+                    output=_function_of(attention.output),
+                    ff_norm=_function_of(block.ff_norm),
+                    ff_in=_function_of(block.ff_in),
+                    ff_out=_function_of(block.ff_out),
+                    weight=weight,
+                    bias=bias,
+                    query_bias_2N11H=biases[:, :, None, None] * scale,
+                )
+            )
         self.tables = model.softmax.tables()
         self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
         self._distances: list[tuple[Tensor, Tensor | None]] = []
@@ -282,20 +318,19 @@ class FrozenModel:
         section = self.model.section
         num_keys = past_len + num_tokens
         shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
-        parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
-        attend = self._attend if num_tokens > 1 else self._attend_one
+        attend = self._attend_one
+        if num_tokens > 1:
+            parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
+            attend = partial(self._attend, parts=parts)
         for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
             hiddens.append(hidden)
-            block = layer.block
-            normed = block.attention_norm(hidden) if block.pre_norm else hidden
+            normed = layer.attention_norm(hidden) if section.pre_norm else hidden
             projected = F.linear(normed, layer.weight, layer.bias)
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
             query_2NBTH = projected_3NBTH[0] + layer.query_bias_2N11H
-            context_NBTH = attend(
-                query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len, parts=parts
-            )
-            hidden = block.finish(hidden, block.attention.output(context_NBTH.permute(1, 2, 0, 3).flatten(2)))
+            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len)
+            hidden = layer.finish(hidden, context_NBTH.permute(1, 2, 0, 3).flatten(2))
         return [*hiddens, self.model.final_norm(hidden)]
 
     @torch.inference_mode()
@@ -363,22 +398,20 @@ class FrozenModel:
         mask_B1K: Tensor | None,
         *,
         memory_len: int,
-        parts: _Parts,
     ) -> Tensor:
         """As `_attend`, of one query per row: few operations count for more than a cache."""
-        K = key_NBKH.shape[2]
-        distance_NHS, bias_NS = distances
-        scores_NB1K = _scores_by_distance(
-            query_2NB1H[1],
-            distance_NHS.narrow(2, distance_NHS.shape[2] - K, K),
-            None if bias_NS is None else bias_NS[:, -K:],
-            num_masked=self._num_beyond(K, memory_len=memory_len),
-            buffer=parts.buffer,
-        )
+        (N, B, _, H), K, (distance_NHS, bias_NS) = query_2NB1H.shape[1:], key_NBKH.shape[2], distances
+        scores_NBK = torch.bmm(query_2NB1H[1, :, :, 0], distance_NHS.narrow(2, distance_NHS.shape[2] - K, K))
+        if bias_NS is not None:
+            scores_NBK += bias_NS[:, None, -K:]
+        if num_beyond := self._num_beyond(K, memory_len=memory_len):
+            scores_NBK[:, :, :num_beyond] = float("-inf")
         if mask_B1K is not None:
-            scores_NB1K.masked_fill_(~mask_B1K, float("-inf"))
-        query, key, value, scores = (x.transpose(0, 1) for x in (query_2NB1H[0], key_NBKH, value_NBKH, scores_NB1K))
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, scale=1.0).transpose(0, 1)
+            scores_NBK.masked_fill_(~mask_B1K[:, 0], float("-inf"))
+        query, key, value = query_2NB1H[0].reshape(N * B, 1, H), key_NBKH.flatten(0, 1), value_NBKH.flatten(0, 1)
+        scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
+        probabilities = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
+        return torch.bmm(probabilities, value).view(N, B, 1, H)
 
     def _num_beyond(self, num_keys: int, *, memory_len: int) -> int:
         """Of distances num_keys - 1 ... 0 those that the fixed length of attention leaves out."""
@@ -416,7 +449,6 @@ def _scores_by_distance(
         scores_NSR[:, :, :K] += bias_NK[:, None]
     if num_masked:
         scores_NSR[:, :, :num_masked] = float("-inf")
-    if T > 1:
-        scores_NSR[:, :, K:] = float("-inf")
+    scores_NSR[:, :, K:] = float("-inf")
     lane = T * row_len
     return scores_NSR.as_strided((N, B, T, K), (B * lane, lane, row_len - 1, 1), T - 1)

@@ -27,7 +27,7 @@ def uniform_numbers(seed: int, *, sample: int = 0) -> np.random.Generator:
 @torch.inference_mode()
 def choose(log_p_BV: Tensor, uniform_B: Tensor, sampling: Sampling, *, seen_BV: Tensor | None = None) -> Tensor:
     """id_B, by a number in [0, 1) per row (fp64). `seen_BV` (bool) are the tokens that the penalty is for."""
-    scores_BS, ids_S = log_p_BV.double(), None
+    scores_BS, ids_S = log_p_BV, None
     if seen_BV is not None:
         scores_BS = torch.where(seen_BV, scores_BS * sampling.repetition_penalty, scores_BS)
     if sampling.allowed:
@@ -36,7 +36,7 @@ def choose(log_p_BV: Tensor, uniform_B: Tensor, sampling: Sampling, *, seen_BV: 
     if sampling.temperature == 0:
         places_B1 = scores_BS.argmax(-1, keepdim=True)
     else:
-        places_B1 = _drawn(scores_BS, uniform_B, sampling)
+        places_B1 = _drawn(scores_BS.double(), uniform_B, sampling)
     places_B = places_B1[:, 0]
     return places_B if ids_S is None else ids_S[places_B]
 
