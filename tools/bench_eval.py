@@ -2,8 +2,8 @@
 
     python tools/bench_eval.py [--peer-original DIR] [--only paper | original]
 
-**paper** (enwik8_base: 12 layers of 512, 256 bytes, random weights). One row of text; each token is given as many
-tokens before it as the attention length says, and its loss is computed.
+**paper** (enwik8_base: 12 layers of 512, 256 bytes, random weights). One row of text. Every token whose loss is computed
+sees as many tokens as the attention length says, itself included: `same_length`, as the original evaluates.
 
     vanilla, fused   a Transformer without memory, whose window of that many tokens is moved by one for each token: all
                      layers for all of them, logits for the last. Attention is torch's fused one, is_causal
@@ -45,10 +45,12 @@ from txl_dist.sections import ModelSection
 
 TOLERANCE = 1e-4
 """Of losses in nats, between recurrence and cached."""
-BASE = ModelSection(num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048, dropout=0.0)
+BASE = ModelSection(
+    num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048, dropout=0.0, same_length="memory"
+)
 SMALL = ModelSection(num_layers=4, width=256, num_heads=4, head_width=64, ff_width=1024, dropout=0.0)
 WORDS = SMALL.model_copy(update={"cutoffs": (10_000, 20_000, 40_000)})
-TINY = ModelSection(num_layers=2, width=32, num_heads=2, head_width=16, ff_width=64, dropout=0.0)
+TINY = ModelSection(num_layers=2, width=32, num_heads=2, head_width=16, ff_width=64, dropout=0.0, same_length="memory")
 
 Run = Callable[[Tensor, Tensor], Tensor]
 """Losses nll_BT of the next tokens and their targets, behind those that were run before."""

@@ -318,6 +318,7 @@ class FrozenModel:
         section = self.model.section
         num_keys = past_len + num_tokens
         shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
+        window = num_keys if self._window is None else ring.memory_len + self._window
         attend = self._attend_one
         if num_tokens > 1:
             parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
@@ -329,7 +330,7 @@ class FrozenModel:
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
             query_2NBTH = projected_3NBTH[0] + layer.query_bias_2N11H
-            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, memory_len=ring.memory_len)
+            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, window=window)
             hidden = layer.finish(hidden, context_NBTH.permute(1, 2, 0, 3).flatten(2))
         return [*hiddens, self.model.final_norm(hidden)]
 
@@ -351,21 +352,22 @@ class FrozenModel:
         distances: tuple[Tensor, Tensor | None],
         mask_BTK: Tensor | None,
         *,
-        memory_len: int,
+        window: int,
         parts: _Parts,
     ) -> Tensor:
-        """context_NBTH. `distances` are S or more, down to that of a query to itself."""
+        """context_NBTH. `distances` are S or more, down to that of a query to itself; those of `window` keys count."""
         (N, B, T, H), K = query_2NBTH.shape[1:], key_NBKH.shape[2]
         context_NBTH = query_2NBTH.new_empty(N, B, T, H)
         for heads, rows, queries in parts.slices:
-            keys = slice(0, K - T + queries.stop)
+            keys = slice(max(0, K - T + queries.start + 1 - window), K - T + queries.stop)
+            num_keys = keys.stop - keys.start
             content_query, position_query = query_2NBTH[:, heads, rows, queries]
             distance_NHS, bias_NS = distances
             scores = _scores_by_distance(
                 position_query,
-                distance_NHS[heads, :, -keys.stop :],
-                None if bias_NS is None else bias_NS[heads, -keys.stop :],
-                num_masked=self._num_beyond(keys.stop, memory_len=memory_len),
+                distance_NHS[heads, :, -num_keys:],
+                None if bias_NS is None else bias_NS[heads, -num_keys:],
+                num_masked=max(0, num_keys - window),
                 buffer=parts.buffer,
             )
             if mask_BTK is not None:
@@ -397,25 +399,21 @@ class FrozenModel:
         distances: tuple[Tensor, Tensor | None],
         mask_B1K: Tensor | None,
         *,
-        memory_len: int,
+        window: int,
     ) -> Tensor:
         """As `_attend`, of one query per row: few operations count for more than a cache."""
-        (N, B, _, H), K, (distance_NHS, bias_NS) = query_2NB1H.shape[1:], key_NBKH.shape[2], distances
+        (N, B, _, H), (distance_NHS, bias_NS) = query_2NB1H.shape[1:], distances
+        K = min(key_NBKH.shape[2], window)
+        key_NBKH, value_NBKH = key_NBKH[:, :, -K:], value_NBKH[:, :, -K:]
         scores_NBK = torch.bmm(query_2NB1H[1, :, :, 0], distance_NHS.narrow(2, distance_NHS.shape[2] - K, K))
         if bias_NS is not None:
             scores_NBK += bias_NS[:, None, -K:]
-        if num_beyond := self._num_beyond(K, memory_len=memory_len):
-            scores_NBK[:, :, :num_beyond] = float("-inf")
         if mask_B1K is not None:
-            scores_NBK.masked_fill_(~mask_B1K[:, 0], float("-inf"))
+            scores_NBK.masked_fill_(~mask_B1K[:, 0, -K:], float("-inf"))
         query, key, value = query_2NB1H[0].reshape(N * B, 1, H), key_NBKH.flatten(0, 1), value_NBKH.flatten(0, 1)
         scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
         probabilities = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
         return torch.bmm(probabilities, value).view(N, B, 1, H)
-
-    def _num_beyond(self, num_keys: int, *, memory_len: int) -> int:
-        """Of distances num_keys - 1 ... 0 those that the fixed length of attention leaves out."""
-        return 0 if self._window is None else max(0, num_keys - memory_len - self._window)
 
     def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
         """Per layer (encodings as it sees them, its learned bias, scaled) of that many distances or more, S-1 ... 0.
