@@ -2,7 +2,7 @@
 
     python tools/bench_eval.py [--peer-original DIR] [--only paper | original]
 
-**paper** (enwik8_base: 12 layers of 512, 256 bytes, random weights). One row of text. Every token whose loss is computed
+**paper** (enwik8_base: 12 layers of 512, 256 bytes, random weights). One row of text. Each token whose loss is computed
 sees as many tokens as the attention length says, itself included: `same_length`, as the original evaluates.
 
     vanilla, fused   a Transformer without memory, whose window of that many tokens is moved by one for each token: all
