@@ -70,7 +70,7 @@ BUDGETS = {
     "infer": 300,
     "convert": 1100,
     "train": 4100,
-    "ops": 2900,
+    "ops": 2950,
     "verbs": 600,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
