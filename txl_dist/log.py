@@ -23,6 +23,8 @@ logger = logging.getLogger("txl_dist")
 FIT = "fit"
 """Extra of a record: a function that says the same in a given number of columns. Files get the whole line."""
 _COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+_WIDTH_OF_A_TERMINAL = 80
+"""Where a terminal does not tell."""
 
 
 class GrowingFile:
@@ -118,9 +120,13 @@ def _is_terminal(stream: Any) -> bool:
 
 def _width(stream: Any) -> int:
     """Columns of a terminal; COLUMNS comes first, as for other programs."""
-    from rich.console import Console
-
-    return Console(file=stream).width
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _WIDTH_OF_A_TERMINAL
+    except (OSError, ValueError):
+        return _WIDTH_OF_A_TERMINAL
 
 
 class _LogFile(logging.Handler):

@@ -36,6 +36,9 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         return  # another rank speaks, and exits for the job
     say("\n".join(report.lines()))
     if json is not None:
-        write_output(json, dumps(asdict(report), indent=1, allow_nan=False).encode() + b"\n")
+        write_output(
+            json,
+            dumps(asdict(report) | {"problems": report.count("problem")}, indent=1, allow_nan=False).encode() + b"\n",
+        )
     if report.count("problem"):
         raise SystemExit(1)

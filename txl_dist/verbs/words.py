@@ -70,7 +70,7 @@ def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> No
         if not is_joined:
             value = "".join(words[number + 1 : number + 2])
         is_flag = word.startswith("--")
-        if is_flag and name not in known:
+        if is_flag and name and name not in known:
             problems.append(unknown_flag(flag, known, prog=prog))
         elif not is_flag and is_joined and name in setting_names():
             problems.append(_stray_word(word, known, prog=prog))

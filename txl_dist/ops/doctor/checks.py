@@ -129,6 +129,11 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         (0 <= facts.max_files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
     )
 
+    pins = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
+    if facts.has_infiniband:
+        found = "no limit" if facts.max_pinned < 0 else f"at most {size(facts.max_pinned)} for a process"
+        yield first_of("pinned memory", found, (facts.max_pinned >= 0, "problem", pins))
+
 
 def _disk(facts: Facts) -> Iterator[Finding]:
     disk = facts.disk
@@ -165,6 +170,33 @@ def _programs(facts: Facts) -> Iterator[Finding]:
         yield first_of("compiler", found, (facts.lacks_compiler, "problem", remedy))
 
 
+DANGERS = {
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code that files hold",
+    "TXL_FAULT": "faults are made to happen on purpose, as in tests",
+}
+"""What variables do that a run should not have."""
+
+
+def _variables(facts: Facts) -> Iterator[Finding]:
+    for name, effect in DANGERS.items():
+        if (value := facts.environment.get(name, "")) not in ("", "0"):
+            yield Finding(name, "problem", f"is {value}: {effect}", f"Unset {name} if that is not meant.")
+    up = {"lo", *facts.interfaces}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = facts.environment.get(name, "")
+        if not value or value.startswith("^"):  # ^ names those that NCCL leaves out
+            continue
+        is_prefix = name.startswith("NCCL") and not value.startswith("=")
+        named = [one.partition(":")[0] for one in value.removeprefix("=").split(",")]
+        unknown = [one for one in named if not (any(is_up.startswith(one) for is_up in up) if is_prefix else one in up)]
+        found = f"names {', '.join(unknown)}, which is not up here" if unknown else value
+        remedy = f"Set {name} to one of {', '.join(sorted(up))}; names may differ between nodes."
+        yield first_of(name, found, (unknown, "problem", remedy))
+    for path in facts.broken_launcher_files:
+        remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on others."
+        yield Finding(".deepspeed_env", "problem", f"{path} has a line without an equals sign", remedy)
+
+
 def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
     """gloo listens at the address that the host name has, unless it is told an interface."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
@@ -178,7 +210,7 @@ def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    *(_versions, _devices, _backends, _cores, _memory, _disk, _corpus, _programs),
+    *(_versions, _devices, _backends, _cores, _memory, _disk, _corpus, _variables, _programs),
 )
 
 

@@ -35,7 +35,10 @@ from txl_dist.train.footprint.room import control_groups, host_room_bytes
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
 """Versions that have to agree between nodes."""
-READ = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "RANK")
+READ = (
+    *("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "RANK"),
+    *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TXL_FAULT"),
+)
 """Environment variables that verdicts hang on. No others are read: their values may be secret."""
 
 
@@ -83,12 +86,17 @@ class Facts:
     shm_free_gib: float
     max_files: int
     """That a process may hold open: the soft limit; -1 means none."""
+    max_pinned: int
+    """Bytes that a process may pin in memory: the soft limit; -1 means none."""
+    has_infiniband: bool
     interfaces: dict[str, str]
     """Network interfaces that are up, without lo, with their IPv4 address."""
     host_address: str
     """What the host name resolves to; empty if it does not."""
     environment: dict[str, str]
     """Of `READ`, where set."""
+    broken_launcher_files: tuple[str, ...]
+    """Of the .deepspeed_env files that the launcher reads, those that it fails on."""
     programs: tuple[str, ...]
     """deepspeed, pdsh, ssh: those on PATH."""
     lacks_compiler: str
@@ -119,14 +127,24 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         shm_gib=shm.total / GIB if shm else 0.0,
         shm_free_gib=shm.free / GIB if shm else 0.0,
         max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # RLIM_INFINITY is -1
+        max_pinned=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
         interfaces=_interfaces(),
         host_address=_host_address(),
         environment={name: os.environ[name] for name in READ if name in os.environ},
+        broken_launcher_files=tuple(_broken_launcher_files()),
         programs=tuple(name for name in ("deepspeed", "pdsh", "ssh") if shutil.which(name)),
         lacks_compiler=lacks_compiler(),
         disk=try_disk(run_dir),
         corpus=try_corpus(data) if data else None,
     )
+
+
+def _broken_launcher_files() -> Iterator[str]:
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for path in sorted({Path.home() / name, Path.cwd() / name}):
+        if path.is_file() and not all("=" in line for line in path.read_text(errors="replace").splitlines()):
+            yield str(path)
 
 
 def _version(name: str) -> str:

@@ -74,7 +74,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
             *map(list, zip(*figures, strict=True)),
             *([name, *(one.get(name, "-") for one in facts)] for name in _FACTS),
         ],
-        setting_rows=setting_rows([run.settings for run in runs], names),
+        setting_rows=setting_rows([run.settings | {"run.dir": ""} if run.settings else {} for run in runs], names),
         without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
     )
     return [*aligned(figures), unit.sentence, *ranks, page]

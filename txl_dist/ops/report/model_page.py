@@ -39,8 +39,8 @@ def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}. `txl verify {folder}` lists its damage.") from error
     lead = f"{kind.value[2:].capitalize()} without the records of its training: txl report of its run has those."
-    rows = setting_rows([run.settings, defaults()], ["this model", "default"])
-    content = {"title": printable(run.name), "lead": lead, "facts": facts, "setting_rows": rows}
+    rows = setting_rows([run.settings, defaults()], ["this model", "default"]) if run.settings else []
+    content = {"title": printable(run.name), "lead": lead, "facts": facts, "setting_rows": rows, "run": run}
     return [lead, *fact_lines(facts), write_page(page, "model.html.j2", **content)]
 
 

@@ -193,14 +193,15 @@ def _marked(run: Run) -> list[Event]:
 
 def _positions(run: Run) -> Picture:
     """The paired difference where a look measured it, else the loss itself; of the newest."""
-    table = run.history.look if len(run.history.look) else run.history.held_out
+    has_look = len(run.history.look) and len(run.history.look.newest("loss_by_position_"))
+    table = run.history.look if has_look else run.history.held_out
     with_memory, without = (table.newest(f"loss_by_position_{word}") for word in ("", "without_memory_"))
     is_paired = len(with_memory) == len(without)
     row, values = (_GAIN_BY_POSITION, without - with_memory) if is_paired else (_LOSS_BY_POSITION, with_memory)
     if not len(values):
         return picture_of(_LOSS_BY_POSITION, [])
     bins = np.array_split(values, min(_NUM_BINS, len(values)))
-    y = np.array([part.mean() for part in bins])
+    y = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in bins])
     x = (np.arange(len(y)) + 0.5) * 100 / len(y)
     tokens = table["tokens"][-1]
     about = f", over {tokens:,.0f} tokens, about {tokens / len(y):,.0f} for each point" if np.isfinite(tokens) else ""

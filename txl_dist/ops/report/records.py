@@ -30,7 +30,7 @@ FloatArray = NDArray[np.float64]
 SCORES = "evaluation.json"
 MOST = 1e15
 """Larger numbers are no measurements, and overflow what is computed with them."""
-_MAX_SCORES = _MAX_LIST = 64
+_MAX_SCORES = _MAX_LIST = 4096
 _MAX_NAME = 200
 BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
 """Of the text, for people. Older programs, whose start does not say where there are none and why (`no_bits`), recorded
@@ -209,6 +209,7 @@ class _Reader:
         self._samples: dict[tuple[int, str], Sample] = {}
         self._hosts: dict[int, str] = {}
         self._hours, self._time_s, self._not_kept = 0.0, math.nan, {*_NOT_KEPT, *BITS}
+        self._last_step = 0
 
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
@@ -222,7 +223,7 @@ class _Reader:
             return
         self.num_records += 1
         record["kind"] = kind = printable(kind[:_MAX_NAME])
-        self._advance_clock(record)
+        self._advance_clock(record, step)
         if kind == "event":
             self._take_event(record, step)
         elif kind == "sample":
@@ -252,11 +253,18 @@ class _Reader:
             num_superseded=self._rows["train"].num - len(tables["train"]),
         )
 
-    def _advance_clock(self, record: dict[str, Any]) -> None:
-        if is_number(time_s := record.get("time_s")):
-            if math.isfinite(self._time_s) and record.get("event") != "start":
-                self._hours += max(time_s - self._time_s, 0.0) / 3600
-            self._time_s = float(time_s)
+    def _advance_clock(self, record: dict[str, Any], step: int) -> None:
+        """By the times of records; of versions that wrote none, by the times of steps."""
+        time_s, is_start = record.get("time_s"), record.get("event") == "start"
+        spent_s = 0.0
+        if is_number(time_s) and math.isfinite(self._time_s):
+            spent_s = max(time_s - self._time_s, 0.0)
+        elif record["kind"] == "train" and is_number(record.get("step_ms")):
+            spent_s = max(step - self._last_step, 0) * record["step_ms"] / 1000
+        self._hours += 0.0 if is_start else spent_s / 3600
+        self._time_s = float(time_s) if is_number(time_s) else self._time_s
+        if record["kind"] == "train" or is_start or record.get("event") == "rewound":
+            self._last_step = step
 
     def _take_event(self, record: dict[str, Any], step: int) -> None:
         name = printable(str(record.get("event", "?"))[:_MAX_NAME])

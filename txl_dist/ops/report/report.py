@@ -174,7 +174,7 @@ def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[
             settings.get(key, usual.get(key, "unknown to this version")) if settings else "unknown"
             for settings in known
         ]
-        if key != "run.dir" and len({json.dumps(value, default=str) for value in values}) > 1:
+        if len({json.dumps(value, default=str) for value in values}) > 1:
             rows.append([key, *(cut(str(value), most=200) for value in values)])
     return rows
 

@@ -79,8 +79,9 @@ class Run:
         """Tokens seen at steps, interpolated between train records."""
         train = self.history.train
         known = np.isfinite(train["tokens_seen"])
-        if not known.any():
-            return np.where(steps > 0, np.nan, 0.0)
+        if not known.any():  # records from before tokens were counted
+            sizes = [self.settings.get(key) for key in ("train.num_lanes", "train.segment_len")]
+            return steps * math.prod(float(size) if _is_count(size) else math.nan for size in sizes)
         at, tokens = (np.concatenate(([0.0], train[name][known])) for name in ("step", "tokens_seen"))
         return np.interp(steps, at, tokens)
 
@@ -276,7 +277,7 @@ def _known(run: Run) -> dict[str, Any]:
         "size": compact(run.parameters) if run.parameters else None,
         "parameters": run.parameters,
         "version": version,
-        "unknown_commit_of": None if "commit" in known else version,
+        "unknown_commit_of": None if known.get("commit") else version,
         "command": shlex.join(map(str, _list_of(known.get("command")))),
         "step": step if history.num_records else None,
         "recent": min(len(history.train), _RECENT),

@@ -79,7 +79,7 @@ METRICS = (
            curve=Curve("Speed", "Waiting for data", "% of the time, slowest rank")),
     Metric("save_s", ".2f", "saved in", "s", drop=8,
            curve=Curve("Speed", "Waiting for saves", "seconds per record in which a step waited",
-                       missing="no step waited for one")),
+                       missing="no step waited for one, or this version did not record it")),
     Metric("eta_s", "clock", "eta", drop=3, tensorboard="none"),
     Metric("skipped_steps", "d", "skipped", hides_zero=True),
     Metric("skipped_documents", "d", "damaged documents", hides_zero=True),

@@ -13,8 +13,10 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,19 +267,31 @@ class WeightsAndBiases(Sink):
 
 
 class Console(Sink):
-    """A line per record in the log; on a terminal as much of it as fits."""
+    """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
 
     def __init__(self, *, max_steps: int) -> None:
         self._max_steps = max_steps
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console as Terminal
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Terminal(stderr=True), transient=True)
+            self._task = self._bar.add_task("training", total=max_steps)
+            with suppress(OSError):  # the terminal may be gone
+                self._bar.start()
 
     @override
     def write(self, kind: str, record: dict[str, Any]) -> None:
         cells = record_cells(kind, record, max_steps=self._max_steps)
         logger.info(line_of(cells), extra={FIT: lambda width: line_of(cells, width=width)})
+        if self._bar is not None and kind == "train":
+            self._bar.update(self._task, completed=record["step"])
 
     @override
     def close(self) -> None:
-        """The log is not its own."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:

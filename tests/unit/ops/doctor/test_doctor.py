@@ -40,9 +40,12 @@ HEALTHY = Facts(
     shm_gib=128.0,
     shm_free_gib=128.0,
     max_files=65536,
+    max_pinned=-1,
+    has_infiniband=True,
     interfaces={"eth0": "10.0.0.1"},
     host_address="10.0.0.1",
     environment={},
+    broken_launcher_files=(),
     programs=("deepspeed", "pdsh", "ssh"),
     lacks_compiler="",
     disk=DISK,
@@ -78,6 +81,14 @@ def test_a_healthy_machine_has_no_complaint(is_cut_off: bool) -> None:
     assert all(finding.found for finding in findings)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GLOO_SOCKET_IFNAME", "eth0"), ("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "^docker0")],
+)
+def test_interfaces_that_are_up_may_be_named(name: str, value: str) -> None:
+    assert {finding.verdict for finding in judge(variable(name, value))} == {"ok"}
+
+
 def test_a_machine_without_gpus_is_healthy_too() -> None:
     facts = no_gpu(num_driver_gpus=0, driver="", torch_cuda="", backends={"gloo": ""})
     assert {finding.verdict for finding in judge(facts)} == {"ok"}
@@ -106,6 +117,17 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (changed(shm_free_gib=10.0), "/dev/shm", "warning", "10.00 of 128.00"),
         (changed(max_files=100), "open files", "problem", "at most 100"),
         (changed(max_files=1024), "open files", "warning", "at most 1024"),
+        (changed(max_pinned=8 << 20), "pinned memory", "problem", "at most 8"),
+        (variable("TXL_FAULT", "kill:0:3"), "TXL_FAULT", "problem", "on purpose"),
+        (variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "problem", "runs code"),
+        (variable("GLOO_SOCKET_IFNAME", "eth"), "GLOO_SOCKET_IFNAME", "problem", "names eth, which is not up"),
+        (variable("NCCL_SOCKET_IFNAME", "=ib,eth0"), "NCCL_SOCKET_IFNAME", "problem", "names ib, which is not up"),
+        (
+            changed(broken_launcher_files=("/root/.deepspeed_env",)),
+            ".deepspeed_env",
+            "problem",
+            "without an equals sign",
+        ),
         (on_disk(error="Permission denied"), "disk", "problem", "Permission denied"),
         (on_disk(free_gib=0.5), "disk", "problem", "0.5 GiB"),
         (on_disk(free_gib=10.0), "disk", "warning", "10.0 GiB"),

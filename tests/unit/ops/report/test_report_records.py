@@ -156,3 +156,10 @@ def test_missing_records_are_errors_that_name_the_remedy(tmp_path: Path) -> None
         read_history(tmp_path)
     with pytest.raises(DataError, match=r"no whole record yet.*wait for it"):
         read_history(write(tmp_path, '{"kind": "ev', end=""))
+
+
+def test_without_times_hours_are_those_that_the_steps_took(tmp_path: Path) -> None:
+    lines = [event("start", 0), *(train(step, 1.0, step_ms=36_000.0) for step in (100, 200)), event("start", 100)]
+    history = read_history(write(tmp_path, *lines, train(200, 1.0, step_ms=72_000.0, time_s=5.0)))
+    assert np.allclose(history.train["hours"], [1.0, 4.0])
+    assert history.last_time_s == 5.0
