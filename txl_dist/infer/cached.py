@@ -26,7 +26,8 @@ Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -43,10 +44,11 @@ from txl_dist.model.positions import distance_encoding
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.model.transformer_xl import TransformerXL
 
-BLOCK_LEN = 128
-"""Queries of a chunk that attend at a time: few of their scores are of future keys."""
-MOST_SCORES = 2**19
-"""As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache."""
+BLOCK_LEN = {"cpu": 128, "cuda": 512}
+"""Queries of a chunk that attend at a time, by kind of device: few of their scores are of future keys."""
+MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
+"""As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache, and on a GPU few
+large products."""
 
 
 class Past(NamedTuple):
@@ -68,14 +70,8 @@ class KeyValueRing:
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
         shape = (2, section.num_heads, num_rows, 2 * self.size + chunk_len, section.head_width)
-        try:
+        with _room_for(num_rows, memory_len=memory_len):
             self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
-        except RuntimeError as error:
-            num_bytes = section.num_layers * np.prod(shape, dtype=float) * anchor.itemsize
-            raise ConfigError(
-                f"no room for a memory of {memory_len:,} tokens for {num_rows} texts, {num_bytes / 1e9:,.1f} GB. "
-                "Choose a smaller --memory-len or --batch-size."
-            ) from error
         self.documents = (
             torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
         )
@@ -153,10 +149,25 @@ class KeyValueRing:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only, in this order; one may be named several times."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
-        self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
+        with _room_for(len(rows), memory_len=self.memory_len):
+            self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
         if self.documents is not None:
             self.documents = self.documents.index_select(0, index)
         self.known_B = self.known_B[list(rows)]
+
+
+@contextmanager
+def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
+    """Raises ConfigError where memory could not be allocated."""
+    try:
+        yield
+    except RuntimeError as error:  # of which torch has a class for devices, and none for hosts
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"no room for a memory of {memory_len:,} tokens for {num_rows} rows. Choose a shorter memory "
+            "(--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
+        ) from error
 
 
 class _Layer(NamedTuple):
@@ -204,10 +215,11 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, num_heads: int, num_rows: int, num_tokens: int, *, num_keys: int, like: Tensor) -> _Parts:
         """Of a chunk of more than one token."""
-        queries = min(num_tokens, BLOCK_LEN)
+        kind = "cuda" if like.is_cuda else "cpu"
+        queries, most = min(num_tokens, BLOCK_LEN[kind]), MOST_SCORES[kind]
         lane = queries * (num_keys + queries - 1)
-        rows = min(num_rows, max(1, MOST_SCORES // lane))
-        heads = min(num_heads, max(1, MOST_SCORES // (lane * num_rows)))
+        rows = min(num_rows, max(1, most // lane))
+        heads = min(num_heads, max(1, most // (lane * num_rows)))
         slices = itertools.product(
             [slice(n, n + heads) for n in range(0, num_heads, heads)],
             [slice(b, b + rows) for b in range(0, num_rows, rows)],

@@ -14,13 +14,14 @@ text may begin and end when it likes, and a memory is always what lies before a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.cached import FrozenModel, Past
 from txl_dist.infer.sampling import choose, uniform_numbers
 from txl_dist.infer.settings import Sampling
@@ -127,7 +128,9 @@ class Decoder:
 
     def remove(self, key: Hashable) -> None:
         """Stop work on a text. Half the rows are given back when the other half is enough."""
-        self._texts[self._row_of(key)] = None
+        row = self._row_of(key)
+        self._texts[row] = None
+        self._rows.forget(row)
         taken = [row for row, text in enumerate(self._texts) if text is not None]
         if 0 < len(taken) <= len(self._texts) // 2:
             self._rows.select(taken)
@@ -158,6 +161,8 @@ class Decoder:
         seen_BV = torch.stack(seen).to(self._device) if seen else None
         ids_B = choose(log_p_BV, uniform_B, sampling, seen_BV=seen_BV)
         log_ps = log_p_BV.gather(1, ids_B[:, None])[:, 0].tolist()
+        if any(map(math.isnan, log_ps)):
+            raise CheckpointError("the model's probabilities are no numbers. Load it in fp32, or take another one.")
         likeliest: list[list[tuple[int, float]]] = [[] for _ in texts]
         if num_top := min(self._vocab_size, max(text.request.num_top for text in texts)):
             values, ids = log_p_BV.topk(num_top)
@@ -173,6 +178,8 @@ def read(
     frozen: FrozenModel, ids: Sequence[int], past: Past | None = None, *, memory_len: int, segment_len: int
 ) -> Past:
     """What is remembered of `ids` behind a past, read in chunks of `segment_len` over `memory_len`."""
+    most = len(ids) + (0 if past is None else past.document_S.shape[0])  # a longer ring would hold no more
+    memory_len = max(1, min(memory_len, most)) if memory_len else 0
     ring = frozen.ring(num_rows=1, memory_len=memory_len, chunk_len=max(1, min(segment_len, len(ids))))
     if past is not None:
         ring.put(0, past)
@@ -206,6 +213,9 @@ class _CachedRows:
     def read(self, row: int, request: Request) -> None:
         self._ring.put(row, self.past_of(request))
 
+    def forget(self, row: int) -> None:
+        self._ring.known_B[row] = 0  # or others would read as far back as it did
+
     def past(self, row: int, *, without_last: int) -> Past:
         return self._ring.past(row, without_last=without_last)
 
@@ -228,6 +238,9 @@ class _WindowRows:
     def read(self, row: int, request: Request) -> None:
         assert request.past is None
         self._windows[row] = list(request.ids[:-1])
+
+    def forget(self, row: int) -> None:
+        self._windows[row] = []
 
     def past_of(self, request: Request) -> Past:
         raise ConfigError(

@@ -65,7 +65,7 @@ class LanguageModel:
 
     @property
     def network(self) -> TransformerXL:
-        """The model itself, in evaluation mode."""
+        """The model itself, in evaluation mode. Who changes its weights loads it again: this object has read them."""
         return self.bundle.model
 
     @property
@@ -121,7 +121,8 @@ class LanguageModel:
         memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
         scores: list[Tensor] = []
         for start in range(0, len(rows), _MOST_ROWS):
-            scores += self._score(rows[start : start + _MOST_ROWS], memory_len=memory_len, zero_memory=zero_memory)
+            some = self._score(rows[start : start + _MOST_ROWS], memory_len=memory_len, zero_memory=zero_memory)
+            scores += [one.clone() for one in some]  # outside of inference mode, so that others may compute with them
         return scores
 
     def generate(
@@ -241,7 +242,10 @@ class LanguageModel:
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
         """What a text is for `write` and `generation`: its ids behind a memory; without one, behind an end-of-text,
         where the model can begin a document and the text is not given as ids. Raises as `generate`."""
-        prompt = self._read(text, memory)
+        prompt, end_of_text = self._read(text, memory), self.tokenizer.end_of_text
+        if self.bundle.document_border == "mask" and end_of_text in prompt.ids[1:]:  # nothing before it is seen
+            last = len(prompt.ids) - 1 - prompt.ids[::-1].index(end_of_text)
+            prompt = prompt._replace(ids=prompt.ids[last:], past=None)
         if not prompt.ids:
             has_mark = self.tokenizer.end_of_text is not None
             why = "was not trained on first tokens" if has_mark else "has no end-of-text in its vocabulary"

@@ -61,4 +61,5 @@ def _drawn(scores_BS: Tensor, uniform_B: Tensor, sampling: Sampling) -> Tensor:
     # Never the total itself, to which a product with almost 1 may be rounded.
     target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
     drawn_B1 = torch.searchsorted(cumulated_BS, target_B[:, None], right=True)
+    drawn_B1 = drawn_B1.clamp(max=scores_BS.shape[1] - 1)  # of numbers that are none, for who asked to say
     return drawn_B1 if places_BS is None else places_BS.gather(-1, drawn_B1)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError
-from txl_dist.files import write_output
+from txl_dist.errors import CheckpointError, ConfigError, explained
+from txl_dist.files import replace_file
 from txl_dist.infer.cached import Past
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -39,14 +39,15 @@ class TextMemory:
         return self.past.document_S.shape[0] + 1
 
     def save(self, path: str | Path) -> None:
-        """Write the file; an older one is replaced. Raises ConfigError if it cannot be written."""
+        """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written."""
         tensors = {
             "key_value": self.past.key_value_L2NSH.cpu().contiguous(),
             "document": self.past.document_S.cpu().contiguous(),
             "last": torch.tensor([self.last]),
         }
         metadata = {"format_version": FORMAT_VERSION, "model": self.model, "content": _digest(tensors)}
-        write_output(Path(path), save(tensors, metadata=metadata))
+        with explained(ConfigError, f"cannot write {path}", "Choose another file."):
+            replace_file(Path(path), save(tensors, metadata=metadata))
 
 
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:
@@ -57,7 +58,7 @@ def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> 
             metadata = file.metadata() or {}
             if metadata.get("format_version") != FORMAT_VERSION:
                 raise CheckpointError(f"{path} is no memory of a text. {again}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a memory of a text: {error}. {again}") from error
     if metadata.get("model") != fingerprint:

@@ -131,6 +131,9 @@ class Outputs:
             check_output("--plot", self.plot, suffixes=(".png",))
         if self.json is not None:
             check_output("--json", self.json)
+        named = [one.resolve() for one in (self.json, self.log_probs, self.plot) if one is not None]
+        if len(set(named)) < len(named):
+            raise ConfigError("--json, --log-probs and --plot name one file twice. Give each its own.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,9 +58,7 @@ def generate_texts(
         prompts = _begun(given, model, memory, begun)
         pieces = model.write(prompts, writing, keep_memory=save_memory is not None)
         sink: TextIO | None = None
-        if out is not None:
-            sink = sys.stdout if out == STANDARD else stack.enter_context(out.open("w", encoding="utf-8"))
-        is_shown = is_one and sink is None
+        is_shown = is_one and out is None
         if is_shown:
             pieces = _shown(pieces, model, begun)
         for piece, text in _whole_texts(pieces, num_samples=writing.num_samples):
@@ -68,7 +66,8 @@ def generate_texts(
             is_last = piece.sample == writing.num_samples - 1
             one, prompt = begun.pop(piece.prompt) if is_last else begun[piece.prompt]
             made = model.generation(text, piece.ending, prompt)
-            if sink is not None:
+            if out is not None:
+                sink = sink or _opened(out, stack)  # not before: a prompt that is refused leaves an older file alone
                 record = one.record | {"sample": piece.sample, "text": text, "finish": made.finish, "ids": made.ids}
                 if writing.log_probs >= 0:
                     record |= {"log_probs": made.log_probs, "top": made.top}
@@ -79,6 +78,10 @@ def generate_texts(
                 write_text(_text_of(one, model) + text + "\n")
             if save_memory is not None and made.memory is not None:
                 made.memory.save(save_memory)
+
+
+def _opened(path: Path, stack: ExitStack) -> TextIO:
+    return sys.stdout if path == STANDARD else stack.enter_context(path.open("w", encoding="utf-8"))
 
 
 def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
@@ -107,7 +110,7 @@ def read_lines(path: Path) -> Iterator[str]:
         if path == STANDARD:
             yield from sys.stdin
             return
-        with path.open(encoding="utf-8-sig") as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
             yield from stream
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Name another file.") from error

@@ -61,6 +61,12 @@ def generate(
             raise ConfigError(f"cannot write {path}. Name another file with {flag}.")
         if path.exists() and any(read.exists() and path.samefile(read) for read in (file, jsonl) if read):
             raise ConfigError(f"{flag} {path} is the file of the prompts. Name another one.")
+    if (
+        out is not None
+        and out != pipe
+        and out.resolve() in [one.resolve() for one in (load_memory, save_memory) if one]
+    ):
+        raise ConfigError(f"--out {out} is the file of a memory. Name another one.")
     for text in prompt:
         check_text(text)
     announce(f"generating up to {writing.max_tokens} tokens with {source}, {kind.value}; seed {writing.seed}")

@@ -29,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
-CHUNK_LEN = 2 * BLOCK_LEN + 22
+CHUNK_LEN = 2 * BLOCK_LEN["cpu"] + 22
 
 
 def lengths_of(num_tokens: int, *, chunk_len: int, seed: int = 0) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import txl_dist
 from tests.helpers.models import random_tokens, tiny_section
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import Package
+from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.sampling import uniform_numbers
 from txl_dist.infer.settings import Writing
@@ -358,3 +360,41 @@ def test_the_package_imports_no_torch_and_names_what_it_has() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     with pytest.raises(ConfigError, match=r"Did you mean model.width\?"):
         txl_dist.configure(model={"widht": 64})
+
+
+def test_scores_are_tensors_that_others_may_compute_and_train_with(lm: LanguageModel) -> None:
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    scores = lm.score("the cat").neg_()
+    (scores * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_of_several_documents_a_model_with_masks_goes_on_with_the_last(tokenizer: Tokenizer) -> None:
+    end_of_text = tokenizer.end_of_text
+    lm = model_of(tokenizer, dtype=torch.float64)
+    masked = LanguageModel(dataclasses.replace(lm.bundle, document_border="mask"))
+    first, last = lm.encode("the cat"), lm.encode("the dog")
+    ids = [end_of_text, *first, end_of_text, *last]
+    assert masked.generate(ids, seed=1).ids == masked.generate([end_of_text, *last], seed=1).ids
+    assert masked.prompt([end_of_text, *last], masked.memory("the mat")).past is None
+    assert lm.prompt(ids).ids == tuple(ids), "a memory that is carried over borders reads all of them"
+
+
+def test_numbers_that_are_none_are_said_to_be(tokenizer: Tokenizer) -> None:
+    lm = model_of(tokenizer)
+    with torch.no_grad():
+        lm.network.softmax.get_parameter("bias_0").fill_(torch.nan)
+    for settings in ({}, {"temperature": 0.0}, {"top_k": 0}):
+        with pytest.raises(CheckpointError, match="no numbers"):
+            lm.generate("the", **settings)
+
+
+def test_a_text_that_is_gone_costs_the_others_nothing(lm: LanguageModel) -> None:
+    decoder = Decoder(lm.frozen, memory_len=100, segment_len=8)
+    for key, length in (("long", 90), ("a", 3), ("b", 3)):
+        decoder.add(key, Request(ids=(1,) * length, max_tokens=50))
+    decoder.step()
+    decoder.remove("long")
+    decoder.step()
+    ring = decoder._rows._ring  # type: ignore[union-attr]
+    assert ring.past_len <= 5

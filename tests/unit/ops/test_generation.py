@@ -225,3 +225,20 @@ def test_an_older_output_is_kept_where_the_model_cannot_be_read(shell: Shell, tm
     assert "damaged is damaged: model.safetensors has" in shell.refusal("--out", "out.jsonl", bundle=damaged)
     assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999", "--out", "out.jsonl")
     assert Path("out.jsonl").read_text() == "precious"
+
+
+def test_an_older_output_is_left_alone_by_a_prompt_that_is_refused(shell: Shell) -> None:
+    Path("out.jsonl").write_text("older\n")
+    shell.refusal("--tokens", "99999", "--out", "out.jsonl")
+    assert Path("out.jsonl").read_text() == "older\n"
+
+
+def test_texts_are_not_written_over_a_memory(shell: Shell) -> None:
+    shell("--prompt", "the", "--save-memory", "memory")
+    before = Path("memory").read_bytes()
+    for words in (["--load-memory", "memory", "--out", "memory"], ["--save-memory", "new", "--out", "new"]):
+        assert "is the file of a memory" in shell.refusal("--prompt", "a", *words)
+    assert Path("memory").read_bytes() == before
+    shell("--load-memory", "memory", "--prompt", "a", "--save-memory", "memory")
+    assert Path("memory").read_bytes() != before
+    assert shell("--load-memory", "memory", "--prompt", "b")

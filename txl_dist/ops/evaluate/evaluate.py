@@ -45,12 +45,12 @@ def evaluate_trained(
         return []  # rank 0 speaks
     results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
     words = 0 if units.problem else word_count(split)
-    for values in results.values():
-        if overrides.peer is not None:
+    for name, values in results.items():
+        if overrides.peer is not None and name in scores.results:
             values |= {"protocol": overrides.protocol, "bits_per_token": values["loss"] / math.log(2)}
         if units.problem:
             values["no_bits"] = units.problem
-        else:
+        elif words:
             values |= {"words": words, "word_ppl": math.exp(min(values["loss"] * split.tokens / words, 700.0))}
     if outputs.log_probs is not None and scores.log_p_N is not None:
         write_log_probs(outputs.log_probs, split, scores.log_p_N)

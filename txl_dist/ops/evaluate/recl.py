@@ -211,7 +211,7 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
 
     def recurrent(piece_BX: Tensor) -> Tensor:
         num_rows, context = len(piece_BX), piece_BX.shape[1] - 1
-        ring = frozen.ring(num_rows=num_rows, memory_len=memory_len, chunk_len=segment_len)
+        ring = frozen.ring(num_rows=num_rows, memory_len=min(memory_len, context), chunk_len=segment_len)
         stop = context % segment_len or min(segment_len, context)  # the short segment comes first
         hidden_BTD = frozen.run(piece_BX[:, :stop], ring)
         while stop < context:
