@@ -70,3 +70,30 @@ def test_with_other_lanes_only_what_follows_the_beginning_of_a_stripe_differs(tm
     reach = 3 + 3 * 3
     assert is_same[place >= reach].all()
     assert not is_same[place < 2].all()
+
+
+def test_what_one_rank_alone_cannot_read_is_told_by_all(tmp_path: Path) -> None:
+    """The end of the split is damaged, which rank 1 reads."""
+    made = make(tmp_path / "made")
+    shard = sorted(made.corpus.folder.glob("*valid*.tar"))[-1]
+    content = bytearray(shard.read_bytes())
+    split = made.corpus.split("valid")
+    last = list(split.each_document())[-1].tobytes()
+    place = content.rindex(last)
+    content[place : place + len(last)] = b"\x01" * len(last)
+    shard.write_bytes(content)
+    port = forked.free_port()
+    given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--num-lanes", "2"]
+    ranks = [
+        forked.start(
+            forked.run_txl, *given, cwd=tmp_path, out=tmp_path / f"out-{rank}",
+            variables=forked.environment(**forked.place(rank, 2, port)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank, process in enumerate(ranks):
+        process.join(120)
+        said = (tmp_path / f"out-{rank}").read_text()
+        assert process.exitcode == 2, said
+        assert "Traceback" not in said
+    assert shard.name in (tmp_path / "out-1").read_text()

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.data.read.corpus import Split
-from txl_dist.dist import all_reduce_sum, joined_ranks, this_rank
+from txl_dist.dist import all_reduce_sum, joined_ranks, this_rank, together
 from txl_dist.errors import ConfigError
 from txl_dist.files import write_output
 from txl_dist.infer.cached import FrozenModel
@@ -179,16 +179,20 @@ def _losses(targets: Sequence[Target], split: Split, starts: npt.NDArray[np.int6
         own = range(ranks.rank, len(starts), ranks.world_size)
         total = len(targets) * len(own) * sum(contexts)
         losses_NCS = torch.zeros(len(targets), len(contexts), len(starts), dtype=torch.float64)
-        with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
-            for model, target in enumerate(targets):
-                score = _scorer(target, memory_len=settings.memory_len, device=ranks.device)
-                for first in range(0, len(own), settings.num_lanes):
-                    rows = list(own[first : first + settings.num_lanes])
-                    for index, context in enumerate(contexts):
-                        piece_BX = pieces_SX[rows, longest - context :].to(ranks.device)
-                        losses_NCS[model, index, rows] = score(piece_BX).double().cpu()
-                        if ranks.is_first:
-                            progress.advance(len(rows) * context)
+
+        def score_own() -> None:
+            with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
+                for model, target in enumerate(targets):
+                    score = _scorer(target, memory_len=settings.memory_len, device=ranks.device)
+                    for first in range(0, len(own), settings.num_lanes):
+                        rows = list(own[first : first + settings.num_lanes])
+                        for index, context in enumerate(contexts):
+                            piece_BX = pieces_SX[rows, longest - context :].to(ranks.device)
+                            losses_NCS[model, index, rows] = score(piece_BX).double().cpu()
+                            if ranks.is_first:
+                                progress.advance(len(rows) * context)
+
+        together(score_own)
         return all_reduce_sum(losses_NCS).numpy()
 
 

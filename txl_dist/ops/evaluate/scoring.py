@@ -215,7 +215,15 @@ def _score(
     begin = _cached if model.section.scheme.uses_memory else _plain
     losses, memory = begin(model, row, cut, with_documents=maker.mask_documents, with_zeros=with_zeros)
     evaluation = evaluate(
-        losses, memory, cut, maker=maker, units=units, ranks=ranks, before_segment=advance, after_segment=keep
+        losses,
+        memory,
+        cut,
+        maker=maker,
+        units=units,
+        ranks=ranks,
+        before_segment=advance,
+        after_segment=keep,
+        is_local=True,
     )
     means = evaluation.means
     return evaluation.numbers() | {

@@ -22,7 +22,7 @@ from txl_dist.config import Config
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.evaluation import EvalStream, HeldOut
 from txl_dist.data.read.units import TextUnits, text_units
-from txl_dist.dist import Ranks, all_reduce_sum
+from txl_dist.dist import Ranks, all_reduce_sum, together
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
@@ -133,20 +133,27 @@ def evaluate(
     ranks: Ranks,
     before_segment: Callable[[], None] = lambda: None,
     after_segment: Callable[[Batch, Tensor], None] = lambda batch, nll_BT: None,
+    is_local: bool = False,
 ) -> Evaluation:
     """Score held-out text, beginning with this memory. All ranks call it together and get the same result.
 
     `losses` gives nll_BT and the next memory without gradients. What `before_segment` raises, on all ranks together,
-    ends the evaluation; `after_segment` gets each batch with its losses.
+    ends the evaluation; `after_segment` gets each batch with its losses. `is_local`: losses are made without the other
+    ranks, so what fails on one of them alone is told to all.
     """
     start_s = time.perf_counter()
     sums = LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device)
-    for segment in stream:
-        before_segment()
-        batch = to_device(maker.batch(segment), ranks.device)
-        nll_BT, memory = losses(batch, memory)
-        sums.add(nll_BT, batch)
-        after_segment(batch, nll_BT)
+
+    def score() -> None:
+        last = memory
+        for segment in stream:
+            before_segment()
+            batch = to_device(maker.batch(segment), ranks.device)
+            nll_BT, last = losses(batch, last)
+            sums.add(nll_BT, batch)
+            after_segment(batch, nll_BT)
+
+    together(score) if is_local else score()
     return Evaluation(sums.means(), units, time.perf_counter() - start_s)
 
 
