@@ -143,8 +143,9 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
 def _broken_launcher_files() -> Iterator[str]:
     name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
     for path in sorted({Path.home() / name, Path.cwd() / name}):
-        if path.is_file() and not all("=" in line for line in path.read_text(errors="replace").splitlines()):
-            yield str(path)
+        with suppress(OSError):  # what cannot be read here, the launcher says itself
+            if path.is_file() and not all("=" in line for line in path.read_text(errors="replace").splitlines()):
+                yield str(path)
 
 
 def _version(name: str) -> str:
