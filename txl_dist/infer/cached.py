@@ -156,13 +156,18 @@ class KeyValueRing:
         self.known_B = self.known_B[list(rows)]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory could not be allocated, of which torch has a class for devices, and none for hosts."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @contextmanager
 def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
     """Raises ConfigError where memory could not be allocated."""
     try:
         yield
-    except RuntimeError as error:  # of which torch has a class for devices, and none for hosts
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(
             f"no room for a memory of {memory_len:,} tokens for {num_rows} rows. Choose a shorter memory "

@@ -32,11 +32,6 @@ class Distances(NamedTuple):
     bias_KN: Tensor | None
     """Learned term (d); None where it is made with the bias v."""
 
-    def last(self, num_distances: int) -> Distances:
-        """The shortest so many."""
-        bias_KN = None if self.bias_KN is None else self.bias_KN[-num_distances:]
-        return Distances(self.key_KNH[-num_distances:], bias_KN)
-
 
 class KeyValue(nn.Linear):
     """The projection to keys and values, with a bias on the values only, where the model has one."""

@@ -23,7 +23,7 @@ from txl_dist.data.read.peers import PeerRows, RandomCrops
 from txl_dist.data.read.units import TextUnits
 from txl_dist.dist import Ranks, gather_objects, joined_ranks
 from txl_dist.errors import CheckpointError, ConfigError, of_all
-from txl_dist.infer.cached import FrozenModel, KeyValueRing
+from txl_dist.infer.cached import FrozenModel, KeyValueRing, is_out_of_memory
 from txl_dist.log import warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -294,8 +294,8 @@ def enough_memory() -> Iterator[None]:
     """Raises ConfigError where memory could not be allocated."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # of which torch has a class for devices, and none for hosts
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(
             f"not enough memory for this evaluation: {' '.join(str(error).split()):.200}. Give fewer lanes "
