@@ -7,6 +7,7 @@ A mark is an HTML comment on the line above a fence, which neither GitHub nor mk
     <!-- not run: REASON -->  a shell block that no test runs, and why
 
 A ```text block behind a block that is run is what it prints; `...` stands for anything, alone on a line for any lines.
+Several blanks stand for several: columns are as wide as their values.
 """
 
 from __future__ import annotations
@@ -92,5 +93,6 @@ def pattern_of(output: str) -> re.Pattern[str]:
         if line.strip() == "...":
             lines.append(r"(?:.*\n)*?")
         else:
-            lines.append(".*?".join(re.escape(part.rstrip()) for part in line.split("...")) + r"[ \t]*\n")
+            anything = ".*?".join(re.escape(part.rstrip()) for part in line.split("..."))
+            lines.append(re.sub(r"(?:\\ ){2,}", "[ ]{2,}", anything) + r"[ \t]*\n")
     return re.compile("^" + "".join(lines), re.MULTILINE)

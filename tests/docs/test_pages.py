@@ -212,3 +212,5 @@ def test_the_rules_see_what_is_wrong(tmp_path: Path) -> None:
     assert "--optim.lr" in flags_of("train")
     assert pattern_of("a ... c\n...\nd\n").search("x\na b c\ny\nz\nd\n")
     assert not pattern_of("a ... c\nd\n").search("a b c\ny\nd\n")
+    assert pattern_of("loss  tokens\n").search("loss   tokens\n"), "columns are as wide as their values"
+    assert not pattern_of("loss  tokens\n").search("loss tokens\n")
