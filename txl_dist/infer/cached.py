@@ -49,6 +49,8 @@ BLOCK_LEN = {"cpu": 128, "cuda": 512}
 MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
 """As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache, and on a GPU few
 large products."""
+MOST_LOGITS = 2**26
+"""At a time, in tokens times vocabulary, where no partition is given, or those of one token: 256 MiB in fp32."""
 
 
 class Past(NamedTuple):
@@ -358,8 +360,14 @@ class FrozenModel:
 
     @torch.inference_mode()
     def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
-        """nll_BT in nats of given targets, at least fp32."""
-        return self.model.softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
+        """nll_BT in nats of given targets, at least fp32; of some tokens at a time, if no partition of all is given."""
+        softmax, num_tokens = self.model.softmax, targets_BT.numel()
+        most = num_tokens if partition is not None else max(1, MOST_LOGITS // self.model.vocab_size)
+        if num_tokens <= most:
+            return softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
+        hidden_1SD, targets_1S = hidden_BTD.flatten(0, 1)[None], targets_BT.flatten()[None]
+        parts = zip(hidden_1SD.split(most, dim=1), targets_1S.split(most, dim=1), strict=True)
+        return torch.cat([softmax.losses(*part, tables=self.tables) for part in parts], dim=1).view(targets_BT.shape)
 
     def _attend(
         self,

@@ -326,6 +326,32 @@ def test_with_memory_enough_no_cut_changes_a_loss() -> None:
         assert (one - other).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("cutoffs", [[], [10, 25]])
+def test_no_more_logits_than_there_is_room_for_are_made_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, cutoffs: list[int]
+) -> None:
+    """However many rows there are; and the losses are those of all at once."""
+    model = tiny_model(cutoffs=cutoffs).eval()
+    hidden_BTD, targets_BT = torch.randn(16, 5, model.section.width), random_tokens(16, 5, seed=1)
+    with torch.inference_mode():
+        expected = model.softmax.losses(hidden_BTD, targets_BT)
+    made: list[int] = []
+    plain = model.softmax.losses
+
+    def counted(hidden_BTD: Tensor, targets_BT: Tensor, **rest: Any) -> Tensor:
+        made.append(targets_BT.numel() * VOCAB_SIZE)
+        return plain(hidden_BTD, targets_BT, **rest)
+
+    monkeypatch.setattr(model.softmax, "losses", counted)
+    for room in (7 * VOCAB_SIZE, 1):
+        monkeypatch.setattr("txl_dist.infer.cached.MOST_LOGITS", room)
+        found = FrozenModel(model).losses(hidden_BTD, targets_BT)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        assert max(made) <= max(room, VOCAB_SIZE)
+        assert sum(made) == 80 * VOCAB_SIZE
+        made.clear()
+
+
 def test_a_model_whose_positions_know_no_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="absolute positions knows no memory"):
         FrozenModel(tiny_model(**POSITIONS["absolute"]).eval())
