@@ -363,6 +363,47 @@ def test_a_sweep_is_drawn_as_a_png(made: Made, tmp_path: Path) -> None:
     assert len(picture) > 5000
 
 
+def test_rows_that_come_to_the_same_are_scored_once_with_a_word(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets, run, tokens = made.corpus.split("valid").tokens - 1, FrozenModel.run, []
+
+    def counted(frozen: FrozenModel, tokens_BT: Tensor, *rest: Any, **named: Any) -> Tensor:
+        tokens.append(tokens_BT.numel())
+        return run(frozen, tokens_BT, *rest, **named)
+
+    monkeypatch.setattr(FrozenModel, "run", counted)
+    results = evaluated(made, memory_len=(0, 10**4, targets, 10**5), segment_len=(SEGMENT_LEN, 0), without_memory=True)
+    assert list(results) == [
+        f"memory 0, segment {SEGMENT_LEN}",
+        f"memory {targets}, segment {SEGMENT_LEN}",
+        "memory off",
+    ]
+    assert results["memory off"]["loss"] == results[f"memory 0, segment {SEGMENT_LEN}"]["loss"]
+    assert sum(tokens) == 2 * -(-targets // SEGMENT_LEN) * SEGMENT_LEN
+    assert "6 of 9 rows come to the same as others, and are scored once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"memory_len": (10**4, 10**5)}, {"segment_len": (0, SEGMENT_LEN), "without_memory": True},
+     {"protocol": "nanogpt", "memory_len": (0, -1)}],
+    ids=str,
+)  # fmt: skip
+def test_a_picture_of_one_length_is_refused_before_it_is_scored(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
+    with pytest.raises(
+        ConfigError, match=r"--plot draws .* come to one evaluation: .*Give others, or leave out --plot"
+    ):
+        evaluate_trained(
+            made.bundle, data=made.corpus.folder, overrides=Overrides(**changes), baselines=False,
+            outputs=Outputs(plot=tmp_path / "p.png"),
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("border", ["carry", "mask"])
 @pytest.mark.parametrize("lengths", [{"memory_len": 24}, {"memory_len": 0, "overlap_len": 5}], ids=str)
 def test_log_probabilities_are_those_of_each_scored_token_in_the_order_of_the_corpus(
