@@ -114,7 +114,13 @@ def pictures_of(run: Run) -> dict[str, list[Picture]]:
             for column in spread(table.numbered(prefix), most=len(COLOURS)) or [prefix]
         ]
         missing = "; ".join(run.no_bits.values()) if row.title == "Bits per byte" else row.missing
-        picture = picture_of(row._replace(missing=missing), lines, hours=hours, marks=_marks(run, row))
+        left_out = {
+            few(word, len(table.numbered(prefix)))
+            for table in tables[row.of].values()
+            for word, prefix in row.columns.items()
+        }
+        row = row._replace(missing=missing, caption=" ".join(filter(None, [row.caption, *sorted(left_out)])))
+        picture = picture_of(row, lines, hours=hours, marks=_marks(run, row))
         groups[row.group].append(picture)
     return groups
 
@@ -160,6 +166,11 @@ def shortened(label: str) -> str:
     """A name that fits into a legend: the middle of a long one is left out."""
     half = _MAX_LABEL // 2 - 1
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}..{label[-half:]}"
+
+
+def few(word: str, num: int) -> str:
+    """For a caption, where a picture has not room for a line of each."""
+    return f"{len(COLOURS)} of {num:,} {word}s." if num > len(COLOURS) else ""
 
 
 def spread(items: Sequence[Item], *, most: int) -> list[Item]:

@@ -121,6 +121,16 @@ def test_the_gain_per_position_is_paired_and_in_bins_with_their_tokens(page: Pag
     assert "At step 2,000, over 4,096 tokens, about 512 for each point" in page.text
 
 
+@pytest.mark.parametrize(("num", "words"), [(8, ""), (12, "Layer 0 is nearest the text. 8 of 12 layers.")])
+def test_a_picture_without_room_for_all_layers_says_so(tmp_path: Path, num: int, words: str) -> None:
+    looks = [{"kind": "look", "step": step, "memory_norm": [1.0] * num} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, looks)), encoding="utf-8")
+    write_report(tmp_path)
+    text = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
+    assert ("of 12 layers" in text) == bool(words)
+    assert words in text
+
+
 def test_every_axis_of_numbers_has_a_unit_or_a_name(run: Path) -> None:
     html = (run / "report.html").read_text(encoding="utf-8")
     for unit in ("nats per token", "tokens seen", "minutes of work", "tokens/s", "ms per step", "GiB", "MFU, %"):
