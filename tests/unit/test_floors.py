@@ -72,7 +72,7 @@ BUDGETS = {
     "infer": 1150,
     "convert": 1100,
     "train": 4150,
-    "ops": 3560,
+    "ops": 3610,
     "verbs": 650,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
