@@ -391,7 +391,11 @@ def test_rows_that_come_to_the_same_are_scored_once_with_a_word(
     ids=str,
 )  # fmt: skip
 def test_a_picture_of_one_length_is_refused_before_it_is_scored(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    made: Made,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
     with pytest.raises(
@@ -402,6 +406,7 @@ def test_a_picture_of_one_length_is_refused_before_it_is_scored(
             outputs=Outputs(plot=tmp_path / "p.png"),
         )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
+    assert "scored once" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("border", ["carry", "mask"])

@@ -136,15 +136,8 @@ def score_model(
         on_first(outputs.check_files)
         require_same([target])
         plans = [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides) for row in rows]
-        told = itertools.chain(*(_shortened(row, plan.cut, overrides) for row, plan in zip(rows, plans, strict=True)))
-        for message in dict.fromkeys(told):
-            warn_for_all("%s", message)
-        num_rows = len({plan.name for plan in plans})
-        if num_rows < len(rows):
-            warn_for_all(
-                "%d of %d rows come to the same as others, and are scored once", len(rows) - num_rows, len(rows)
-            )
-        if outputs.plot is not None and len({plan.name for plan in plans if plan.name != MEMORY_OFF}) < 2:
+        names = dict.fromkeys(plan.name for plan in plans)
+        if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
             only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
             raise of_all(
                 ConfigError(
@@ -152,6 +145,11 @@ def score_model(
                     f"{only}, clamp {plans[0].config.model.clamp_len:,}. Give others, or leave out --plot."
                 )
             )
+        told = itertools.chain(*(_shortened(row, plan.cut, overrides) for row, plan in zip(rows, plans, strict=True)))
+        for message in dict.fromkeys(told):
+            warn_for_all("%s", message)
+        if num_equal := len(rows) - len(names):
+            warn_for_all("%d of %d rows come to the same as others, and are scored once", num_equal, len(rows))
         distinct: dict[tuple[int, ...], _Plan] = {}
         for plan in plans:
             distinct.setdefault(plan.lengths, plan)
