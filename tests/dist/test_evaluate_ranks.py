@@ -127,3 +127,22 @@ def test_only_rank_0_looks_whether_a_file_can_be_written_and_all_tell_what_it_fi
         assert ("cannot write results/scores.json" in said) == (who == 1 and rank == 0), said
     files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("at-*/*/*")]
     assert files == (["at-0/results/scores.json"] if who == 0 else [])
+
+
+def test_what_all_ranks_find_wrong_is_told_once(tmp_path: Path) -> None:
+    made, port = make(tmp_path / "made"), forked.free_port()
+    given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--protocol", "nvidia"]
+    ranks = [
+        forked.start(
+            forked.run_txl, *given, "--memory-len", "100000", cwd=tmp_path, out=tmp_path / f"out-{rank}",
+            variables=forked.environment(**forked.place(rank, 2, port)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = []
+    for rank, process in enumerate(ranks):
+        process.join(60)
+        process.kill()
+        said.append((tmp_path / f"out-{rank}").read_text())
+        assert process.exitcode == 2, said[-1]
+    assert ["for each of this protocol's 16 rows" in one for one in said] == [True, False]

@@ -21,7 +21,7 @@ from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.evaluation import EvalStream, HeldOut
 from txl_dist.data.read.peers import PeerRows, RandomCrops
 from txl_dist.data.read.units import TextUnits
-from txl_dist.dist import Ranks, joined_ranks, on_first
+from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import ConfigError, of_all
 from txl_dist.infer.cached import FrozenModel, KeyValueRing, is_out_of_memory
 from txl_dist.log import warn_for_all
@@ -135,7 +135,7 @@ def score_model(
     with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         on_first(outputs.check_files)
         require_same([target])
-        plans = [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides) for row in rows]
+        plans = together(lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides) for row in rows])
         names = dict.fromkeys(plan.name for plan in plans)
         if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
             only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
@@ -241,7 +241,7 @@ def _score(
 
     maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
     begin = _cached if model.section.scheme.uses_memory else _plain
-    losses, memory = begin(model, plan, with_documents=maker.mask_documents, with_zeros=with_zeros)
+    losses, memory = together(lambda: begin(model, plan, with_documents=maker.mask_documents, with_zeros=with_zeros))
     evaluation = evaluate(
         losses,
         memory,
