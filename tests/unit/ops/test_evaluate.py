@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -499,6 +500,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
             tmp_path / "nothing", data="x", overrides=Overrides(**changes), baselines=False, outputs=Outputs(**paths)
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_not_opened_before_there_is_something_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader would see it end; without one yet, the look would wait."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=AssertionError("it is opened")))
+    Outputs(json=tmp_path / "pipe").check(Overrides())
 
 
 def test_what_does_not_belong_together_or_is_not_whole_is_refused_before_it_is_scored(
