@@ -38,7 +38,9 @@ def recl(
         require(data, Kind.CORPUS, what="--data")
     elif kinds[0] is Kind.BUNDLE:
         raise ConfigError(f"{targets[0]} is a bundle and knows no corpus. Name one with --data, or a run before it.")
-    announce(f"scoring {len(targets)} models behind {len(settings.contexts)} lengths of context")
+    announce(
+        f"scoring {len(targets)} model{'s' * (len(targets) > 1)} behind {len(settings.contexts)} lengths of context"
+    )
     from txl_dist.ops.evaluate.recl import compare_contexts
 
     lines = compare_contexts(targets, data=data, settings=settings, outputs=outputs)

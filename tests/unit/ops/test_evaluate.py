@@ -243,6 +243,14 @@ def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_
     assert f"has {targets:,} tokens to score: --num-lanes {1 << 20:,} is cut to that" in capsys.readouterr().err
 
 
+def test_the_lanes_that_are_told_are_those_that_were_run(made: Made) -> None:
+    overrides, targets = Overrides(num_lanes=1 << 20, memory_len=(1,)), made.corpus.split("valid").tokens - 1
+    lines = evaluate_trained(
+        made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=Outputs()
+    )
+    assert lines[0].endswith(f", as {targets} lanes")
+
+
 @pytest.mark.parametrize(
     "error",
     [

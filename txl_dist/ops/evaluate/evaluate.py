@@ -61,7 +61,8 @@ def evaluate_trained(
         write_output(outputs.plot, draw_png(chart))
     if outputs.json is not None:
         write_output(outputs.json, json.dumps(results, indent=1).encode() + b"\n")
-    where = f"scored: {target.where}, as {config.eval.num_lanes} lanes"
+    num_lanes = config.eval.num_lanes if overrides.peer is not None else min(config.eval.num_lanes, split.tokens - 1)
+    where = f"scored: {target.where}, as {num_lanes} lanes"
     if overrides.peer is not None:
         where += f", by the protocol {overrides.protocol} ({overrides.peer.source})"
     (first, *others) = scores.results.values()
