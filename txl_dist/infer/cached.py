@@ -67,6 +67,8 @@ class KeyValueRing:
         self, model: TransformerXL, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
     ) -> None:
         section, anchor = model.section, model.embedding.weight(0)
+        self.model = model
+        """Whose keys and values they are."""
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
         shape = (2, section.num_heads, num_rows, 2 * self.size + chunk_len, section.head_width)
@@ -158,7 +160,8 @@ class KeyValueRing:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory could not be allocated, of which torch has a class for devices, and none for hosts."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    words = ("can't allocate memory", "Overflow when unpacking long")  # the latter: more than can be counted
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 @contextmanager
@@ -166,7 +169,7 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
     """Raises ConfigError where memory could not be allocated."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(

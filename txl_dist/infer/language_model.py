@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from txl_dist.errors import ConfigError
+from txl_dist.files import path_of
 from txl_dist.infer.bundle import Bundle
 from txl_dist.infer.cached import FrozenModel, KeyValueRing
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.probe import log_probabilities
-from txl_dist.infer.settings import Writing, check_ids, check_text
+from txl_dist.infer.settings import Writing, check_count, check_ids, check_text
 from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory
 from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, write
 from txl_dist.model.transformer_xl import TransformerXL
@@ -84,14 +85,16 @@ class LanguageModel:
         return fingerprint_of(self.network)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end-of-text. Raises DataError for what the vocabulary cannot say."""
+        """Ids of a text, without an end-of-text.
+
+        Raises ConfigError for what is no text, DataError for what the vocabulary cannot say.
+        """
+        check_text(text)
         return [int(i) for i in self.tokenizer.encode_prompt(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids. Raises ConfigError for an id outside the vocabulary."""
-        ids = list(ids)
-        check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="ids")
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode(check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="ids"))
 
     def score(
         self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1, zero_memory: bool = False
@@ -115,7 +118,8 @@ class LanguageModel:
         zero_memory: bool = False,
     ) -> list[Tensor]:
         """As `score`, of several texts together."""
-        rows = [self._read(text, memory) for text in texts]
+        rows = [self._read(text, memory) for text in _several(texts)]
+        check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
         memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
@@ -136,8 +140,7 @@ class LanguageModel:
         Raises ConfigError for a setting that is unknown or out of range, ids outside the vocabulary, an empty prompt
         where the model cannot begin a document, a memory of another model.
         """
-        if settings.get("num_samples", 1) != 1:
-            raise ConfigError("generate gives one text. Use generate_batch([prompt], num_samples=...) for several.")
+        _refuse_samples(settings)
         return self.generate_batch([prompt], memory=memory, keep_memory=keep_memory, **settings)[0][0]
 
     def generate_batch(
@@ -145,17 +148,18 @@ class LanguageModel:
     ) -> list[list[Generation]]:
         """As `generate`, of several prompts together: the `num_samples` texts of each."""
         writing = Writing.of(settings)
-        begun = [self.prompt(prompt, memory) for prompt in prompts]
+        begun = [self.prompt(prompt, memory) for prompt in _several(prompts)]
         texts: dict[tuple[int, int], str] = defaultdict(str)
         made: dict[tuple[int, int], Generation] = {}
         for number, sample, text, ending in self.write(begun, writing, keep_memory=keep_memory):
             texts[number, sample] += text
             if ending:
                 made[number, sample] = self.generation(texts[number, sample], ending, begun[number])
-        return [[made[number, sample] for sample in range(writing.num_samples)] for number in range(len(prompts))]
+        return [[made[number, sample] for sample in range(writing.num_samples)] for number in range(len(begun))]
 
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
         """As `generate`, of one prompt: the text in pieces, as they are made."""
+        _refuse_samples(settings)
         pieces = self.write([self.prompt(prompt, memory)], Writing.of(settings))
         return (piece.text for piece in pieces if piece.text)
 
@@ -183,18 +187,25 @@ class LanguageModel:
 
         Raises ConfigError where the model remembers nothing, and as `generate`.
         """
+        check_count(memory_len, least=-1, what="memory_len")
         prompt = self.prompt(text, memory)
         past = self._decoder(memory_len).read(Request(ids=prompt.ids, max_tokens=0, past=prompt.past))
         return TextMemory(past, prompt.ids[-1], self.fingerprint)
 
     def load_memory(self, path: str | Path) -> TextMemory:
         """One that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
-        return load_memory(path, self.network, fingerprint=self.fingerprint)
+        return load_memory(path_of(path), self.network, fingerprint=self.fingerprint)
 
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
     ) -> KeyValueRing:
-        """What `hidden` begins with: for so many rows, of at most `chunk_len` positions at a time."""
+        """What `hidden` begins with: for so many rows, of at most `chunk_len` positions at a time.
+
+        Raises ConfigError for numbers that are none, and for a model without a memory.
+        """
+        check_count(num_rows, least=1, what="num_rows")
+        check_count(memory_len, least=-1, what="memory_len")
+        check_count(chunk_len, least=1, what="chunk_len")
         memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
         return self.frozen.ring(
             num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
@@ -213,18 +224,23 @@ class LanguageModel:
         Raises ConfigError for inputs that are neither, for ids outside the vocabulary, and for more positions than the
         memory takes at a time.
         """
-        width = self.network.section.width
-        is_tokens = inputs.dtype == torch.int64 and inputs.dim() == 2
-        if not is_tokens and not (inputs.is_floating_point() and inputs.dim() == 3 and inputs.shape[-1] == width):
+        width, dtype = self.network.section.width, self.network.embedding.weight(0).dtype
+        what = f"{tuple(inputs.shape)} {inputs.dtype}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        is_tokens = isinstance(inputs, Tensor) and inputs.dtype == torch.int64 and inputs.dim() == 2
+        is_vectors = isinstance(inputs, Tensor) and inputs.dtype == dtype and inputs.shape[2:] == (width,)
+        if not (is_tokens or is_vectors) or not inputs.shape[0] or not inputs.shape[1]:
             raise ConfigError(
-                f"inputs of {tuple(inputs.shape)} {inputs.dtype}: give int64 tokens [rows, positions], or vectors "
-                f"[rows, positions, {width}]."
+                f"inputs of {what}: give a tensor of one row and position or more, int64 tokens [rows, positions], or "
+                f"vectors [rows, positions, {width}] of the model's type, {dtype}."
             )
+        inputs = inputs.to(self.device)
         num_rows, num_positions = inputs.shape[:2]
         if memory is None:
             memory = self.empty_memory(
                 num_rows=num_rows, chunk_len=num_positions, with_documents=document_BT is not None
             )
+        if not isinstance(memory, KeyValueRing) or memory.model is not self.network:
+            raise ConfigError("this memory is none of this model for hidden states. Make it by its empty_memory.")
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
                 f"{num_rows} rows of {num_positions} positions: this memory is for {memory.num_rows} rows of at most "
@@ -232,6 +248,15 @@ class LanguageModel:
             )
         if (document_BT is None) != (memory.documents is None):
             raise ConfigError("documents are for a memory that was made with_documents, which needs them each time.")
+        if document_BT is not None:
+            if (
+                not isinstance(document_BT, Tensor)
+                or document_BT.dtype != torch.int64
+                or document_BT.shape != (num_rows, num_positions)
+                or bool((document_BT < 0).any())
+            ):
+                raise ConfigError(f"document_BT must be int64, 0 or more, {(num_rows, num_positions)}, as the inputs.")
+            document_BT = document_BT.to(self.device)
         if is_tokens:
             check_ids(inputs.flatten().tolist(), vocab_size=self.network.vocab_size, what="inputs")
         with torch.inference_mode():
@@ -253,12 +278,12 @@ class LanguageModel:
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
+        if not isinstance(memory, TextMemory | None):
+            raise ConfigError(f"{memory!r:.200} is no memory of a text. Make one by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
             raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
-        if isinstance(text, str):
-            check_text(text)
-        ids = self.encode(text) if isinstance(text, str) else list(text)
-        check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="the prompt")
+        vocab_size = self.tokenizer.vocab_size
+        ids = self.encode(text) if isinstance(text, str) else check_ids(text, vocab_size=vocab_size, what="the prompt")
         shown, end_of_text = text if isinstance(text, str) else self.tokenizer.decode(ids), self.tokenizer.end_of_text
         if memory is not None:
             ids = [memory.last, *ids]
@@ -298,6 +323,18 @@ class LanguageModel:
             parts.append(-self.frozen.losses(hidden_BTD, tokens_BS[:, start + 1 : stop + 1]))
         log_p_BS = torch.cat(parts, dim=1)
         return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
+
+
+def _several(texts: Iterable[Text]) -> list[Text]:
+    """Raises ConfigError for one text, whose characters are not meant."""
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise ConfigError(f"{texts!r:.200} is no list of texts. Give a list, also of one.")
+    return list(texts)
+
+
+def _refuse_samples(settings: dict[str, Any]) -> None:
+    if settings.get("num_samples", 1) != 1:
+        raise ConfigError("this gives one text. Use generate_batch([prompt], num_samples=...) for several.")
 
 
 _MOST_ROWS = 16

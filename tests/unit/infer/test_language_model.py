@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -303,14 +304,85 @@ def test_a_row_that_begins_a_document_sees_nothing_of_what_it_was(lm: LanguageMo
     assert (hidden[-1, 0] - alone[-1, 0]).abs().max() > 1e-3
 
 
+WRONG_SETTINGS = [
+    *({"temperature": "hot"}, {"temperature": True}, {"temperature": 10**400}, {"top_k": 2.5}, {"max_tokens": "9"}),
+    *({"stop": None}, {"stop": 5}, {"stop": b"ab"}, {"stop": ["a", 5]}, {"allowed": "abc"}, {"allowed": [True]}),
+    *({"seed": 1.5}, {"memory_len": math.inf}),
+]
+
+
+@pytest.mark.parametrize("settings", WRONG_SETTINGS, ids=map(str, range(len(WRONG_SETTINGS))))
+def test_settings_of_another_kind_are_refused_by_name(lm: LanguageModel, settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=rf"{name}=.*: it must be (a number|a whole number|a string, or|a list of)"):
+        lm.generate("a", **settings)
+
+
+def test_settings_may_be_arrays_and_tensors(lm: LanguageModel) -> None:
+    ids = lm.encode("abc")
+    expected = lm.generate(ids, allowed=ids, seed=3, max_tokens=5)
+    for given in (np.array(ids), torch.tensor(ids), tuple(ids), set(ids)):
+        assert lm.generate(ids, allowed=given, seed=np.int64(3), max_tokens=np.int32(5)) == expected
+    assert lm.generate(torch.tensor(ids), allowed=ids, seed=3, max_tokens=5) == expected
+
+
+@pytest.mark.parametrize("given", [None, 5, b"ab", [1.5], ["a"], {"prompt": "a"}, {5}, [True], torch.tensor([[1, 2]])])
+def test_what_is_neither_text_nor_ids_is_refused_by_everything(lm: LanguageModel, given: Any) -> None:
+    for call in (lm.generate, lm.stream, lm.score, lm.memory, lm.prompt, lm.decode):
+        with pytest.raises(ConfigError, match=r"is no (list of ids|id), .*Correct it"):
+            call(given)
+    for several in (lm.generate_batch, lm.score_batch):
+        with pytest.raises(ConfigError, match=r"is no (list of ids|id), .*Correct it"):
+            several([given])
+    if not isinstance(given, list | dict | set | torch.Tensor):
+        with pytest.raises(ConfigError, match="is no text"):
+            lm.encode(given)
+
+
+def test_one_text_is_not_taken_for_several_nor_a_number_for_a_memory(lm: LanguageModel, tmp_path: Path) -> None:
+    ring = lm.empty_memory(num_rows=1)
+    wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        *((lm.generate_batch, (given,), {}) for given in ("abc", 5)),
+        *((lm.score_batch, (given,), {}) for given in ("abc", None)),
+        *((call, ("a",), {"memory": given}) for call in (lm.generate, lm.score, lm.memory) for given in (5, ring)),
+        *((call, ("a",), {"memory_len": given}) for call in (lm.score, lm.memory) for given in ("x", 2.5, -2, True)),
+        *((lm.stream, ("a",), {"num_samples": given}) for given in (2, "x")),
+        *((lm.empty_memory, (), {"num_rows": given}) for given in (0, "x", 10**30)),
+        *((lm.empty_memory, (), {"num_rows": 1, "chunk_len": given}) for given in (0, 1.5)),
+        (lm.empty_memory, (), {"num_rows": 1, "memory_len": "x"}),
+        (lm.generate, ("a",), {"memory_len": 10**30}),
+        *((call, (5,), {}) for call in (lm.load_memory, lm.memory("a").save, txl_dist.load, txl_dist.open_corpus)),
+        *((txl_dist.configure, (given,), {}) for given in (5, {"model": {}})),
+        *((txl_dist.configure, (), {"model": given}) for given in (5, None, {(1, 2): 3})),
+        (txl_dist.TransformerXL, (txl_dist.Config(),), {"vocab_size": 5}),
+        (txl_dist.TransformerXL, (txl_dist.Config().model,), {"vocab_size": "x"}),
+        *((txl_dist.load, (tmp_path,), {"device": given}) for given in ("banana", "meta", None, "cuda:77")),
+        (txl_dist.load, (tmp_path / "nowhere",), {}),
+    ]
+    for call, arguments, named in wrong:
+        with pytest.raises(ConfigError):
+            call(*arguments, **named)
+
+
 def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenizer: Tokenizer) -> None:
     memory = lm.empty_memory(num_rows=2, chunk_len=5)
     for inputs in (torch.zeros(2, 6, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)):
         with pytest.raises(ConfigError, match="Cut the inputs"):
             lm.hidden(inputs, memory)
-    for wrong in (torch.zeros(2, 5), torch.zeros(2, 5, 11, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)):
-        with pytest.raises(ConfigError, match="give int64 tokens"):
-            lm.hidden(wrong)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    for wrong in (
+        *(torch.zeros(2, 5), torch.zeros(2, 5, 11, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)),
+        *(torch.zeros(2, 5, 12), tokens[:, :0], tokens[:0], tokens.int(), torch.zeros(2, 0, 12, dtype=torch.float64)),
+        tokens.tolist(),
+    ):
+        with pytest.raises(ConfigError, match="int64 tokens"):
+            lm.hidden(wrong)  # type: ignore[arg-type]
+    for wrong_document in (tokens[:, :3], torch.zeros(2, 5), tokens - 1, 5):
+        with pytest.raises(ConfigError, match="document_BT must be int64"):
+            lm.hidden(tokens, document_BT=wrong_document)  # type: ignore[arg-type]
+    for other in (lm.memory("a"), model_of(tokenizer).empty_memory(num_rows=2, chunk_len=5)):
+        with pytest.raises(ConfigError, match="none of this model"):
+            lm.hidden(tokens, other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="with_documents"):
         lm.hidden(torch.zeros(2, 5, dtype=torch.int64), memory, document_BT=torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ConfigError, match="zero_memory"):
