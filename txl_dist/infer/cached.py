@@ -64,10 +64,10 @@ class KeyValueRing:
     """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
 
     def __init__(
-        self, model: TransformerXL, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
+        self, owner: FrozenModel, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
     ) -> None:
-        section, anchor = model.section, model.embedding.weight(0)
-        self.model = model
+        section, anchor = owner.model.section, owner.model.embedding.weight(0)
+        self.owner = owner
         """Whose keys and values they are."""
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
@@ -289,7 +289,7 @@ class FrozenModel:
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
         return KeyValueRing(
-            self.model, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+            self, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
         )
 
     @torch.inference_mode()

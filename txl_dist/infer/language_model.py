@@ -58,6 +58,7 @@ class LanguageModel:
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
+        self._versions: list[tuple[int, int]] = []
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -66,7 +67,8 @@ class LanguageModel:
 
     @property
     def network(self) -> TransformerXL:
-        """The model itself, in evaluation mode. Who changes its weights loads it again: this object has read them."""
+        """The model itself, in evaluation mode. Its weights may change between calls, in place or by `load_state_dict`:
+        the next call reads them again, and refuses memories of before."""
         return self.bundle.model
 
     @property
@@ -74,15 +76,34 @@ class LanguageModel:
         """Where its weights are."""
         return self.network.embedding.weight(0).device
 
-    @cached_property
+    @property
     def frozen(self) -> FrozenModel:
-        """The cached core. Its weights are taken as they are now. Raises ConfigError for a model without a memory."""
+        """The cached core, of the weights as they are now. Raises ConfigError for a model without a memory."""
+        self._forget_old_weights()
+        return self._frozen
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of settings and weights: whose memories this model reads."""
+        self._forget_old_weights()
+        return self._fingerprint
+
+    @cached_property
+    def _frozen(self) -> FrozenModel:
         return FrozenModel(self.network)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """sha256 of settings and weights: whose memories this model reads."""
+    def _fingerprint(self) -> str:
         return fingerprint_of(self.network)
+
+    def _forget_old_weights(self) -> None:
+        """What was made of other weights goes. torch counts what is written to a tensor, unless by way of `.data`."""
+        parameters = self.network.parameters()
+        versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        if versions != self._versions:
+            for name in ("_frozen", "_fingerprint"):
+                self.__dict__.pop(name, None)
+            self._versions = versions
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without an end-of-text.
@@ -239,8 +260,10 @@ class LanguageModel:
             memory = self.empty_memory(
                 num_rows=num_rows, chunk_len=num_positions, with_documents=document_BT is not None
             )
-        if not isinstance(memory, KeyValueRing) or memory.model is not self.network:
-            raise ConfigError("this memory is none of this model for hidden states. Make it by its empty_memory.")
+        if not isinstance(memory, KeyValueRing) or memory.owner is not self.frozen:
+            raise ConfigError(
+                "this memory is none of this model, as its weights are now, for hidden states. Make it by empty_memory."
+            )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
                 f"{num_rows} rows of {num_positions} positions: this memory is for {memory.num_rows} rows of at most "

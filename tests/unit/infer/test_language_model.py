@@ -381,7 +381,7 @@ def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenize
         with pytest.raises(ConfigError, match="document_BT must be int64"):
             lm.hidden(tokens, document_BT=wrong_document)  # type: ignore[arg-type]
     for other in (lm.memory("a"), model_of(tokenizer).empty_memory(num_rows=2, chunk_len=5)):
-        with pytest.raises(ConfigError, match="none of this model"):
+        with pytest.raises(ConfigError, match="none of this model, as"):
             lm.hidden(tokens, other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="with_documents"):
         lm.hidden(torch.zeros(2, 5, dtype=torch.int64), memory, document_BT=torch.zeros(2, 5, dtype=torch.int64))
@@ -459,6 +459,23 @@ def test_numbers_that_are_none_are_said_to_be(tokenizer: Tokenizer) -> None:
     for settings in ({}, {"temperature": 0.0}, {"top_k": 0}):
         with pytest.raises(CheckpointError, match="no numbers"):
             lm.generate("the", **settings)
+
+
+def test_weights_that_change_are_read_again_and_old_memories_refused(tokenizer: Tokenizer) -> None:
+    lm, other = model_of(tokenizer, dtype=torch.float64), model_of(tokenizer, seed=1, dtype=torch.float64)
+    before, memory, ring = lm.score("the cat"), lm.memory("the"), lm.empty_memory(num_rows=1)
+    assert lm.frozen is lm.frozen
+    with torch.no_grad():
+        lm.network.load_state_dict(other.network.state_dict())
+    assert torch.equal(lm.score("the cat"), other.score("the cat"))
+    assert not torch.equal(lm.score("the cat"), before)
+    assert lm.fingerprint == other.fingerprint
+    with pytest.raises(ConfigError, match="of another model"):
+        lm.generate("a", memory=memory)
+    with pytest.raises(ConfigError, match="as its weights are now"):
+        lm.hidden(torch.zeros(1, 1, dtype=torch.int64), ring)
+    lm.network.to(torch.float32)
+    assert lm.score("the cat").dtype == torch.float32
 
 
 def test_a_text_that_is_gone_costs_the_others_nothing(lm: LanguageModel) -> None:
