@@ -123,8 +123,9 @@ class LanguageModel:
         """log p in nats of each token of a text, at least fp32, [tokens].
 
         The first token follows an end-of-text, or the text of `memory`; without either, where a model cannot begin a
-        document, it has no score. `memory_len` may be more than in training; -1 is as trained. `zero_memory` begins
-        with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
+        document, it has no score. Where the training confined tokens to their documents, an end-of-text among the ids
+        opens one that sees nothing of what is before it. `memory_len` may be more than in training; -1 is as trained.
+        `zero_memory` begins with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
 
         Raises ConfigError for ids outside the vocabulary and a `memory` of another model or beside `zero_memory`.
         """
@@ -143,6 +144,8 @@ class LanguageModel:
         check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
+        if zero_memory and self.bundle.document_border == "mask":
+            raise ConfigError("zero_memory is no document, and this model sees its own document only. Leave it out.")
         memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
         scores: list[Tensor] = []
         for start in range(0, len(rows), _MOST_ROWS):
@@ -330,22 +333,37 @@ class LanguageModel:
         if not self.network.section.scheme.uses_memory or zero_memory:  # whose places may be counted from the end
             plain = partial(log_probabilities, self.network, segment_len=segment_len, memory_len=memory_len)
             texts = [torch.tensor([row.ids], dtype=torch.int64, device=self.device) for row in rows]
-            return [plain(tokens_1S, zero_memory=zero_memory)[0] for tokens_1S in texts]
+            return [plain(one, zero_memory=zero_memory, document_BS=self._documents(one))[0] for one in texts]
         tokens_BS = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for tokens_S, row in zip(tokens_BS, rows, strict=True):
             tokens_S[: len(row.ids)] = torch.tensor(row.ids)
         tokens_BS = tokens_BS.to(self.device)
-        ring = self.frozen.ring(num_rows=len(rows), memory_len=memory_len, chunk_len=segment_len)
+        document_BS = self._documents(tokens_BS)
+        ring = self.frozen.ring(
+            num_rows=len(rows),
+            memory_len=memory_len,
+            chunk_len=segment_len,
+            with_documents=document_BS is not None,
+        )
         for index, row in enumerate(rows):
             if row.past is not None:
                 ring.put(index, row.past)
         parts = [torch.empty(len(rows), 0, device=self.device)]  # fewer than two tokens have no scores
         for start in range(0, tokens_BS.shape[1] - 1, segment_len):
             stop = min(start + segment_len, tokens_BS.shape[1] - 1)
-            hidden_BTD = self.frozen.run(tokens_BS[:, start:stop], ring)
+            document_BT = None if document_BS is None else document_BS[:, start:stop]
+            hidden_BTD = self.frozen.run(tokens_BS[:, start:stop], ring, document_BT=document_BT)
             parts.append(-self.frozen.losses(hidden_BTD, tokens_BS[:, start + 1 : stop + 1]))
         log_p_BS = torch.cat(parts, dim=1)
         return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
+
+    def _documents(self, tokens_BS: Tensor) -> Tensor | None:
+        """As in training with masks: an end-of-text belongs to the document that it opens, what is before it to that of
+        the memory, 0. None for a model that was trained without masks, or knows no end-of-text."""
+        end_of_text = self.tokenizer.end_of_text
+        if self.bundle.document_border != "mask" or end_of_text is None:
+            return None
+        return (tokens_BS == end_of_text).cumsum(1)
 
 
 def _several(texts: Iterable[Text]) -> list[Text]:

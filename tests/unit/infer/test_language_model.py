@@ -21,7 +21,7 @@ from txl_dist.infer.bundle import Package
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.sampling import uniform_numbers
-from txl_dist.infer.settings import Writing
+from txl_dist.infer.settings import Sampling, Writing
 from txl_dist.infer.text_memory import TextMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.base import Tokenizer
@@ -450,6 +450,59 @@ def test_of_several_documents_a_model_with_masks_goes_on_with_the_last(tokenizer
     assert masked.generate(ids, seed=1).ids == masked.generate([end_of_text, *last], seed=1).ids
     assert masked.prompt([end_of_text, *last], masked.memory("the mat")).past is None
     assert lm.prompt(ids).ids == tuple(ids), "a memory that is carried over borders reads all of them"
+
+
+def test_of_several_documents_a_model_with_masks_scores_each_as_if_it_were_alone(tokenizer: Tokenizer) -> None:
+    end_of_text, plain = tokenizer.end_of_text, model_of(tokenizer, dtype=torch.float64)
+    lm = LanguageModel(dataclasses.replace(plain.bundle, document_border="mask"))
+    documents = [[end_of_text, *lm.encode(text)] for text in ("the cat", "sat", "on the mat, the dog")]
+    together = [*itertools.chain(*documents), end_of_text]
+    found = lm.score(together, memory_len=50)
+    alone = torch.cat([lm.score([*ids, end_of_text], memory_len=50) for ids in documents])
+    assert (found - alone).abs().max() <= 1e-10
+    behind = lm.score([*lm.encode(" did"), *together], memory=lm.memory("the dog", memory_len=50), memory_len=50)
+    assert (behind[-len(found) :] - found).abs().max() <= 1e-10
+    assert (lm.score_batch(["a", together, "the cat"], memory_len=50)[1] - found).abs().max() <= 1e-10
+    assert (plain.score(together, memory_len=50) - found).abs().max() > 1e-3
+    with pytest.raises(ConfigError, match="is no document"):
+        lm.score("a", zero_memory=True)
+
+
+def test_without_a_memory_too_a_document_is_scored_without_those_before_it(tokenizer: Tokenizer) -> None:
+    plain = model_of(tokenizer, dtype=torch.float64, positions="absolute")
+    lm = LanguageModel(dataclasses.replace(plain.bundle, document_border="mask"))
+    before, after = lm.encode("ab"), [tokenizer.end_of_text, *lm.encode("the")]
+    one, other = (lm.score([tokenizer.end_of_text, *ids, *after])[3:] for ids in (before, lm.encode("xy")))
+    assert (one - other).abs().max() <= 1e-10
+    assert len(one) == 3
+
+
+def test_texts_that_pay_for_what_they_hold_may_stand_beside_others(lm: LanguageModel) -> None:
+    def texts_of(decoder: Decoder, penalties: dict[str, float]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {key: [] for key in penalties}
+        for key, penalty in penalties.items():
+            sampling = Sampling(temperature=1.0, top_k=0, repetition_penalty=penalty)
+            ids = tuple(lm.encode(key * 3))
+            decoder.add(key, Request(ids=ids, max_tokens=4 + len(found), sampling=sampling, seed=5))
+            for token in decoder.step():
+                found[str(token.key)].append(token.id)
+                if token.is_last:
+                    decoder.remove(token.key)
+        while decoder.keys:
+            for token in decoder.step():
+                found[str(token.key)].append(token.id)
+                if token.is_last:
+                    decoder.remove(token.key)
+        return found
+
+    penalties = {"a": 1.0, "b": 3.0, "c": 1.5, "d": 1.0, "e": 3.0, "f": 3.0}
+    decoder = Decoder(lm.frozen, memory_len=50, segment_len=8)
+    for found in (texts_of(decoder, penalties), texts_of(decoder, penalties)):
+        for key, penalty in penalties.items():
+            alone = Decoder(lm.frozen, memory_len=50, segment_len=8)
+            sampling = Sampling(temperature=1.0, top_k=0, repetition_penalty=penalty)
+            alone.add(0, Request(ids=tuple(lm.encode(key * 3)), max_tokens=99, sampling=sampling, seed=5))
+            assert found[key] == [alone.step()[0].id for _ in found[key]], key
 
 
 def test_numbers_that_are_none_are_said_to_be(tokenizer: Tokenizer) -> None:
