@@ -46,6 +46,8 @@ class Request(NamedTuple):
     """Which of several samples of one prompt and seed."""
     num_top: int = 0
     """So many of the likeliest tokens are told with each."""
+    num_spare: int = 0
+    """So many tokens may be taken back, one more in fact, with nothing of the memory lost (`Decoder.past`)."""
 
 
 class Token(NamedTuple):
@@ -78,8 +80,9 @@ class _Text:
 class Decoder:
     """Texts in work, under keys that their owner chooses.
 
-    `memory_len` tokens of the past are seen, which may be more than in training; `segment_len` are read at a time. A
-    model whose positions know no memory runs the last `segment_len` tokens of each text anew for each token.
+    `memory_len` tokens of the past are seen, which may be more than in training; there is room for as many as the texts
+    can come to, and more is made when one comes that can be longer. `segment_len` are read at a time. A model whose
+    positions know no memory runs the last `segment_len` tokens of each text anew for each token.
     """
 
     def __init__(self, model: TransformerXL | FrozenModel, *, memory_len: int, segment_len: int) -> None:
@@ -203,14 +206,16 @@ class _CachedRows:
 
     def __init__(self, frozen: FrozenModel, *, memory_len: int, segment_len: int) -> None:
         self._frozen, self._lengths = frozen, {"memory_len": memory_len, "segment_len": segment_len}
-        self._ring = frozen.ring(num_rows=0, memory_len=memory_len)
+        self._ring = frozen.ring(num_rows=0, memory_len=min(memory_len, 1))  # grows by the texts
         self._device = frozen.model.embedding.weight(0).device
 
     def select(self, rows: list[int]) -> None:
         if self._ring.num_rows:
             self._ring.select(rows)
         else:
-            self._ring = self._frozen.ring(num_rows=len(rows), memory_len=self._ring.memory_len)
+            self._ring = self._frozen.ring(
+                num_rows=len(rows), memory_len=self._ring.memory_len, chunk_len=self._ring.chunk_len
+            )
 
     def past_of(self, request: Request) -> Past:
         ids = request.ids[request.num_read : -1]
@@ -219,7 +224,16 @@ class _CachedRows:
         return read(self._frozen, ids, request.past, **self._lengths)
 
     def read(self, row: int, request: Request) -> None:
-        self._ring.put(row, self.past_of(request))
+        past, ring = self.past_of(request), self._ring
+        longest = past.document_S.shape[0] + 1 + request.max_tokens
+        memory_len, chunk_len = min(longest, self._lengths["memory_len"]), 1 + min(request.num_spare, longest)
+        if memory_len > ring.memory_len:  # twice as long at least: to make room is to copy
+            memory_len = min(max(memory_len, 2 * ring.memory_len), self._lengths["memory_len"])
+        if memory_len > ring.memory_len or chunk_len > ring.chunk_len:
+            self._ring = ring.copied(
+                memory_len=max(memory_len, ring.memory_len), chunk_len=max(chunk_len, ring.chunk_len)
+            )
+        self._ring.put(row, past)
 
     def forget(self, row: int) -> None:
         self._ring.known_B[row] = 0  # or others would read as far back as it did

@@ -339,6 +339,8 @@ class LanguageModel:
             tokens_S[: len(row.ids)] = torch.tensor(row.ids)
         tokens_BS = tokens_BS.to(self.device)
         document_BS = self._documents(tokens_BS)
+        longest = max(len(row.ids) + (0 if row.past is None else row.past.document_S.shape[0]) for row in rows)
+        memory_len = min(memory_len, longest)  # a longer ring would hold no more
         ring = self.frozen.ring(
             num_rows=len(rows),
             memory_len=memory_len,

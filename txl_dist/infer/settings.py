@@ -102,6 +102,11 @@ class Writing(Sampling):
         ]
         _hold(self, rules)
 
+    @property
+    def num_spare(self) -> int:
+        """Tokens that a stop string may take back: a character has up to four bytes, and a token at least one."""
+        return 4 * max(map(len, self.stop), default=0)
+
     def sampling(self) -> Sampling:
         """How tokens are chosen, alone: what texts may share."""
         return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})

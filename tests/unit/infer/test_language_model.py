@@ -165,6 +165,44 @@ def test_a_text_that_the_model_ended_is_remembered_whole_with_a_full_memory_too(
         assert torch.equal(one.memory.past.key_value_L2NSH, same.memory.past.key_value_L2NSH)
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 17, 33])
+def test_a_stop_string_of_several_tokens_takes_nothing_else_from_a_full_memory(lm: LanguageModel, start: int) -> None:
+    settings = {"memory_len": 6, "seed": 2, "allowed": lm.encode("abc"), "top_k": 0, "temperature": 2.0}
+    whole = lm.generate("the cat sat", max_tokens=60, **settings)
+    stop = whole.text[start : start + 14]
+    made = lm.generate("the cat sat", max_tokens=60, stop=["never there, and long", stop], keep_memory=True, **settings)
+    assert (made.finish, made.text) == ("stop", whole.text[: whole.text.index(stop)])
+    same = lm.generate("the cat sat", max_tokens=len(made.ids), keep_memory=True, **settings)
+    assert made.memory is not None
+    assert same.memory is not None
+    assert (made.memory.last, len(made.memory)) == (same.memory.last, 7)
+    # At the beginning the past was read in a chunk, and not in another.
+    assert (made.memory.past.key_value_L2NSH - same.memory.past.key_value_L2NSH).abs().max() <= 1e-12
+
+
+def test_room_is_made_for_what_the_texts_can_come_to_and_not_for_all_that_may_be_seen(lm: LanguageModel) -> None:
+    lengths = {"memory_len": 10**9, "segment_len": 8}
+    decoder, expected = Decoder(lm.frozen, **lengths), {}
+    for key, (length, max_tokens) in {"a": (3, 6), "b": (30, 20), "c": (1, 2), "d": (7, 70)}.items():
+        request = Request(ids=(1, 2, 5) * 10, max_tokens=max_tokens, seed=3)._replace(ids=((1, 2, 5) * 10)[:length])
+        alone = Decoder(lm.frozen, memory_len=100, segment_len=8)
+        alone.add(key, request)
+        expected[key] = [alone.step()[0].id for _ in range(max_tokens)]
+        decoder.add(key, request)
+        for token in decoder.step():
+            assert token.id == expected[str(token.key)].pop(0)
+            if token.is_last:
+                decoder.remove(token.key)
+        assert decoder._rows._ring.size <= 2 * (length + max_tokens) + 60  # type: ignore[union-attr]
+    while decoder.keys:
+        for token in decoder.step():
+            assert token.id == expected[str(token.key)].pop(0)
+            if token.is_last:
+                decoder.remove(token.key)
+    assert not any(expected.values())
+    assert len(lm.score("the cat", memory_len=10**12)) == len(lm.encode("the cat"))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stop_string_is_never_shown_in_part_whatever_the_pieces(lm: LanguageModel, seed: int) -> None:
     whole = lm.generate("a", max_tokens=40, seed=seed, top_k=4)
@@ -350,7 +388,6 @@ def test_one_text_is_not_taken_for_several_nor_a_number_for_a_memory(lm: Languag
         *((lm.empty_memory, (), {"num_rows": given}) for given in (0, "x", 10**30)),
         *((lm.empty_memory, (), {"num_rows": 1, "chunk_len": given}) for given in (0, 1.5)),
         (lm.empty_memory, (), {"num_rows": 1, "memory_len": "x"}),
-        (lm.generate, ("a",), {"memory_len": 10**30}),
         *((call, (5,), {}) for call in (lm.load_memory, lm.memory("a").save, txl_dist.load, txl_dist.open_corpus)),
         *((txl_dist.configure, (given,), {}) for given in (5, {"model": {}})),
         *((txl_dist.configure, (), {"model": given}) for given in (5, None, {(1, 2): 3})),

@@ -156,14 +156,14 @@ def test_a_conversation_goes_on_from_its_file_as_from_its_text(shell: Shell, lm:
     assert second["ids"] == lm.generate("", memory=turn.memory, max_tokens=9).ids
 
 
-def test_a_stop_string_longer_than_the_memory_leaves_an_empty_one(lm: LanguageModel) -> None:
+def test_a_stop_string_longer_than_the_memory_leaves_what_was_before_it(lm: LanguageModel) -> None:
     whole = lm.generate("the cat", max_tokens=60, allowed=lm.encode("abc"), memory_len=4)
     turn = lm.generate(
         "the cat", max_tokens=60, allowed=lm.encode("abc"), memory_len=4, stop=whole.text[2:22], keep_memory=True
     )
     assert (turn.text, turn.finish) == (whole.text[:2], "stop")
     assert turn.memory is not None
-    assert (len(turn.memory), turn.memory.last) == (1, turn.ids[-1])
+    assert (len(turn.memory), turn.memory.last) == (5, turn.ids[-1])
 
 
 def test_words_continue_a_prompt_behind_a_blank(shell: Shell, tmp_path: Path) -> None:
@@ -196,7 +196,9 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     assert "70000 is no id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
     assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999")
     assert "is not valid UTF-8 (character 1). Give it as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
-    assert "no room for a memory of 1,000,000,000,000 tokens" in shell.refusal("--memory-len", str(10**12))
+    assert "no room for a memory of 1,000,000,000,000 tokens" in shell.refusal(
+        "--memory-len", str(10**12), "--max-tokens", str(10**12)
+    )
     full = "cannot write the texts: No space left on device. Make room, or name another file with --out."
     assert full in shell.refusal("--out", "/dev/full")
     mute = made(tmp_path / "mute", begins=False)
