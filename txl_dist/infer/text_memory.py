@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, explained
-from txl_dist.files import replace_file
+from txl_dist.files import path_of, replace_file
 from txl_dist.infer.cached import Past
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -47,7 +47,7 @@ class TextMemory:
         }
         metadata = {"format_version": FORMAT_VERSION, "model": self.model, "content": _digest(tensors)}
         with explained(ConfigError, f"cannot write {path}", "Choose another file."):
-            replace_file(Path(path), save(tensors, metadata=metadata))
+            replace_file(path_of(path), save(tensors, metadata=metadata))
 
 
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:

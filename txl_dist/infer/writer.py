@@ -56,7 +56,7 @@ def write(
     keeps_memory: bool = False,
 ) -> Iterator[Piece]:
     """Pieces of all texts as they come, those of several in turn; `writing.batch_size` texts are in work at once."""
-    waiting = _requests(decoder, tokenizer, prompts, writing)
+    waiting = _requests(decoder, tokenizer, prompts, writing, num_spare=writing.num_spare if keeps_memory else 0)
     works: dict[Hashable, _Work] = {}
     while True:
         while len(works) < writing.batch_size and (found := next(waiting, None)) is not None:
@@ -87,7 +87,7 @@ def write(
 
 
 def _requests(
-    decoder: Decoder, tokenizer: Tokenizer, prompts: Iterable[Prompt], writing: Writing
+    decoder: Decoder, tokenizer: Tokenizer, prompts: Iterable[Prompt], writing: Writing, *, num_spare: int
 ) -> Iterator[tuple[tuple[int, int], Prompt, Request]]:
     """One per prompt and sample; a prompt of several samples is read once."""
     sampling = writing.sampling()
@@ -100,6 +100,7 @@ def _requests(
             sampling=sampling,
             seed=writing.seed,
             num_top=max(0, writing.log_probs),
+            num_spare=num_spare,
         )
         if writing.num_samples > 1 and decoder.remembers:
             request = request._replace(past=decoder.read(request), num_read=len(prompt.ids) - 1)

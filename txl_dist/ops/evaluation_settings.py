@@ -233,8 +233,8 @@ def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> No
     """Before an hour of scoring, not after it; a file that is not there yet is not left behind. Raises ConfigError."""
     if suffixes and path.suffix not in suffixes:
         raise ConfigError(f"{flag} {path}: it must end in {' or '.join(suffixes)}.")
-    if path.is_fifo():
-        return  # its reader would take the look for the end
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # to open a pipe is to wait for its reader, or to end it
     is_new = not path.exists()
     try:
         with path.open("a", encoding="utf-8"):
