@@ -26,7 +26,7 @@ from txl_dist.infer.cached import FrozenModel, KeyValueRing
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.infer.settings import Writing, check_ids, check_text
-from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory
+from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory, read_memory
 from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, Writer, write
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.base import Tokenizer
@@ -196,6 +196,10 @@ class LanguageModel:
         """One that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
         return load_memory(path, self.network, fingerprint=self.fingerprint)
 
+    def read_memory(self, data: bytes, *, called: str) -> TextMemory:
+        """As `load_memory`, of the file's content, which messages call so."""
+        return read_memory(data, self.network, fingerprint=self.fingerprint, called=called)
+
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
     ) -> KeyValueRing:
@@ -273,14 +277,17 @@ class LanguageModel:
         past = None if memory is None else memory.past
         return Prompt((*led, *ids), past, self.tokenizer.joint(shown), num_led=len(led))
 
+    def window(self, memory_len: int = -1) -> int:
+        """Tokens of the past that a text sees: as many as asked for; -1 is no less context than a segment gave in
+        training, and no more than the memory where its length is the window."""
+        if memory_len >= 0:
+            return memory_len
+        bundle, has_window = self.bundle, self.network.section.same_length != "off"
+        return bundle.memory_len if has_window else max(bundle.memory_len, bundle.segment_len - 1)
+
     def _decoder(self, memory_len: int) -> Decoder:
-        bundle, uses_memory = self.bundle, self.network.section.scheme.uses_memory
-        if memory_len < 0:
-            # No less context than a segment gave in training; no more than the memory where its length is the window.
-            has_window = self.network.section.same_length != "off"
-            memory_len = bundle.memory_len if has_window else max(bundle.memory_len, bundle.segment_len - 1)
-        model = self.frozen if uses_memory else self.network
-        return Decoder(model, memory_len=memory_len, segment_len=bundle.segment_len)
+        model = self.frozen if self.network.section.scheme.uses_memory else self.network
+        return Decoder(model, memory_len=self.window(memory_len), segment_len=self.bundle.segment_len)
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:

@@ -61,7 +61,8 @@ class Piece(NamedTuple):
     ending: Ending | None
     """Only with the last piece."""
     tokens: Sequence[tuple[Token, int]] = ()
-    """Those whose text has been shown with this piece, each with the length in characters of the text up to its end."""
+    """Those whose text has been shown with this piece, an end-of-text too, each with the characters of the text up to
+    its end."""
     scored: Sequence[Scored] = ()
     """With the first piece, if asked for: the tokens of the prompt but the first of its ids."""
     error: TxlError | None = None
@@ -288,8 +289,8 @@ class _Work:
         return self.tokens[: self._lengths.index(reached) + 1 if reached else 0]
 
     def told(self) -> list[tuple[Token, int]]:
-        """Those of them that this has not told yet, each with the length of the text up to its end."""
-        kept, first = self.kept(), self._num_told
+        """Those, and an end-of-text, that it has not told yet, each with the length of the text up to its end."""
+        kept, first = self.tokens if self.finish == "end_of_text" else self.kept(), self._num_told
         self._num_told = max(first, len(kept))
         return list(zip(kept[first:], self._lengths[first : len(kept)], strict=True))
 
