@@ -23,7 +23,7 @@ from txl_dist.errors import TxlError
 from txl_dist.infer.language_model import Text
 from txl_dist.infer.settings import Writing, check_ids
 from txl_dist.serve import schema
-from txl_dist.serve.answer import Answer, ClientGoneError
+from txl_dist.serve.answer import Answer, ClientGoneError, num_tokens_of
 from txl_dist.serve.refusals import RefusalError, of_validation
 from txl_dist.serve.schema import CompletionRequest, MemoryRequest
 from txl_dist.serve.service import Service
@@ -88,6 +88,7 @@ async def _completions(request: Request) -> Response:
                     param="prompt",
                     code="invalid_value",
                 )
+    service.metrics.prompt_tokens.inc(sum(num_tokens_of(one.prompt) for one in begun))
     shared = {"writing": _writing_of(order), "keeps_memory": order.keep_memory, "scores_prompt": scores_prompt}
     async with AsyncExitStack() as stack:
         work = service.at_work([{"prompt": one.prompt, **shared} for one in begun], request.receive)
@@ -124,6 +125,7 @@ async def _make_memory(request: Request) -> Response:
     service.check_name(order.model)
     memory = service.memory(order.memory).memory if order.memory else None
     begun = await service.prompt(order.prompt, memory)
+    service.metrics.prompt_tokens.inc(num_tokens_of(begun.prompt))
     job = {"prompt": begun.prompt, "writing": Writing(max_tokens=0), "keeps_memory": True}
     async with service.at_work([job], request.receive) as inbox:
         ((_, piece),) = await inbox.take()

@@ -43,6 +43,8 @@ def of_validation(error: ValidationError, *, known: Iterable[str]) -> RefusalErr
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return RefusalError(400, f"the body is no JSON: {first['ctx']['error']}. Mend it.", code="invalid_json")
+    if first["type"] == "value_error" and not first["loc"]:
+        return RefusalError(400, f"{_reason(first)}.", code="invalid_value")
     if not first["loc"]:
         return RefusalError(400, "the body must be a JSON object, {...}.", code="invalid_json")
     param = str(first["loc"][0])
