@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from txl_dist import __version__
@@ -309,7 +310,9 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     }
     refusal = RefusalError(error.status_code, remedies.get(error.status_code, str(error.detail)), code="no_route")
     response = refusal.response()
-    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        response.headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
     return response
 
 
@@ -354,6 +357,7 @@ def _body(name: str, *, upload: bool = False) -> dict[str, Any]:
 _ALL = (400, 404, 408, 413, 415, 429, 500, 503)
 _OF_MEMORY = (404, 408, 413, 429, 503)
 _TEXT = {"schema": {"type": "string"}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
     (
         "/v1/completions",
@@ -367,7 +371,7 @@ _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
                 200: {
                     "model": schema.Completion,
                     "description": "The texts; with `stream` their pieces, each a Completion in a server-sent event.",
-                    "content": {"text/event-stream": _TEXT},
+                    "content": {"text/event-stream": {"schema": _EVENT}},
                 }
             },
         ),
