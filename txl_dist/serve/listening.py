@@ -19,10 +19,10 @@ def require_packages() -> None:
 def listen(serving: Serving) -> socket.socket:
     """A socket that listens where clients will ask. Raises ConfigError if it cannot."""
     try:
-        (family, *_, address), *_ = socket.getaddrinfo(
-            serving.host, serving.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            serving.host, serving.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening = socket.socket(family, kind, protocol)  # with its protocol, or asyncio holds small packets back
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {serving.host}: {error}. Choose another --host.") from error
     try:
