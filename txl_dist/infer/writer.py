@@ -11,6 +11,7 @@ while writer.is_busy:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -281,18 +282,21 @@ class _Work:
 
     def kept(self) -> list[Token]:
         """The tokens whose text was shown; none that had only begun a character."""
-        if self.finish == "length":
-            return self.tokens
-        if self.finish == "end_of_text":
-            return self.tokens[:-1]
-        reached = max((length for length in self._lengths if length <= self._shown), default=0)
-        return self.tokens[: self._lengths.index(reached) + 1 if reached else 0]
+        return self.tokens[: len(self.tokens) - 1 if self.finish == "end_of_text" else self._num_shown()]
 
     def told(self) -> list[tuple[Token, int]]:
         """Those, and an end-of-text, that it has not told yet, each with the length of the text up to its end."""
-        kept, first = self.tokens if self.finish == "end_of_text" else self.kept(), self._num_told
-        self._num_told = max(first, len(kept))
-        return list(zip(kept[first:], self._lengths[first : len(kept)], strict=True))
+        first, self._num_told = self._num_told, max(self._num_told, self._num_shown())
+        told = slice(first, self._num_told)
+        return list(zip(self.tokens[told], self._lengths[told], strict=True))
+
+    def _num_shown(self) -> int:
+        """Tokens whose text was shown, with the end-of-text of a text that has ended so."""
+        if self.finish in ("length", "end_of_text"):
+            return len(self.tokens)
+        num_reached = bisect_right(self._lengths, self._shown)
+        reached = self._lengths[num_reached - 1] if num_reached else 0
+        return bisect_left(self._lengths, reached) + 1 if reached else 0
 
     def _show(self, length: int) -> str:
         shown, self._held = self._held[:length], self._held[length:]
