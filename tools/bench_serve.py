@@ -238,23 +238,22 @@ def main() -> None:
             show(result)
         else:
             pairs = [(measure(math.inf, 1), measure(math.inf, NUM_AT_ONCE)) for _ in range(arguments.rounds)]
-            alone, together = (
-                sorted(runs, key=lambda one: one["output_throughput"])[len(pairs) // 2]
-                for runs in zip(*pairs, strict=True)
+            ordered = [sorted(runs, key=lambda one: one["output_throughput"]) for runs in zip(*pairs, strict=True)]
+            (alone, together), (slow, fast) = ((runs[at] for runs in ordered) for at in (len(pairs) // 2, -1))
+            by_median, by_best = (
+                two["output_throughput"] / one["output_throughput"] for one, two in ((alone, together), (slow, fast))
             )
-            ratios = [two["output_throughput"] / one["output_throughput"] for one, two in pairs]
             turns = asyncio.run(
                 converse(url, turn=bodies[0]["prompt"], output_len=arguments.output_len, rounds=arguments.rounds)
             )
-            print("one at a time")
+            print("one at a time, median of the rounds")
             show(alone)
-            print(f"\n{NUM_AT_ONCE} at a time")
+            print(f"\n{NUM_AT_ONCE} at a time, median of the rounds")
             show(together)
-            print(
-                f"\noutput_throughput, x one at a time: {min(ratios):.1f} to {max(ratios):.1f} in {len(ratios)} rounds"
-            )
+            print(f"\noutput_throughput, x one at a time: {by_median:.1f} by the median, {by_best:.1f} by the best")
             print("ms per turn of a conversation:", " ".join(f"{ms:.0f}" for ms in turns))
-            result = {**together, "one_at_a_time": alone, "ratios": ratios, "turns_ms": turns}
+            result = {**together, "one_at_a_time": alone, "x_by_median": by_median, "x_by_best": by_best}
+            result["turns_ms"] = turns
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -27,6 +27,9 @@ Finish = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
 """To read any part of a prompt counts at least as so many tokens of it: a call costs what it costs."""
 
+READ_PER_ROW = 2
+"""So many tokens of prompts more are read beside each text in work: that takes about as long as their next tokens."""
+
 
 class Prompt(NamedTuple):
     """What a text begins with, as ids."""
@@ -133,7 +136,7 @@ class Writer:
         return [*self._read(), *self._begin(), *self._go_on()]
 
     def _read(self) -> Iterator[Piece]:
-        room = self._read_len
+        room = self._read_len + READ_PER_ROW * len(self._works)
         while self._to_read and room > 0:
             job = self._to_read.popleft()
             if job.reading is None:

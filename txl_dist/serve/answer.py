@@ -132,15 +132,15 @@ class Answer:
         return json.dumps({**self._head, "choices": choices, "usage": self._usage()}).encode()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Pieces of texts as they come; those that came together are together. Raises ClientGoneError."""
+        """Pieces of texts as they come; those of a text that came together are one. Raises ClientGoneError."""
         wants_usage = self._order.stream_options is not None and self._order.stream_options.include_usage
         beside = {"usage": None} if wants_usage else {}
         try:
             while not self._has_ended:
+                changed = {id(choice): choice for choice in [self._add(*one) for one in await self._inbox.take()]}
                 chunks = []
-                for number, piece in await self._inbox.take():
-                    choice = self._add(number, piece)
-                    if choice.text or choice.finish_reason or piece.tokens:
+                for choice in changed.values():
+                    if choice.text or choice.finish_reason or (choice.logprobs and choice.logprobs["tokens"]):
                         chunks.append(_event({**self._head, "choices": [choice.told()], **beside}))
                     choice.text, choice.logprobs = "", None
                 if chunks:

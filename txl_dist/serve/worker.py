@@ -23,6 +23,10 @@ from txl_dist.infer.settings import Writing
 from txl_dist.infer.writer import Piece, Prompt, Writer
 from txl_dist.log import logger
 
+PIECE_S = 0.0004
+"""Seconds per text between two times that pieces are handed out. To send a piece takes the event loop half of that, in
+which this thread does not get on; so of one text every token is sent at once, and of 64 those of 25 ms together."""
+
 
 class QueueFullError(Exception):
     """There are too many prompts already."""
@@ -66,6 +70,8 @@ class Worker:
         self._unwanted: set[int] = set()
         self._is_stopped = False
         self._jobs: dict[int, Job] = {}  # in work; of the thread alone
+        self._to_hand_out: list[tuple[Callable[[Piece], None], Piece]] = []
+        self._handed_out_at = 0.0
         self._writer = self._new_writer()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -163,7 +169,8 @@ class Worker:
         return pieces
 
     def _hand_out(self, pieces: list[Piece]) -> None:
-        delivered: list[tuple[Callable[[Piece], None], Piece]] = []
+        """To the event loop, unless it was given something just now and more is to come."""
+        num_texts = max(1, len(self._jobs))
         for piece in pieces:
             job = self._jobs.get(piece.prompt)
             if job is None:
@@ -172,10 +179,12 @@ class Worker:
             job.num_left -= piece.ending is not None
             if piece.error is not None or job.num_left == 0:
                 del self._jobs[job.key]
-            delivered.append((job.deliver, piece))
-        if delivered:
+            self._to_hand_out.append((job.deliver, piece))
+        now = time.monotonic()
+        if self._to_hand_out and (now >= self._handed_out_at + PIECE_S * num_texts or not self._jobs):
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(_deliver, delivered)
+            self._loop.call_soon_threadsafe(_deliver, self._to_hand_out)
+            self._to_hand_out, self._handed_out_at = [], now
 
 
 def _deliver(pieces: list[tuple[Callable[[Piece], None], Piece]]) -> None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 
+from tests.helpers.bundles import make
 from tests.helpers.served import MEMORY_LEN, TEXT, Served, random_model, served, wait_until
+from txl_dist.cli import main
 from txl_dist.errors import ConfigError
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.sampling import uniform_numbers
@@ -525,3 +533,60 @@ def test_a_defect_costs_those_in_work_their_texts_and_nobody_else(server: Served
         assert "its log says why" in reply.message
     assert server.complete(TEXT).status == 200
     assert threading.active_count() < 100
+
+
+def test_hostile_requests_are_answered_as_its_own_page_says(tmp_path: Path) -> None:
+    """By schemathesis: some hundreds, of every route; no 5xx, no undocumented status or form, no hang, no row left."""
+    with served(random_model(), max_tokens=50) as server:
+        before = resident_mib()
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--phases"]
+        command += ["coverage,fuzzing", "--max-examples", "10", "--request-timeout", "10", "--seed", "1"]
+        command += ["--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--generation-database"]
+        result = subprocess.run([*command, "none"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+        found = re.search(r"(\d+) generated, (\d+) passed", result.stdout)
+        assert found is not None, result.stdout[-2000:]
+        assert int(found[1]) == int(found[2]) >= 200
+        server.wait_until_idle()
+        assert server.complete(TEXT, **GREEDY).status == 200
+        assert resident_mib() < before + 100
+
+
+def resident_mib() -> float:
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def test_a_signal_lets_a_stream_end_and_the_program_leaves_with_0(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "made").bundle
+    command = [sys.executable, "-m", "txl_dist", "serve", str(bundle), "--port", "0", "--max-tokens", "1000000"]
+    process = subprocess.Popen([*command, "--grace", "1"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    url = next(found[1] for line in process.stderr if (found := re.search(r"served at (\S+);", line)))
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        stream = client.completions.create(
+            model="bundle", prompt="abc", max_tokens=1_000_000, stream=True, extra_body={"allowed_token_ids": [1, 2]}
+        )
+        pieces = iter(stream)
+        next(pieces)
+        process.send_signal(signal.SIGTERM)
+        *_, last = pieces
+    assert last.choices[0].finish_reason == "length", "its time was over, and it was told so"
+    assert process.wait(timeout=30) == 0
+    assert "draining" in process.stderr.read()
+
+
+def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd: Any) -> None:
+    bundle = make(tmp_path / "made").bundle
+    taken = listen(Serving(port=0))
+    port = str(taken.getsockname()[1])
+    for flags, message in (
+        (["--port", port], f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what does, or"),
+        (["--rows", "0"], "--rows 0: it must be 1 or more texts."),
+        (["--api-key", "a b"], "printable ASCII without blanks"),
+        (["--api-key-file", str(tmp_path / "none")], "cannot read --api-key-file"),
+        (["--prot", port], "unknown flag --prot. Did you mean --port?"),
+    ):
+        assert main(["serve", str(bundle), *flags]) == 2
+        assert message in capfd.readouterr().err
+    taken.close()
+    assert main(["serve", str(tmp_path / "nothing")]) == 2
