@@ -30,6 +30,8 @@ from txl_dist.serve.schema import CompletionRequest, MemoryRequest
 from txl_dist.serve.service import Service
 
 PAGE = Path(__file__).parent / "page.html"
+MOST_TOLD = 2**18
+"""Log-probabilities of a request: to write more of them would hold up all others."""
 UPLOAD = "application/octet-stream"
 R = TypeVar("R", bound=BaseModel)
 
@@ -119,8 +121,6 @@ async def _make_memory(request: Request) -> Response:
             given = await run_in_threadpool(service.model.read_memory, data, called="the body")
         except TxlError as error:
             raise RefusalError(400, str(error), code="no_memory_of_this_model") from error
-        if given.num_bytes > service.serving.memory_bytes:
-            raise RefusalError(413, "this memory is larger than all that is kept here. Make a shorter one.")
         return JSONResponse(service.facts(service.memories.put(given)), 201)
     order = await _read(request, MemoryRequest)
     service.check_name(order.model)
@@ -226,17 +226,23 @@ def _texts_of(order: CompletionRequest) -> list[Text]:
 
 def _check_limits(order: CompletionRequest, service: Service) -> None:
     """Raises RefusalError for more than this server gives."""
-    serving, num_texts = service.serving, len(_texts_of(order)) * order.n
+    serving, texts = service.serving, _texts_of(order)
+    num_texts = len(texts) * order.n
     limits = [
         ("max_tokens", order.max_tokens, serving.max_tokens, "tokens of a text"),
         ("logprobs", order.logprobs or 0, serving.max_logprobs, "alternatives of a token"),
         ("n", num_texts, serving.max_texts, "texts of a request, its prompts times n"),
-        ("prompt", len(_texts_of(order)), serving.queue, "prompts of a request"),
+        ("prompt", len(texts), serving.queue, "prompts of a request"),
     ]
     for name, asked, most, what in limits:
         if asked > most:
             message = f"{name}: {asked:,} are asked for; this server makes at most {most:,} {what}. Ask for fewer."
             raise RefusalError(400, message, param=name, code="limit_exceeded")
+    num_prompt = sum(map(len, texts)) if order.echo else 0
+    num_told = (order.n * num_prompt + num_texts * order.max_tokens) * (1 + (order.logprobs or 0))
+    if order.logprobs is not None and num_told > MOST_TOLD:
+        message = f"logprobs: up to {num_told:,} would be told; a request may have {MOST_TOLD:,}. Ask for fewer."
+        raise RefusalError(400, message, param="logprobs", code="limit_exceeded")
     if not num_texts:
         raise RefusalError(400, "prompt: the list is empty. Give a prompt.", param="prompt", code="invalid_value")
     if order.keep_memory or order.memory:

@@ -22,17 +22,19 @@ BODY_S = 30.0
 """Seconds for a body to arrive."""
 SEND_S = 60.0
 """Seconds that a client may leave a full buffer unread."""
+HEADER_BYTES = 2**14
+"""Of a memory's file, more than its tensors."""
 SPARE_REQUESTS = 64
 """So many more than there are rows and places in the queue are listened to at a time."""
 
 
 class Gate:
-    """Wraps an application. A memory's file may have `max_upload` bytes, every other body `max_body`."""
+    """Wraps an application. A memory's file may be as large as the model makes them, every other body `max_body`."""
 
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
         self._app, self._service, self._key = app, service, key.encode()
         serving = service.serving
-        self._max_body, self._max_upload = serving.max_body, max(serving.max_body, serving.memory_bytes)
+        self._max_body, self._max_upload = serving.max_body, service.largest_memory + HEADER_BYTES
         self._max_requests = serving.rows + serving.queue + SPARE_REQUESTS
         self.num_active = 0
         """Requests that are being answered, but for health."""

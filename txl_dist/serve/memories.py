@@ -33,11 +33,12 @@ class MemoryStore:
         """Of all that are kept."""
 
     def __len__(self) -> int:
+        self.forget_old()
         return len(self._held)
 
-    def fits(self, num_bytes: int) -> bool:
-        """Whether a memory of so many bytes could be kept at all."""
-        return self._most > 0 and num_bytes <= self._most_bytes
+    def fits(self, num_bytes: int, *, num_memories: int = 1) -> bool:
+        """Whether so many memories of so many bytes together could be kept at all."""
+        return num_memories <= self._most and num_bytes <= self._most_bytes
 
     def put(self, memory: TextMemory) -> Held:
         """Keep a memory that fits, in the place of older ones if need be."""

@@ -4,6 +4,7 @@ time, and then it is gone, with exit code 0."""
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
 import socket
@@ -99,6 +100,8 @@ def serve(model: LanguageModel, serving: Serving, listening: socket.socket, *, n
         logging.getLogger("uvicorn.error").addHandler(handler)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = Server(model, serving, listening, name=name)
+    if not serving.key() and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+        logger.warning("whoever reaches this machine may use the model; --api-key-file asks for a key")
     logger.info("%s is served at %s; %d texts at once", name, server.url, serving.rows)
     asyncio.run(server.run(heeds_signals=True))
     logger.info("stopped")

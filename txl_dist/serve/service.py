@@ -55,6 +55,13 @@ class Service:
             self.metrics.watch(gauge, meaning, value)
 
     @property
+    def largest_memory(self) -> int:
+        """Bytes of a memory that is full."""
+        section, itemsize = self.model.network.section, self.model.network.embedding.weight(0).itemsize
+        key_value = 2 * section.num_layers * section.num_heads * section.head_width * itemsize
+        return self.memory_len * (key_value + 8)  # and a document
+
+    @property
     def remembers(self) -> bool:
         """Whether the model's positions know a memory."""
         return self.model.network.section.scheme.uses_memory
@@ -80,12 +87,10 @@ class Service:
 
     def check_room(self, *, num_memories: int) -> None:
         """Raises RefusalError where so many memories of this model could not be kept."""
-        section = self.model.network.section
-        each = 2 * section.num_layers * section.num_heads * section.head_width + 2  # a document beside them
-        num_bytes = each * self.memory_len * self.model.network.embedding.weight(0).itemsize * num_memories
         if not self.remembers:
-            raise RefusalError(400, f"a model with {section.positions} positions remembers nothing. Give whole texts.")
-        if num_memories > self.serving.memories or num_bytes > self.serving.memory_bytes:
+            positions = self.model.network.section.positions
+            raise RefusalError(400, f"a model with {positions} positions remembers nothing. Give whole texts.")
+        if not self.memories.fits(num_memories * self.largest_memory, num_memories=num_memories):
             message = (
                 f"this server does not keep {num_memories} memories. Ask for fewer at a time, or give whole texts."
             )

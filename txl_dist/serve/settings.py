@@ -42,7 +42,7 @@ class Serving:
     """Most texts of a request: its prompts times n."""
     max_logprobs: int = 20
     """Most alternatives that are told of a token."""
-    max_body: int = 4 * 2**20
+    max_body: int = 2**20
     """Most bytes of a request, but of a memory's file."""
     timeout: float = 600.0
     """Seconds for a request: then its texts end as they are, and one that has not begun is refused."""

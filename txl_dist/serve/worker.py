@@ -124,8 +124,10 @@ class Worker:
         return self._model.writer(num_rows=self._num_rows, memory_len=self._memory_len)
 
     def _run(self) -> None:
-        while self._take_orders():
+        while True:
             try:
+                if not self._take_orders():
+                    return
                 pieces = [*self._cut_late(), *self._writer.step()]
             except Exception as error:  # noqa: BLE001  a defect, or no memory left: those in work are lost, the next are not
                 logger.exception("work on %d prompts failed", len(self._jobs))

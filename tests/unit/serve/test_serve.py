@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from tests.helpers.bundles import make
-from tests.helpers.served import MEMORY_LEN, TEXT, Served, random_model, served, wait_until
+from tests.helpers.language import MEMORY_LEN, TEXT, random_model
+from tests.helpers.served import Served, served, wait_until
 from txl_dist.cli import main
 from txl_dist.errors import ConfigError
 from txl_dist.infer.language_model import LanguageModel
@@ -209,6 +210,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "n": 65}, 400, "n: 65 are asked for"),
     ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 66 are asked for"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs: 21 are asked for"),
+    ({"prompt": "a", "logprobs": 20, "n": 64, "max_tokens": 400}, 400, "logprobs: up to 537,600 would be told"),
     ({"prompt": 5}, 400, "prompt: give a text, a list of texts, a list of ids"),
     ({"prompt": ["a", 5]}, 400, "prompt: give a text"),
     ({"prompt": []}, 400, "the list is empty"),
@@ -413,7 +415,7 @@ def test_only_those_with_the_key_are_served_but_health_is_open(tmp_path: Any, mo
 
 
 def test_a_body_that_is_too_long_is_refused_however_it_is_sent(server: Served) -> None:
-    with served(random_model(), max_body=1000, memory_bytes=20_000) as small:
+    with served(random_model(), max_body=1000) as small:
         assert small.complete("a" * 900).status == 200
         assert small.complete("a" * 1000).status == 413
         connection = small.connect()
@@ -424,7 +426,7 @@ def test_a_body_that_is_too_long_is_refused_however_it_is_sent(server: Served) -
         assert response.status == 413
         assert "the body has more than 1,000 bytes" in json.loads(response.read())["error"]["message"]
         upload = {"content_type": "application/octet-stream"}
-        assert small.ask("POST", "/v1/memories", bytes(20_001), **upload).status == 413
+        assert small.ask("POST", "/v1/memories", bytes(60_000), **upload).status == 413
         assert small.ask("POST", "/v1/memories", bytes(20_000), **upload).status == 400
 
 
