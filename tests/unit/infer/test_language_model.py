@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +221,14 @@ def test_a_memory_in_a_file_is_the_memory(lm: LanguageModel, tmp_path: Path) -> 
     assert torch.equal(again.past.document_S, memory.past.document_S)
     assert (again.last, again.model, len(again)) == (memory.last, memory.model, len(memory))
     assert lm.generate("x", memory=again, seed=1) == lm.generate("x", memory=memory, seed=1)
+
+
+def test_a_memory_does_not_take_the_place_of_a_pipe(lm: LanguageModel, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match="is no file that a memory could be written to"):
+            lm.memory("a").save(path)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_memory_of_another_model_or_a_damaged_one_is_refused(
