@@ -73,7 +73,7 @@ BUDGETS = {
     "convert": 1100,
     "train": 4150,
     "ops": 3500,
-    "verbs": 650,
+    "verbs": 665,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""

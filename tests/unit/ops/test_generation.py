@@ -237,7 +237,7 @@ def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell
         (["--prompt"], "--prompt needs a text or more"),
         (["--save-memory", "-"], "a memory is a file"),
         (["--load-memory", "-"], "a memory is a file"),
-        (["--save-memory", "pipe"], "--save-memory pipe is a folder, a device or a pipe. Name a file."),
+        (["--save-memory", "pipe"], "cannot write pipe: it is no file. Name another one with --save-memory."),
         (["--out", "."], "cannot write .: Is a directory. Name another file with --out."),
         (["--save-memory", "nowhere/m"], "cannot write nowhere/m: No such file or directory."),
     ],
