@@ -74,7 +74,7 @@ BUDGETS = {
     "train": 4150,
     "ops": 3610,
     "serve": 1200,
-    "verbs": 660,
+    "verbs": 680,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""

@@ -39,8 +39,11 @@ PATHS: list[tuple[str, str]] = [
     ("generate bundles/x --file nowhere", "nowhere does not exist. Name another file"),
     ("generate bundles/x --jsonl nowhere", "nowhere does not exist. Name another file"),
     ("generate bundles/x --load-memory nowhere", "nowhere does not exist. Name another file"),
-    ("generate bundles/x --out no/where", "cannot write no/where. Name another file with --out"),
-    ("generate bundles/x --save-memory runs", "cannot write runs. Name another file with --save-memory"),
+    (
+        "generate bundles/x --out no/where",
+        "cannot write no/where: No such file or directory. Name another file with --out",
+    ),
+    ("generate bundles/x --save-memory runs", "cannot write runs: it is no file. Name another one with --save-memory"),
     ("generate bundles/x --jsonl e.toml --out e.toml", "--out e.toml is the file of the prompts. Name another one"),
     ("export data/x out", "data/x is a corpus"),
     ("export runs/x runs/x", "runs/x is a run, not a bundle. Choose another output folder"),
