@@ -125,14 +125,18 @@ function placeOf(logprobs, place) {
 }
 
 function tokenOf(text, places) {
-  const token = document.createElement("button");
-  token.type = "button";
-  token.className = "token";
-  token.textContent = text;
+  const token = spanOf(text, "token"); // no button element: a line could not break in it
+  token.role = "button";
+  token.tabIndex = 0;
   const bits = places.reduce((sum, { own }) => sum - own[1] / Math.LN2, 0);
   token.style.setProperty("--surprise", Math.min(1, bits / MOST_BITS).toFixed(3));
   token.title = places.map(({ own }) => percent(own[1])).join(", ");
   token.addEventListener("click", () => tell(token, places));
+  token.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    tell(token, places);
+  });
   return token;
 }
 
