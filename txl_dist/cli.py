@@ -33,6 +33,7 @@ from txl_dist.verbs.model import evaluate, export, import_
 from txl_dist.verbs.plan import plan as run_plan
 from txl_dist.verbs.recl import recl
 from txl_dist.verbs.report import compare, report
+from txl_dist.verbs.serve import serve
 from txl_dist.verbs.train import check_config_file, check_paths, usage
 from txl_dist.verbs.words import call, parse, refuse_slips
 
@@ -135,6 +136,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "export": export,
     "import": import_,
     "generate": generate,
+    "serve": serve,
     "inspect": inspect,
     "verify": verify,
     "doctor": doctor,

@@ -27,7 +27,7 @@ HOUSE = (
     "text",
     "data model",
     "infer",
-    "convert",
+    "convert serve",
     "train",
     "ops",
     "verbs",
@@ -69,11 +69,12 @@ BUDGETS = {
     "text": 800,
     "data": 4250,
     "model": 1350,
-    "infer": 1150,
+    "infer": 1300,
     "convert": 1100,
     "train": 4150,
     "ops": 3500,
-    "verbs": 650,
+    "serve": 1200,
+    "verbs": 660,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""
@@ -210,6 +211,8 @@ def test_each_library_stays_in_its_room() -> None:
     assert {folder_of(file) for file in files_importing("webdataset")} <= {"data"}
     assert rooms_importing("tensorboard") | rooms_importing("torch.utils.tensorboard") <= {"train/report"}
     assert rooms_importing("tyro") <= {"cli", "verbs"}
+    for package in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
+        assert rooms_importing(package) == {"serve"}
     assert {file for file in FILES if folder_of(file) in ("text", "data")} & files_importing("torch") == set()
 
 

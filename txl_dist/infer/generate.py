@@ -14,14 +14,13 @@ text may begin and end when it likes, and a memory is always what lies before a 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import ConfigError
 from txl_dist.infer.cached import FrozenModel, Past
 from txl_dist.infer.sampling import choose, uniform_numbers
 from txl_dist.infer.settings import Sampling
@@ -54,11 +53,33 @@ class Token(NamedTuple):
     key: Hashable
     id: int
     log_p: float
-    """In nats, of the model as it is."""
+    """In nats, of the model as it is; no number where its probabilities are none."""
     top: list[tuple[int, float]]
     """The likeliest ids with their log-probabilities, as many as were asked for."""
     is_last: bool
     """Whether the text ends with it: it has `max_tokens`, or this is `stop_at`."""
+
+
+class Scored(NamedTuple):
+    """A token of a prompt, in its place."""
+
+    id: int
+    log_p: float
+    """In nats, behind all that stands before it."""
+    top: list[tuple[int, float]]
+    """The likeliest ids in its place with their log-probabilities, as many as were asked for."""
+
+
+class Chunk(NamedTuple):
+    """What was read of a text at a time."""
+
+    num_tokens: int
+    scored: list[Scored]
+    """The tokens that follow those of the chunk, if asked for: of a whole text all but the first."""
+
+
+Reading = Generator[Chunk, None, Past | None]
+"""A text that is being read, a chunk at each step; then its value is what is remembered, if anything is."""
 
 
 class _Text:
@@ -113,6 +134,10 @@ class Decoder:
         """What is remembered of a text up to its last token. Raises ConfigError where nothing is."""
         return self._rows.past_of(request)
 
+    def reading(self, request: Request, *, with_scores: bool = False) -> Reading:
+        """As `read`, chunk by chunk, so that others may go on between; also for models that remember nothing."""
+        return self._rows.reading(request, with_scores=with_scores)
+
     def add(self, key: Hashable, request: Request) -> None:
         """Read a text up to its last token, and go on with it from the next step."""
         assert request.ids
@@ -161,33 +186,72 @@ class Decoder:
         seen_BV = torch.stack(seen).to(self._device) if seen else None
         ids_B = choose(log_p_BV, uniform_B, sampling, seen_BV=seen_BV)
         log_ps = log_p_BV.gather(1, ids_B[:, None])[:, 0].tolist()
-        if any(map(math.isnan, log_ps)):
-            raise CheckpointError("the model's probabilities are no numbers. Load it in fp32, or take another one.")
-        likeliest: list[list[tuple[int, float]]] = [[] for _ in texts]
-        if num_top := min(self._vocab_size, max(text.request.num_top for text in texts)):
-            values, ids = log_p_BV.topk(num_top)
-            likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        likeliest = _likeliest(log_p_BV, max(text.request.num_top for text in texts))
         return [text.take(*told) for text, *told in zip(texts, ids_B.tolist(), log_ps, likeliest, strict=True)]
 
     def _row_of(self, key: Hashable) -> int:
         return next(row for row, text in enumerate(self._texts) if text is not None and text.key == key)
 
 
-@torch.inference_mode()
 def read(
     frozen: FrozenModel, ids: Sequence[int], past: Past | None = None, *, memory_len: int, segment_len: int
 ) -> Past:
     """What is remembered of `ids` behind a past, read in chunks of `segment_len` over `memory_len`."""
+    reading = read_by_chunks(frozen, ids, past, memory_len=memory_len, segment_len=segment_len)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as done:
+            value: Past = done.value
+            return value
+
+
+@torch.inference_mode()
+def read_by_chunks(
+    frozen: FrozenModel,
+    ids: Sequence[int],
+    past: Past | None = None,
+    *,
+    memory_len: int,
+    segment_len: int,
+    targets: Sequence[int] = (),
+    num_top: int = 0,
+) -> Generator[Chunk, None, Past]:
+    """As `read`, yielding behind each chunk. `targets`, the tokens that follow each of `ids`, are scored, if given."""
     most = len(ids) + (0 if past is None else past.document_S.shape[0])  # a longer ring would hold no more
     memory_len = max(1, min(memory_len, most)) if memory_len else 0
     ring = frozen.ring(num_rows=1, memory_len=memory_len, chunk_len=max(1, min(segment_len, len(ids))))
     if past is not None:
         ring.put(0, past)
-    device = frozen.model.embedding.weight(0).device
-    for chunk_1T in torch.tensor([list(ids)], dtype=torch.int64, device=device).split(ring.chunk_len, dim=1):
-        if chunk_1T.shape[1]:
-            frozen.run(chunk_1T, ring)
+    for start in range(0, len(ids), ring.chunk_len):
+        stop = min(start + ring.chunk_len, len(ids))
+        chunk_1T = torch.tensor([list(ids[start:stop])], dtype=torch.int64, device=ring.key_values[0].device)
+        hidden_1TD = frozen.run(chunk_1T, ring)
+        scored: list[Scored] = []
+        for first in range(start, stop if targets else start, _SCORED_AT_A_TIME):
+            last = min(first + _SCORED_AT_A_TIME, stop)
+            log_p_SV = frozen.log_probabilities(hidden_1TD[0, first - start : last - start])
+            scored += _scored(log_p_SV, targets[first:last], num_top=num_top)
+        yield Chunk(stop - start, scored)
     return ring.past(0)
+
+
+_SCORED_AT_A_TIME = 64
+"""Tokens of a prompt for which the probabilities of the whole vocabulary are held."""
+
+
+def _scored(log_p_SV: Tensor, targets: Sequence[int], *, num_top: int) -> list[Scored]:
+    target_S1 = torch.tensor(list(targets), dtype=torch.int64, device=log_p_SV.device)[:, None]
+    log_ps = log_p_SV.gather(1, target_S1)[:, 0].tolist()
+    return [Scored(*told) for told in zip(targets, log_ps, _likeliest(log_p_SV, num_top), strict=True)]
+
+
+def _likeliest(log_p_SV: Tensor, num_top: int) -> list[list[tuple[int, float]]]:
+    """So many ids with their log-probabilities, or all."""
+    if not num_top:
+        return [[] for _ in log_p_SV]
+    values, ids = log_p_SV.topk(min(num_top, log_p_SV.shape[1]))
+    return [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 class _CachedRows:
@@ -209,6 +273,17 @@ class _CachedRows:
         if not ids and request.past is not None:
             return request.past
         return read(self._frozen, ids, request.past, **self._lengths)
+
+    def reading(self, request: Request, *, with_scores: bool) -> Reading:
+        ids, following = request.ids[request.num_read : -1], request.ids[request.num_read + 1 :]
+        if not ids and request.past is not None:
+            return request.past
+        targets = following if with_scores else ()
+        return (
+            yield from read_by_chunks(
+                self._frozen, ids, request.past, **self._lengths, targets=targets, num_top=request.num_top
+            )
+        )
 
     def read(self, row: int, request: Request) -> None:
         self._ring.put(row, self.past_of(request))
@@ -246,6 +321,17 @@ class _WindowRows:
         raise ConfigError(
             f"a model with {self._model.section.positions} positions remembers nothing. Give the whole text again."
         )
+
+    @torch.inference_mode()
+    def reading(self, request: Request, *, with_scores: bool) -> Reading:
+        if with_scores:
+            memory = self._model.empty_memory(num_lanes=1, memory_len=0)
+            for start in range(0, len(request.ids) - 1, self._segment_len):
+                ids = request.ids[start : start + self._segment_len + 1]
+                hidden_1TD, _ = self._model(torch.tensor([ids[:-1]], device=self._device), memory)
+                log_p_TV = self._model.softmax.log_probabilities(hidden_1TD[0])
+                yield Chunk(len(ids) - 1, _scored(log_p_TV, ids[1:], num_top=request.num_top))
+        return None
 
     def past(self, row: int, *, without_last: int) -> Past:
         return self.past_of(Request(ids=(), max_tokens=0))

@@ -26,8 +26,8 @@ from txl_dist.infer.cached import FrozenModel, KeyValueRing
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.infer.settings import Writing, check_ids, check_text
-from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory
-from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, write
+from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory, read_memory
+from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, Writer, write
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.base import Tokenizer
 
@@ -148,10 +148,11 @@ class LanguageModel:
         begun = [self.prompt(prompt, memory) for prompt in prompts]
         texts: dict[tuple[int, int], str] = defaultdict(str)
         made: dict[tuple[int, int], Generation] = {}
-        for number, sample, text, ending in self.write(begun, writing, keep_memory=keep_memory):
-            texts[number, sample] += text
-            if ending:
-                made[number, sample] = self.generation(texts[number, sample], ending, begun[number])
+        for piece in self.write(begun, writing, keep_memory=keep_memory):
+            key = piece.prompt, piece.sample
+            texts[key] += piece.text
+            if piece.ending:
+                made[key] = self.generation(texts[key], piece.ending, begun[piece.prompt])
         return [[made[number, sample] for sample in range(writing.num_samples)] for number in range(len(prompts))]
 
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
@@ -168,6 +169,10 @@ class LanguageModel:
             )
         decoder = self._decoder(writing.memory_len)
         return write(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
+
+    def writer(self, *, num_rows: int, memory_len: int = -1) -> Writer:
+        """For prompts that come and go: `num_rows` texts at once, a segment of prompts is read between two tokens."""
+        return Writer(self._decoder(memory_len), self.tokenizer, num_rows=num_rows, read_len=self.bundle.segment_len)
 
     def generation(self, text: str, ending: Ending, prompt: Prompt) -> Generation:
         """A whole text, of its pieces, its end and its prompt."""
@@ -190,6 +195,10 @@ class LanguageModel:
     def load_memory(self, path: str | Path) -> TextMemory:
         """One that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
         return load_memory(path, self.network, fingerprint=self.fingerprint)
+
+    def read_memory(self, data: bytes, *, called: str) -> TextMemory:
+        """As `load_memory`, of the file's content, which messages call so."""
+        return read_memory(data, self.network, fingerprint=self.fingerprint, called=called)
 
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
@@ -245,7 +254,7 @@ class LanguageModel:
         prompt, end_of_text = self._read(text, memory), self.tokenizer.end_of_text
         if self.bundle.document_border == "mask" and end_of_text in prompt.ids[1:]:  # nothing before it is seen
             last = len(prompt.ids) - 1 - prompt.ids[::-1].index(end_of_text)
-            prompt = prompt._replace(ids=prompt.ids[last:], past=None)
+            prompt = prompt._replace(ids=prompt.ids[last:], past=None, num_led=0)
         if not prompt.ids:
             has_mark = self.tokenizer.end_of_text is not None
             why = "was not trained on first tokens" if has_mark else "has no end-of-text in its vocabulary"
@@ -260,20 +269,25 @@ class LanguageModel:
         ids = self.encode(text) if isinstance(text, str) else list(text)
         check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="the prompt")
         shown, end_of_text = text if isinstance(text, str) else self.tokenizer.decode(ids), self.tokenizer.end_of_text
+        led: list[int] = []
         if memory is not None:
-            ids = [memory.last, *ids]
+            led = [memory.last]
         elif end_of_text is not None and self.bundle.begins_documents and (isinstance(text, str) or not ids):
-            ids = [end_of_text, *ids]
-        return Prompt(tuple(ids), None if memory is None else memory.past, self.tokenizer.joint(shown))
+            led = [end_of_text]
+        past = None if memory is None else memory.past
+        return Prompt((*led, *ids), past, self.tokenizer.joint(shown), num_led=len(led))
+
+    def window(self, memory_len: int = -1) -> int:
+        """Tokens of the past that a text sees: as many as asked for; -1 is no less context than a segment gave in
+        training, and no more than the memory where its length is the window."""
+        if memory_len >= 0:
+            return memory_len
+        bundle, has_window = self.bundle, self.network.section.same_length != "off"
+        return bundle.memory_len if has_window else max(bundle.memory_len, bundle.segment_len - 1)
 
     def _decoder(self, memory_len: int) -> Decoder:
-        bundle, uses_memory = self.bundle, self.network.section.scheme.uses_memory
-        if memory_len < 0:
-            # No less context than a segment gave in training; no more than the memory where its length is the window.
-            has_window = self.network.section.same_length != "off"
-            memory_len = bundle.memory_len if has_window else max(bundle.memory_len, bundle.segment_len - 1)
-        model = self.frozen if uses_memory else self.network
-        return Decoder(model, memory_len=memory_len, segment_len=bundle.segment_len)
+        model = self.frozen if self.network.section.scheme.uses_memory else self.network
+        return Decoder(model, memory_len=self.window(memory_len), segment_len=self.bundle.segment_len)
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:

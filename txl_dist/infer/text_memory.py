@@ -9,12 +9,13 @@ these tensors.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, explained
@@ -38,39 +39,73 @@ class TextMemory:
         """Tokens that are remembered."""
         return self.past.document_S.shape[0] + 1
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return self.past.key_value_L2NSH.nbytes + self.past.document_S.nbytes
+
     def save(self, path: str | Path) -> None:
         """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written."""
+        with explained(ConfigError, f"cannot write {path}", "Choose another file."):
+            replace_file(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What the file holds."""
         tensors = {
             "key_value": self.past.key_value_L2NSH.cpu().contiguous(),
             "document": self.past.document_S.cpu().contiguous(),
             "last": torch.tensor([self.last]),
         }
         metadata = {"format_version": FORMAT_VERSION, "model": self.model, "content": _digest(tensors)}
-        with explained(ConfigError, f"cannot write {path}", "Choose another file."):
-            replace_file(Path(path), save(tensors, metadata=metadata))
+        return save(tensors, metadata=metadata)
 
 
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:
     """A memory that this model made. Raises CheckpointError if the file is none, is damaged or is of another model."""
-    again = "Make it again with --save-memory."
+    with explained(CheckpointError, f"{path} cannot be read as a memory of a text", _AGAIN):
+        data = Path(path).read_bytes()
+    return read_memory(data, model, fingerprint=fingerprint, called=str(path))
+
+
+def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: str) -> TextMemory:
+    """As `load_memory`, of the content of a file, which messages call so."""
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format_version") != FORMAT_VERSION:
-                raise CheckpointError(f"{path} is no memory of a text. {again}")
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as a memory of a text: {error}. {again}") from error
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = header.get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError) as error:  # the last: a type of numbers that torch does not have
+        raise CheckpointError(f"{called} cannot be read as a memory of a text: {error}. {_AGAIN}") from error
+    if metadata.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(f"{called} is no memory of a text. {_AGAIN}")
     if metadata.get("model") != fingerprint:
         raise CheckpointError(
-            f"{path} is a memory of another model: another one reads its numbers as something else. Use the model that "
-            f"made it, or give the text. {again}"
+            f"{called} is a memory of another model: another one reads its numbers as something else. Use the model "
+            f"that made it, or give the text. {_AGAIN}"
         )
-    if metadata.get("content") != _digest(tensors) or tensors.keys() != {"key_value", "document", "last"}:
-        raise CheckpointError(f"{path} is damaged: its content is not what was written. {again}")
+    if metadata.get("content") != _digest(tensors) or not _fits(tensors, model):
+        raise CheckpointError(f"{called} is damaged: its content is not what was written. {_AGAIN}")
     device = model.embedding.weight(0).device
     past = Past(tensors["key_value"].to(device), tensors["document"].to(device))
     return TextMemory(past, int(tensors["last"]), fingerprint)
+
+
+_AGAIN = "Make it again with --save-memory."
+
+
+def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
+    """Whether these are the tensors of a memory of this model: a file may come from anybody, digests and all."""
+    if tensors.keys() != {"key_value", "document", "last"}:
+        return False
+    key_value, document, last, section = (*(tensors[name] for name in ("key_value", "document", "last")), model.section)
+    num_positions = document.shape[0] if document.dim() == 1 else -1
+    return (
+        key_value.shape == (section.num_layers, 2, section.num_heads, num_positions, section.head_width)
+        and key_value.dtype == model.embedding.weight(0).dtype
+        and bool(key_value.isfinite().all())
+        and document.dtype == last.dtype == torch.int64
+        and last.shape == (1,)
+        and 0 <= int(last) < model.vocab_size
+    )
 
 
 def fingerprint_of(model: TransformerXL) -> str:

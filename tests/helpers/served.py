@@ -1,0 +1,130 @@
+"""A server in this process, with a tiny random model, and plain HTTP to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from tests.helpers.models import tiny_section
+from txl_dist.infer.bundle import Package
+from txl_dist.infer.language_model import LanguageModel
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.serve.listening import listen
+from txl_dist.serve.server import Server
+from txl_dist.serve.service import Service
+from txl_dist.serve.settings import Serving
+from txl_dist.text.training import train_tokenizer
+
+SEGMENT_LEN, MEMORY_LEN = 8, 24
+TEXT = "the cat sat on the mat, the dog did not"
+
+
+def random_model(*, seed: int = 0, document_border: str = "carry", **changes: Any) -> LanguageModel:
+    """A tiny model of bytes."""
+    torch.manual_seed(seed)
+    tokenizer, section = train_tokenizer("byte", lambda: [TEXT]), tiny_section(**changes)
+    network = TransformerXL(section, vocab_size=tokenizer.vocab_size)
+    package = Package(
+        section=section,
+        weights=dict(network.named_parameters()),
+        tokenizer=tokenizer,
+        segment_len=SEGMENT_LEN,
+        memory_len=MEMORY_LEN if section.scheme.uses_memory else 0,
+        document_border=document_border,
+        source={},
+        probe={},
+    )
+    return LanguageModel(package.open(where="a test"))
+
+
+@dataclass
+class Reply:
+    """What a server answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def message(self) -> str:
+        """Of an error, whose form is OpenAI's."""
+        error = self.json["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        return str(error["message"])
+
+    @property
+    def events(self) -> list[Any]:
+        """Of a stream that is whole."""
+        *events, done, rest = self.body.decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+class Served:
+    """A server that runs."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.url = server, server.url
+        self.service: Service = server.service
+        self.address = urlsplit(server.url)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(str(self.address.hostname), self.address.port, timeout=60)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        """One request; a body that is no bytes is sent as JSON."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None and not isinstance(body, bytes):
+            body, given = json.dumps(body).encode(), {"content-type": "application/json", **given}
+        connection = self.connect()
+        connection.request(method, path, body, given)
+        response = connection.getresponse()
+        reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        connection.close()
+        return reply
+
+    def complete(self, prompt: Any = TEXT, **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/completions", {"prompt": prompt, **fields})
+
+    def wait_until_idle(self) -> None:
+        """Until no text is in work or waits."""
+        worker = self.service.worker
+        wait_until(lambda: not worker._jobs and not worker._waiting and not worker.num_rows)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Fails if that takes half a minute."""
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def served(model: LanguageModel, **settings: Any) -> Iterator[Served]:
+    """A server of a model, on a free port."""
+    serving = Serving(port=0, **settings)
+    server = Server(model, serving, listen(serving), name="tiny")
+    thread = threading.Thread(target=lambda: asyncio.run(server.run(heeds_signals=False)), daemon=True)
+    thread.start()
+    wait_until(lambda: server.has_started)
+    try:
+        yield Served(server)
+    finally:
+        server.stop()
+        thread.join(timeout=60)
+        assert not thread.is_alive()

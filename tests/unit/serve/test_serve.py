@@ -1,0 +1,527 @@
+"""A server: it answers as OpenAI's, keeps memories, and lets nobody hold the others up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.helpers.served import MEMORY_LEN, TEXT, Served, random_model, served, wait_until
+from txl_dist.errors import ConfigError
+from txl_dist.infer.language_model import LanguageModel
+from txl_dist.infer.sampling import uniform_numbers
+from txl_dist.serve.listening import listen
+from txl_dist.serve.settings import Serving
+
+pytestmark = pytest.mark.slow
+
+GREEDY = {"temperature": 0, "max_tokens": 12}
+BORDER = 1e-5
+"""A draw so near to a border of the distribution may differ by rounding."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(random_model(), max_prompt=5_000, max_tokens=400, max_texts=64, queue=128) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.smoke
+def test_a_server_streams_a_text_and_goes_on_from_its_memory(server: Served) -> None:
+    lm, whole = server.service.model, server.complete(TEXT, **GREEDY).json["choices"][0]["text"]
+    reply = server.complete(TEXT, **GREEDY, stream=True, keep_memory=True, stream_options={"include_usage": True})
+    *pieces, usage = reply.events
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole
+    assert usage["usage"] == {"prompt_tokens": len(TEXT) + 1, "completion_tokens": 12, "total_tokens": len(TEXT) + 13}
+    last = pieces[-1]["choices"][0]
+    assert last["finish_reason"] == "length"
+    more = server.complete("", memory=last["memory"]["id"], **GREEDY).json["choices"][0]["text"]
+    kept = lm.generate(TEXT, keep_memory=True, **GREEDY)
+    assert (whole, more) == (kept.text, lm.generate("", memory=kept.memory, **GREEDY).text)
+
+
+def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(
+    server: Served, client: openai.OpenAI
+) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "txl_dist"
+    whole = client.completions.create(model="tiny", prompt=TEXT, max_tokens=30, seed=3, logprobs=3)
+    (choice,) = whole.choices
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 30
+    told = choice.logprobs
+    assert told is not None
+    assert len(told.tokens or []) == len(told.token_logprobs or []) == 30
+    assert all(len(top) in (3, 4) for top in told.top_logprobs or [])
+    stream = client.completions.create(
+        model="tiny",
+        prompt=TEXT,
+        max_tokens=30,
+        seed=3,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=0,
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == choice.text
+    assert chunks[-1].usage == whole.usage
+    log_probs = [p for chunk in chunks if chunk.choices for p in chunk.choices[0].logprobs.token_logprobs or []]  # type: ignore[union-attr]
+    assert log_probs == pytest.approx(told.token_logprobs, abs=1e-5)
+    samples = client.completions.create(model="tiny", prompt=[TEXT, "a"], max_tokens=10, n=3, seed=3)
+    assert [one.index for one in samples.choices] == [*range(6)]
+    assert len({one.text for one in samples.choices}) == 6
+    stop = choice.text[10:12]
+    stopped = client.completions.create(model="tiny", prompt=TEXT, max_tokens=30, seed=3, stop=[stop, "\x00\x00\x00"])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == choice.text[: choice.text.index(stop)]
+    with pytest.raises(openai.NotFoundError, match="no model 'large' here, but 'tiny'"):
+        client.completions.create(model="large", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+        client.completions.create(model="tiny", prompt="a", best_of=3)
+
+
+def test_the_text_of_a_request_is_that_of_generate_whatever_the_settings(server: Served) -> None:
+    lm = server.service.model
+    ids = lm.encode("the cat")
+    for fields, settings in (
+        ({"seed": 5}, {"seed": 5, "temperature": 1.0, "top_k": 0}),
+        ({"seed": 5, "top_k": 7, "temperature": 0.7}, {"seed": 5, "top_k": 7, "temperature": 0.7}),
+        ({"seed": 1, "top_p": 0.7}, {"seed": 1, "top_p": 0.7, "temperature": 1.0, "top_k": 0}),
+        ({"seed": 1, "min_p": 0.1}, {"seed": 1, "min_p": 0.1, "temperature": 1.0, "top_k": 0}),
+        ({"seed": 1, "allowed_token_ids": ids}, {"seed": 1, "allowed": ids, "temperature": 1.0, "top_k": 0}),
+        ({"temperature": 0, "repetition_penalty": 2}, {"temperature": 0.0, "repetition_penalty": 2.0}),
+    ):
+        for prompt in (TEXT, "", ids):
+            reply = server.complete(prompt, max_tokens=25, n=2, **fields)
+            made = lm.generate_batch([prompt], max_tokens=25, num_samples=2, **settings)[0]
+            assert [one["text"] for one in reply.json["choices"]] == [one.text for one in made], (fields, prompt)
+    assert server.complete(TEXT, max_tokens=30).json["choices"] != server.complete(TEXT, max_tokens=30).json["choices"]
+    assert server.complete(TEXT).json["usage"]["completion_tokens"] <= 16
+
+
+def test_with_echo_the_prompt_is_scored_as_by_score(server: Served) -> None:
+    lm, settings = server.service.model, {"echo": True, "logprobs": 2, "max_tokens": 0}
+    text = "the c\u00e4t sat on the mat" * 3
+    told = server.complete(text, **settings).json["choices"][0]
+    assert (told["text"], told["finish_reason"]) == (text, "length")
+    assert told["logprobs"]["token_logprobs"] == pytest.approx(lm.score(text).tolist(), abs=1e-5)
+    assert told["logprobs"]["tokens"][5:7] == ["bytes:\\xc3", "bytes:\\xa4"]
+    assert told["logprobs"]["text_offset"][:9] == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    assert all(len(top) in (2, 3) for top in told["logprobs"]["top_logprobs"])
+    ids = lm.encode(text)
+    told = server.complete(ids, **settings).json["choices"][0]["logprobs"]
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:] == pytest.approx(lm.score(ids).tolist(), abs=1e-5)
+    memory = server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"]
+    told = server.complete(text, **settings, memory=memory).json["choices"][0]["logprobs"]
+    expected = lm.score(text, memory=lm.memory(TEXT))
+    assert told["token_logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+    whole = server.complete(text, echo=True, logprobs=0, max_tokens=5, temperature=0).json["choices"][0]
+    pieces = server.complete(text, echo=True, logprobs=0, max_tokens=5, temperature=0, stream=True).events
+    joined: dict[str, list[Any]] = {name: [] for name in whole["logprobs"]}
+    for piece in pieces:
+        for name, values in (piece["choices"][0]["logprobs"] or {}).items():
+            joined[name] += values
+    assert joined["tokens"] == whole["logprobs"]["tokens"]
+    assert joined["text_offset"] == whole["logprobs"]["text_offset"]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole["text"]
+    generated = server.complete(text, logprobs=0, max_tokens=5, temperature=0).json["choices"][0]
+    assert whole["text"] == text + generated["text"]
+    assert whole["logprobs"]["tokens"][-5:] == generated["logprobs"]["tokens"]
+
+
+def test_64_streams_at_once_are_those_of_single_runs_but_for_draws_at_a_border(server: Served) -> None:
+    lm, num_draws, num_at_border = server.service.model, 0, 0
+    prompts = [TEXT[: 1 + i % 39] + "abc" * (i % 7) for i in range(64)]
+    fields = [{"seed": i, "max_tokens": 80, "top_k": 0} for i in range(64)]
+
+    def stream(number: int) -> tuple[str, list[str]]:
+        events = server.complete(prompts[number], **fields[number], stream=True, logprobs=0).events
+        choices = [event["choices"][0] for event in events]
+        tokens = [token for one in choices for token in (one["logprobs"] or {"tokens": []})["tokens"]]
+        assert choices[-1]["finish_reason"] == "length" or "<|endoftext|>" in tokens
+        return "".join(one["text"] for one in choices), tokens
+
+    with ThreadPoolExecutor(64) as pool:
+        together = list(pool.map(stream, range(64)))
+    for prompt, settings, (text, tokens) in zip(prompts, fields, together, strict=True):
+        alone = lm.generate(prompt, temperature=1.0, **settings)
+        num_draws += len(alone.ids)
+        if text != alone.text:
+            pairs = itertools.zip_longest(tokens, alone.ids)
+            first = next(i for i, (a, b) in enumerate(pairs) if b is None or a != spelt(lm, b))
+            assert distance_to_border(lm, prompt, alone.ids[:first], settings["seed"]) <= BORDER
+            num_at_border += 1
+    assert num_draws > 3_000
+    assert num_at_border <= 1
+
+
+def spelt(lm: LanguageModel, i: int) -> str:
+    (byte,) = lm.tokenizer.spellings[i]  # type: ignore[index]
+    return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
+
+
+def distance_to_border(lm: LanguageModel, text: str, written: list[int], seed: int) -> float:
+    ids = [*lm.prompt(text).ids, *written]
+    hidden, _ = lm.network(torch.tensor([ids]), lm.network.empty_memory(num_lanes=1, memory_len=0))
+    cumulated = lm.network.softmax.log_probabilities(hidden[:, -1])[0].double().exp().cumsum(0)
+    number = uniform_numbers(seed).random(len(written) + 1)[-1]
+    return float((cumulated - number).abs().min())
+
+
+REFUSED: list[tuple[Any, int, str]] = [
+    (b"", 400, "the body is no JSON"),
+    (b'{"prompt": "a"', 400, "the body is no JSON"),
+    (b"[]", 400, "must be a JSON object"),
+    (b"\xff\xfe", 400, "the body is no JSON"),
+    (b'{"prompt": "\\ud800"}', 400, "the body is no JSON"),
+    (b"[" * 100_000, 400, "the body is no JSON"),
+    (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "number out of range"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    ({"prompt": "a", "temprature": 1}, 400, "unknown field 'temprature'. Did you mean temperature?"),
+    ({"prompt": "a", "temperature": -1}, 400, "temperature: input should be greater than or equal to 0, not -1"),
+    ({"prompt": "a", "temperature": True}, 400, "temperature"),
+    ({"prompt": "a", "max_tokens": "5"}, 400, "max_tokens: input should be a valid integer"),
+    ({"prompt": "a", "max_tokens": 401}, 400, "max_tokens: 401 are asked for; this server makes at most 400"),
+    ({"prompt": "a", "n": 65}, 400, "n: 65 are asked for"),
+    ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 66 are asked for"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs: 21 are asked for"),
+    ({"prompt": 5}, 400, "prompt: give a text, a list of texts, a list of ids"),
+    ({"prompt": ["a", 5]}, 400, "prompt: give a text"),
+    ({"prompt": []}, 400, "the list is empty"),
+    ({"prompt": [5, 1000]}, 400, "1000 is no id of this model's vocabulary"),
+    ({"prompt": [-1]}, 400, "prompt: give a text"),
+    ({"prompt": "a" * 5000}, 400, "the prompt has 5,001 tokens; this server takes 5,000"),
+    ({"prompt": "a", "allowed_token_ids": [99999]}, 400, "allowed_token_ids: 99999 is no id"),
+    ({"prompt": "a", "stop": ""}, 400, "stop"),
+    ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
+    ({"prompt": "a", "stream_options": {}}, 400, "stream_options are for streams"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "model": "\x1b[2J"}, 404, r"there is no model '\x1b[2J' here, but 'tiny'"),
+    ({"prompt": "a", "memory": "mem_x"}, 404, "there is no memory 'mem_x': it expired"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_done_is_refused_with_the_remedy(server: Served, body: Any, status: int, message: str) -> None:
+    reply = server.ask("POST", "/v1/completions", body, content_type="application/json")
+    assert reply.status == status, reply.body
+    assert message in reply.message
+    assert "\x1b" not in reply.body.decode()
+
+
+def test_fields_that_openai_knows_and_that_change_nothing_are_taken(server: Served) -> None:
+    harmless = {"user": "me", "best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0, "model": None}
+    plain = server.complete(TEXT, **GREEDY).json["choices"]
+    assert server.complete(TEXT, **GREEDY, **harmless, frequency_penalty=0.0).json["choices"] == plain
+
+
+def test_unknown_paths_and_methods_are_told_in_the_same_form(server: Served) -> None:
+    assert server.ask("GET", "/v1/chat/completions").status == 404
+    reply = server.ask("PUT", "/v1/completions", {})
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+    assert "PUT is not for /v1/completions" in reply.message
+    reply = server.ask("POST", "/v1/completions", b"prompt=a", content_type="application/x-www-form-urlencoded")
+    assert reply.status == 415
+    assert "must be application/json, not application/x-www-form-urlencoded" in reply.message
+
+
+def test_the_page_may_run_its_own_scripts_only(server: Served) -> None:
+    reply = server.ask("GET", "/")
+    assert reply.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    assert "unsafe" not in reply.headers["content-security-policy"]
+
+
+def test_prometheus_is_told_what_was_done(server: Served) -> None:
+    def value(name: str) -> float:
+        lines = server.ask("GET", "/metrics").body.decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = {name: value(name) for name in ("txl_completion_tokens_total", 'txl_requests_total{status="404"}')}
+    server.complete(TEXT, max_tokens=7, temperature=0)
+    server.complete(TEXT, model="other")
+    assert value("txl_completion_tokens_total") == before["txl_completion_tokens_total"] + 7
+    assert value('txl_requests_total{status="404"}') == before['txl_requests_total{status="404"}'] + 1
+    assert value("txl_prompt_tokens_total") > 0
+    assert value("txl_time_to_first_token_seconds_count") > 0
+    assert value("txl_time_per_output_token_seconds_count") > 0
+    assert value("process_resident_memory_bytes") > 1e7
+    assert {value(name) for name in ("txl_rows", "txl_queued")} == {0}
+
+
+def test_a_memory_is_used_by_many_changed_by_none_and_goes_on_as_the_whole_text(server: Served) -> None:
+    made = server.ask("POST", "/v1/memories", {"prompt": TEXT})
+    assert made.status == 201
+    facts = made.json
+    assert facts["tokens"] == MEMORY_LEN + 1
+    assert server.ask("GET", f"/v1/memories/{facts['id']}").json["bytes"] == facts["bytes"]
+    lm = server.service.model
+    held = server.service.memories.get(facts["id"])
+    assert held is not None
+    before = held.memory.past.key_value_L2NSH.clone()
+    alone = lm.generate(" and", memory=lm.memory(TEXT), **GREEDY).text
+    with ThreadPoolExecutor(8) as pool:
+        texts = pool.map(lambda _: server.complete(" and", memory=facts["id"], n=3, **GREEDY).json["choices"], range(8))
+        assert {one["text"] for choices in texts for one in choices} == {alone}
+    assert torch.equal(held.memory.past.key_value_L2NSH, before)
+    whole = server.complete("the cat sat", **GREEDY).json["choices"][0]["text"]
+    first = server.ask("POST", "/v1/memories", {"prompt": "the cat"}).json["id"]
+    assert server.complete(" sat", memory=first, **GREEDY).json["choices"][0]["text"] == whole
+    second = server.ask("POST", "/v1/memories", {"prompt": " sa", "memory": first}).json["id"]
+    assert server.complete("t", memory=second, **GREEDY).json["choices"][0]["text"] == whole
+    assert server.ask("DELETE", f"/v1/memories/{first}").json == {"id": first, "object": "memory", "deleted": True}
+    assert server.ask("DELETE", f"/v1/memories/{first}").status == 404
+    assert server.complete(" sat", memory=first).status == 404
+
+
+def test_a_memory_is_taken_away_as_a_file_and_brought_back(server: Served, tmp_path: Any) -> None:
+    lm = server.service.model
+    handle = server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"]
+    (tmp_path / "memory").write_bytes(server.ask("GET", f"/v1/memories/{handle}/content").body)
+    loaded, made = lm.load_memory(tmp_path / "memory"), lm.memory(TEXT)
+    assert loaded.last == made.last
+    assert torch.equal(loaded.past.key_value_L2NSH, made.past.key_value_L2NSH)
+    again = server.ask(
+        "POST", "/v1/memories", (tmp_path / "memory").read_bytes(), content_type="application/octet-stream"
+    )
+    assert again.status == 201
+    texts = [server.complete("a", memory=name, **GREEDY).json["choices"] for name in (handle, again.json["id"])]
+    assert texts[0] == texts[1]
+
+
+def test_a_file_that_is_no_memory_of_this_model_is_refused(server: Served) -> None:
+    def refusal(data: bytes) -> str:
+        reply = server.ask("POST", "/v1/memories", data, content_type="application/octet-stream")
+        assert reply.status == 400
+        return reply.message
+
+    whole = server.service.model.memory(TEXT)
+    data = whole.to_bytes()
+    assert "cannot be read as a memory" in refusal(b"")
+    assert "cannot be read as a memory" in refusal(data[:-9])
+    assert "is a memory of another model" in refusal(random_model(seed=4).memory(TEXT).to_bytes())
+    assert "is damaged" in refusal(data[:-1] + bytes([data[-1] ^ 1]))
+    shapes = whole.past.key_value_L2NSH
+    for forged in (shapes[:, :1], shapes[..., :3], shapes * torch.nan, shapes.double()):
+        past = whole.past._replace(key_value_L2NSH=forged)
+        assert "is damaged" in refusal(type(whole)(past, whole.last, whole.model).to_bytes())
+    assert "is damaged" in refusal(type(whole)(whole.past, 10**6, whole.model).to_bytes())
+
+
+def test_numbers_of_a_forged_memory_harm_nobody_else(server: Served) -> None:
+    whole = server.service.model.memory(TEXT)
+    huge = whole.past._replace(key_value_L2NSH=whole.past.key_value_L2NSH * 1e37)
+    data = type(whole)(huge, whole.last, whole.model).to_bytes()
+    handle = server.ask("POST", "/v1/memories", data, content_type="application/octet-stream").json["id"]
+    alone = server.complete(TEXT, temperature=0, max_tokens=300).json["choices"][0]["text"]
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(lambda: server.complete(TEXT, temperature=0, max_tokens=300).json["choices"][0]["text"])
+        bad = [server.complete("a", memory=handle, max_tokens=5) for _ in range(3)]
+        assert good.result() == alone
+    assert {one.status for one in bad} <= {200, 400}
+
+
+def test_memories_go_by_number_bytes_and_age() -> None:
+    with served(random_model(), memories=3) as server:
+        names = [server.ask("POST", "/v1/memories", {"prompt": f"text {i}"}).json["id"] for i in range(3)]
+        server.complete("a", memory=names[0], max_tokens=1)
+        server.ask("POST", "/v1/memories", {"prompt": "one more"})
+        found = [server.ask("GET", f"/v1/memories/{name}").status for name in names]
+        assert found == [200, 404, 200], "the one that was not used for longest"
+        assert len(set(names)) == 3
+        assert all(len(name) > 30 for name in names)
+        assert "does not keep 4 memories" in server.complete("a", n=4, keep_memory=True).message
+    size = random_model().memory(TEXT).num_bytes
+    with served(random_model(), memory_bytes=2 * size + 500) as server:
+        names = [server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"] for i in range(3)]
+        assert [server.ask("GET", f"/v1/memories/{name}").status for name in names] == [404, 200, 200]
+        assert server.service.memories.num_bytes == 2 * size
+    with served(random_model(), memory_age=0.3) as server:
+        name = server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"]
+        assert server.complete("a", memory=name).status == 200
+        time.sleep(0.4)
+        reply = server.complete("a", memory=name)
+        assert (reply.status, reply.json["error"]["code"]) == (404, "memory_not_found")
+        assert "Give the whole text again" in reply.message
+
+
+def test_a_model_without_memory_is_served_too() -> None:
+    lm = random_model(positions="absolute")
+    with served(lm) as server:
+        assert server.complete(TEXT, **GREEDY).json["choices"][0]["text"] == lm.generate(TEXT, **GREEDY).text
+        told = server.complete(TEXT, echo=True, logprobs=1, max_tokens=0).json["choices"][0]["logprobs"]
+        assert told["token_logprobs"] == pytest.approx(lm.score(TEXT).tolist(), abs=1e-5)
+        for reply in (server.complete(TEXT, keep_memory=True), server.ask("POST", "/v1/memories", {"prompt": "a"})):
+            assert reply.status == 400
+            assert "remembers nothing" in reply.message
+
+
+def test_a_model_with_masks_says_that_it_scores_one_document_at_a_time() -> None:
+    lm = random_model(document_border="mask")
+    ids, end = lm.encode(TEXT), lm.tokenizer.end_of_text
+    with served(lm) as server:
+        settings = {"echo": True, "logprobs": 1, "max_tokens": 0}
+        assert server.complete([end, *ids], **settings).status == 200
+        reply = server.complete([end, *ids, end, *ids], **settings)
+        assert reply.status == 400
+        assert "the prompt holds several documents" in reply.message
+        assert server.complete([end, *ids, end, *ids], max_tokens=3).status == 200
+
+
+def test_only_those_with_the_key_are_served_but_health_is_open(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TXL_API_KEY", "secret")
+    with served(random_model()) as server:
+        for headers in ({}, {"authorization": "Bearer secre"}, {"authorization": "secret"}):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/openapi.json")):
+                reply = server.ask(method, path, **headers)
+                assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+                assert "Authorization: Bearer KEY" in reply.message
+        assert server.ask("POST", "/v1/completions", {"prompt": "a"}, authorization="Bearer secret").status == 200
+        assert server.ask("GET", "/health").json == {"status": "ok", "model": "tiny"}
+    (tmp_path / "key").write_text("other\n")
+    assert Serving(api_key_file=tmp_path / "key").key() == "other"
+    assert Serving(api_key="third").key() == "third"
+    (tmp_path / "key").write_text("")
+    with pytest.raises(ConfigError, match="is empty"):
+        Serving(api_key_file=tmp_path / "key").key()
+
+
+def test_a_body_that_is_too_long_is_refused_however_it_is_sent(server: Served) -> None:
+    with served(random_model(), max_body=1000, memory_bytes=20_000) as small:
+        assert small.complete("a" * 900).status == 200
+        assert small.complete("a" * 1000).status == 413
+        connection = small.connect()
+        connection.request(
+            "POST", "/v1/completions", iter([b"a" * 600] * 3), {"content-type": "application/json"}, encode_chunked=True
+        )
+        response = connection.getresponse()
+        assert response.status == 413
+        assert "the body has more than 1,000 bytes" in json.loads(response.read())["error"]["message"]
+        upload = {"content_type": "application/octet-stream"}
+        assert small.ask("POST", "/v1/memories", bytes(20_001), **upload).status == 413
+        assert small.ask("POST", "/v1/memories", bytes(20_000), **upload).status == 400
+
+
+def test_who_finds_the_queue_full_is_told_to_come_again() -> None:
+    with served(random_model(), rows=1, queue=2, max_tokens=100_000) as server:
+        streams = [begin_stream(server, max_tokens=100_000)]
+        wait_until(lambda: server.service.worker.num_rows == 1)
+        streams += [begin_stream(server) for _ in range(2)]
+        wait_until(lambda: server.service.worker.num_waiting == 2)
+        reply = server.complete("a")
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        assert "Come again later" in reply.message
+        for stream in streams:
+            stream.close()
+        server.wait_until_idle()
+        assert server.complete("a").status == 200
+
+
+def begin_stream(server: Served, prompt: str = TEXT, **fields: Any) -> socket.socket:
+    """A request whose answer nobody reads yet."""
+    body = json.dumps({"prompt": prompt, "stream": True, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection = socket.create_connection((server.address.hostname, server.address.port))
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def test_the_time_of_a_request_ends_its_texts_as_they_are_and_refuses_those_that_have_not_begun() -> None:
+    with served(random_model(), rows=1, timeout=0.5, max_tokens=1_000_000) as server:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(server.complete, TEXT, max_tokens=1_000_000, temperature=0, keep_memory=True)
+            wait_until(lambda: server.service.worker.num_rows == 1)
+            second = pool.submit(server.complete, TEXT)
+            choice = first.result().json["choices"][0]
+            assert choice["finish_reason"] == "length"
+            assert len(choice["text"]) > 10
+            assert server.ask("GET", f"/v1/memories/{choice['memory']['id']}").status == 200
+        assert second.result().status in (200, 408)
+        if second.result().status == 408:
+            assert "the time of this request is over" in second.result().message
+
+
+def test_a_slow_reader_holds_nobody_up_and_50_that_are_cut_leave_their_rows(server: Served) -> None:
+    slow = begin_stream(server, max_tokens=400, logprobs=20)
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    assert server.complete(TEXT, **GREEDY).status == 200
+    for number in range(50):
+        connection = begin_stream(server, max_tokens=400)
+        if number % 3 == 0:
+            connection.recv(200)
+        elif number % 3 == 1:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")  # reset
+        connection.close()
+    half = socket.create_connection((server.address.hostname, server.address.port))
+    half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
+    assert server.complete(TEXT, **GREEDY).status == 200
+    half.close()
+    slow.close()
+    server.wait_until_idle()
+    wait_until(lambda: server.server._gate.num_active == 0)
+
+
+def test_a_long_prompt_does_not_stall_a_text_that_is_written(server: Served) -> None:
+    """The text gets many tokens while the prompt is read."""
+    with ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(lambda: server.complete(TEXT, max_tokens=400, stream=True, temperature=0).events)
+        wait_until(lambda: server.service.worker.num_rows == 1)
+        began = time.monotonic()
+        reading = pool.submit(server.complete, "a" * 4_900, max_tokens=1)
+        writing.result()
+        assert reading.result().status == 200
+        assert time.monotonic() - began < 60
+
+
+def test_a_server_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
+    with served(random_model(), max_tokens=1_000_000, grace=1.0) as server, ThreadPoolExecutor(2) as pool:
+        endless = pool.submit(server.complete, TEXT, max_tokens=1_000_000, temperature=0)
+        wait_until(lambda: server.service.worker.num_rows == 1)
+        short = pool.submit(server.complete, TEXT, max_tokens=200, temperature=0)
+        wait_until(lambda: server.service.worker.num_rows == 2)
+        server.server.stop()
+        wait_until(lambda: server.service.is_draining)
+        reply = server.complete("a")
+        assert reply.status == 503
+        assert "the server is stopping" in reply.message
+        assert (server.ask("GET", "/health").status, server.ask("GET", "/health").json["status"]) == (503, "draining")
+        assert short.result().json["usage"]["completion_tokens"] == 200
+        assert endless.result().json["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    taken = listen(Serving(port=0))
+    with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1, port \d+: Address already in use"):
+        listen(Serving(port=taken.getsockname()[1]))
+    taken.close()
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid"):
+        listen(Serving(host="no.such.host.invalid"))
+
+
+def test_a_defect_costs_those_in_work_their_texts_and_nobody_else(server: Served, monkeypatch: Any) -> None:
+    worker = server.service.worker
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._writer, "step", lambda: 1 / 0)
+        reply = server.complete(TEXT)
+        assert reply.status == 500
+        assert "its log says why" in reply.message
+    assert server.complete(TEXT).status == 200
+    assert threading.active_count() < 100

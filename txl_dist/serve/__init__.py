@@ -1,0 +1,1 @@
+"""A trained model behind HTTP: OpenAI's completions, memories as handles, many texts at once. Knows no training."""

@@ -1,0 +1,133 @@
+"""Between clients and routes: who may come in, how much they may bring and how long they may take. Plain ASGI.
+
+A body is read here, whole and within its bounds, before a route sees it; so what a route receives then is only that its
+client has gone away. Whatever goes wrong is told as JSON, in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from txl_dist.log import logger
+from txl_dist.serve.refusals import RefusalError
+from txl_dist.serve.service import Service
+
+OPEN_PATHS = {"/", "/health"}
+"""Without a key, and while the server drains."""
+BODY_S = 30.0
+"""Seconds for a body to arrive."""
+SEND_S = 60.0
+"""Seconds that a client may leave a full buffer unread."""
+SPARE_REQUESTS = 64
+"""So many more than there are rows and places in the queue are listened to at a time."""
+
+
+class Gate:
+    """Wraps an application. A memory's file may have `max_upload` bytes, every other body `max_body`."""
+
+    def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
+        self._app, self._service, self._key = app, service, key.encode()
+        serving = service.serving
+        self._max_body, self._max_upload = serving.max_body, max(serving.max_body, serving.memory_bytes)
+        self._max_requests = serving.rows + serving.queue + SPARE_REQUESTS
+        self.num_active = 0
+        """Requests that are being answered, but for health."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return
+        answer = _Answer(send)
+        is_open = scope["path"] in OPEN_PATHS
+        self.num_active += not is_open
+        try:
+            if not is_open:
+                self._admit(scope)
+            body = await self._body(scope, receive)
+            await self._app(scope, _replay(body, receive), answer.send)
+        except RefusalError as refusal:
+            await self._refuse(refusal, scope, receive, answer)
+        except TimeoutError:  # of a client that does not read
+            logger.warning("a client left its answer unread, and was cut off")
+        except _ClientGoneError:
+            pass
+        except Exception:  # noqa: BLE001  a defect: the server goes on
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            defect = RefusalError(500, "the server failed; its log says why.", code="defect")
+            await self._refuse(defect, scope, receive, answer)
+        finally:
+            self.num_active -= not is_open
+            self._service.metrics.requests.labels(answer.status or 499).inc()
+
+    def _admit(self, scope: Scope) -> None:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        if self._key and not (hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"):
+            message = "this server asks for its key. Send the header `Authorization: Bearer KEY`."
+            raise RefusalError(401, message, code="invalid_api_key")
+        if self._service.is_draining and scope["path"].startswith("/v1/"):
+            raise RefusalError(503, "the server is stopping. Ask another one, or again later.", code="draining")
+        if self.num_active > self._max_requests:
+            raise RefusalError(429, "the server has too many requests. Come again later.", code="too_many_requests")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        headers = dict(scope["headers"])
+        is_upload = headers.get(b"content-type", b"").startswith(b"application/octet-stream")
+        most = self._max_upload if is_upload and scope["path"] == "/v1/memories" else self._max_body
+        too_long = RefusalError(413, f"the body has more than {most:,} bytes. Send less.", code="body_too_large")
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGoneError
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise too_long
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise RefusalError(
+                408, "the body did not arrive in time. Send it again, faster.", code="slow_body"
+            ) from None
+
+    async def _refuse(self, refusal: RefusalError, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        if answer.status is None:
+            await refusal.response()(scope, receive, answer.send)
+
+
+class _ClientGoneError(Exception):
+    """Before its body was there."""
+
+
+class _Answer:
+    """What was answered, while it is."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+
+    async def send(self, message: Message) -> None:
+        """On, as long as the client reads. Raises TimeoutError."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message.setdefault("headers", []).append((b"x-content-type-options", b"nosniff"))
+        async with asyncio.timeout(SEND_S):
+            await self._send(message)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, and then what else comes."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again

@@ -1,0 +1,44 @@
+"""What can be known to fail before a model is loaded: packages that are missing, a port in use. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+
+from txl_dist.errors import ConfigError
+from txl_dist.serve.settings import Serving
+
+
+def require_packages() -> None:
+    """Raises ConfigError where the extra is not installed."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f'serving needs the package {package}. Install the extra: pip install "txl_dist[serve]"')
+
+
+def listen(serving: Serving) -> socket.socket:
+    """A socket that listens where clients will ask. Raises ConfigError if it cannot."""
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(
+            serving.host, serving.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {serving.host}: {error}. Choose another --host.") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop what does, or choose "
+            "another --port; 0 takes a free one."
+        ) from error
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """What clients of it ask."""
+    host, port, *_ = listening.getsockname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,37 @@
+"""What a server tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """Counters and gauges of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.requests = Counter("txl_requests", "Requests that were answered.", ["status"], registry=registry)
+        self.prompt_tokens = Counter("txl_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.made_tokens = Counter("txl_completion_tokens", "Tokens that were made.", registry=registry)
+        self.first_token_s = Histogram(
+            "txl_time_to_first_token_seconds", "From a request to its first token.", buckets=_SECONDS, registry=registry
+        )
+        self.per_token_s = Histogram(
+            "txl_time_per_output_token_seconds",
+            "Mean of a text, behind the first.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A gauge that is read when it is asked for."""
+        Gauge(name, meaning, registry=self._registry).set_function(value)
+
+    def page(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)

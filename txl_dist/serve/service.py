@@ -1,0 +1,150 @@
+"""What all requests to a server share: the model, the thread that owns it, the memories, and the limits.
+
+Requests are checked here, in the event loop; ids are made of long texts in other threads; the worker does the rest. A
+prompt that nobody waits for any more leaves the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive
+
+from txl_dist.errors import TxlError
+from txl_dist.infer.language_model import LanguageModel, Text
+from txl_dist.infer.text_memory import TextMemory
+from txl_dist.infer.writer import Ending, Prompt
+from txl_dist.serve.answer import Begun, Inbox, num_tokens_of
+from txl_dist.serve.memories import Held, MemoryStore
+from txl_dist.serve.metrics import Metrics
+from txl_dist.serve.refusals import RefusalError
+from txl_dist.serve.settings import Serving
+from txl_dist.serve.worker import Job, QueueFullError, Worker
+
+LONG_TEXT = 4_000
+"""Characters of a text whose ids are made in another thread."""
+
+
+class Service:
+    """A model that is served, with all that its requests share."""
+
+    def __init__(self, model: LanguageModel, serving: Serving, *, name: str) -> None:
+        self.model, self.serving, self.name = model, serving, name
+        self.worker = Worker(model, num_rows=serving.rows, max_queue=serving.queue, memory_len=serving.memory_len)
+        self.memories = MemoryStore(
+            most=serving.memories, most_bytes=serving.memory_bytes, most_age_s=serving.memory_age
+        )
+        self.metrics, self.created = Metrics(), int(time.time())
+        self.is_draining = False
+        self.memory_len = model.window(serving.memory_len)
+        self._keys = itertools.count()
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "txl_rows": ("Texts that are written.", lambda: self.worker.num_rows),
+            "txl_queued": ("Prompts that wait.", lambda: self.worker.num_waiting),
+            "txl_memories": ("Memories that are kept.", lambda: len(self.memories)),
+            "txl_memory_bytes": ("Bytes of them.", lambda: self.memories.num_bytes),
+        }
+        for gauge, (meaning, value) in gauges.items():
+            self.metrics.watch(gauge, meaning, value)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the model's positions know a memory."""
+        return self.model.network.section.scheme.uses_memory
+
+    def check_name(self, name: str) -> None:
+        """Raises RefusalError for a model that is not here."""
+        if name not in ("", self.name):
+            message = f"there is no model {name!r} here, but {self.name!r}. Ask for that, or leave `model` out."
+            raise RefusalError(404, message, param="model", code="model_not_found")
+
+    def memory(self, name: str) -> Held:
+        """A memory by its handle. Raises RefusalError."""
+        held = self.memories.get(name)
+        if held is None:
+            raise RefusalError(
+                404,
+                f"there is no memory {name!r}: it expired, gave way to newer ones or was never here. Give the whole "
+                "text again, or make a memory of it with POST /v1/memories.",
+                param="memory",
+                code="memory_not_found",
+            )
+        return held
+
+    def check_room(self, *, num_memories: int) -> None:
+        """Raises RefusalError where so many memories of this model could not be kept."""
+        section = self.model.network.section
+        each = 2 * section.num_layers * section.num_heads * section.head_width + 2  # a document beside them
+        num_bytes = each * self.memory_len * self.model.network.embedding.weight(0).itemsize * num_memories
+        if not self.remembers:
+            raise RefusalError(400, f"a model with {section.positions} positions remembers nothing. Give whole texts.")
+        if num_memories > self.serving.memories or num_bytes > self.serving.memory_bytes:
+            message = (
+                f"this server does not keep {num_memories} memories. Ask for fewer at a time, or give whole texts."
+            )
+            raise RefusalError(400, message, code="too_many_memories")
+
+    async def prompt(self, text: Text, memory: TextMemory | None) -> Begun:
+        """A prompt's ids. Raises RefusalError for one that the model cannot begin with, or that is too long."""
+        make = partial(self.model.prompt, text, memory)
+        try:
+            prompt = await run_in_threadpool(make) if len(text) > LONG_TEXT else make()
+            shown = text if isinstance(text, str) else self.model.decode(text)
+        except TxlError as error:
+            raise RefusalError(400, str(error), param="prompt", code="invalid_value") from error
+        if num_tokens_of(prompt) > self.serving.max_prompt:
+            raise RefusalError(
+                400,
+                f"the prompt has {num_tokens_of(prompt):,} tokens; this server takes {self.serving.max_prompt:,}. "
+                "Shorten it, or give its beginning to POST /v1/memories, and go on from there.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return Begun(prompt, shown)
+
+    @asynccontextmanager
+    async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[Inbox]:
+        """Prompts in work while the block goes on. Raises RefusalError if there are too many."""
+        inbox, deadline = Inbox(), time.monotonic() + self.serving.timeout
+        made = [
+            Job(next(self._keys), deliver=partial(inbox.put, number), deadline=deadline, **values)
+            for number, values in enumerate(jobs)
+        ]
+        try:
+            self.worker.submit(made)
+        except QueueFullError:
+            raise RefusalError(429, "too many prompts wait already. Come again later.", code="queue_full") from None
+        watch = asyncio.ensure_future(_until_gone(receive, inbox))
+        try:
+            yield inbox
+        finally:
+            watch.cancel()
+            self.worker.cancel([job.key for job in made])
+
+    def keep(self, ending: Ending, prompt: Prompt) -> Held:
+        """What is remembered behind a text."""
+        memory = self.model.generation("", ending, prompt).memory
+        assert memory is not None
+        return self.memories.put(memory)
+
+    def told(self, held: Held) -> dict[str, Any]:
+        """What clients are told of a memory."""
+        return {"id": held.id, "tokens": len(held.memory), "expires": self.memories.expires(held)}
+
+    def facts(self, held: Held) -> dict[str, Any]:
+        """All of it."""
+        facts = {"object": "memory", "model": self.name, "bytes": held.memory.num_bytes, "created": int(held.created)}
+        return {**self.told(held), **facts}
+
+
+async def _until_gone(receive: Receive, inbox: Inbox) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    inbox.client_is_gone()

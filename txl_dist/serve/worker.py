@@ -1,0 +1,183 @@
+"""The thread that owns the model: it takes prompts as they come, makes a token of every text at each step, and hands
+the pieces to the event loop, which it never waits for.
+
+    worker.submit([job, ...])       any thread: into the queue, or QueueFullError
+    worker.cancel([key, ...])       any thread: nobody wants these any more
+
+Between two steps, and only there, prompts come and go: those that wait are begun while there is room, those whose time
+is over end as they are. What a client does not read waits with the client's connection, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from txl_dist.errors import TxlError
+from txl_dist.infer.language_model import LanguageModel
+from txl_dist.infer.settings import Writing
+from txl_dist.infer.writer import Piece, Prompt, Writer
+from txl_dist.log import logger
+
+
+class QueueFullError(Exception):
+    """There are too many prompts already."""
+
+
+class LateError(TxlError):
+    """The time of a request was over before its text had begun."""
+
+
+class DefectError(TxlError):
+    """A defect of ours."""
+
+
+@dataclass
+class Job:
+    """A prompt, how it is gone on with, and who wants to know."""
+
+    key: int
+    prompt: Prompt
+    writing: Writing
+    deliver: Callable[[Piece], None]
+    """Called in the event loop."""
+    deadline: float
+    """By time.monotonic()."""
+    keeps_memory: bool = False
+    scores_prompt: bool = False
+    num_left: int = 0
+    """Texts that have not ended."""
+    has_begun: bool = False
+    """Whether anything of it was delivered."""
+
+
+class Worker:
+    """A thread that writes. Started by `start`, and ended by `stop`."""
+
+    def __init__(self, model: LanguageModel, *, num_rows: int, max_queue: int, memory_len: int = -1) -> None:
+        self._model, self._num_rows, self._memory_len = model, num_rows, memory_len
+        self._max_queue = max_queue
+        self._changed = threading.Condition()  # guards the three that follow
+        self._waiting: deque[Job] = deque()
+        self._unwanted: set[int] = set()
+        self._is_stopped = False
+        self._jobs: dict[int, Job] = {}  # in work; of the thread alone
+        self._writer = self._new_writer()
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait."""
+        return len(self._waiting)
+
+    @property
+    def num_rows(self) -> int:
+        """Texts that are written."""
+        return self._writer.num_rows
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; pieces are delivered in this loop."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step that is going on."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take prompts, all or none. Raises QueueFullError."""
+        with self._changed:
+            if len(self._waiting) + len(jobs) > self._max_queue:
+                raise QueueFullError
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, keys: Sequence[int]) -> None:
+        """Stop work on prompts, if there is any."""
+        with self._changed:
+            self._unwanted.update(keys)
+            self._changed.notify()
+
+    def hurry(self, *, by: float) -> None:
+        """Nothing takes longer than until then."""
+        with self._changed:
+            for job in [*self._waiting, *self._jobs.values()]:
+                job.deadline = min(job.deadline, by)
+            self._changed.notify()
+
+    def _new_writer(self) -> Writer:
+        return self._model.writer(num_rows=self._num_rows, memory_len=self._memory_len)
+
+    def _run(self) -> None:
+        while self._take_orders():
+            try:
+                pieces = [*self._cut_late(), *self._writer.step()]
+            except Exception as error:  # noqa: BLE001  a defect, or no memory left: those in work are lost, the next are not
+                logger.exception("work on %d prompts failed", len(self._jobs))
+                failure = error if isinstance(error, TxlError) else DefectError("the server failed; its log says why.")
+                pieces = [Piece(key, 0, "", None, error=failure) for key in self._jobs]
+                self._writer = self._new_writer()
+            self._hand_out(pieces)
+
+    def _take_orders(self) -> bool:
+        """Wait until there is something to do; whether there is. Who is unwanted leaves, who fits is begun."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._jobs or self._unwanted)
+            unwanted, self._unwanted = self._unwanted, set()
+            if unwanted:
+                self._waiting = deque(job for job in self._waiting if job.key not in unwanted)
+            for key in unwanted & self._jobs.keys():
+                self._writer.remove(key)
+                del self._jobs[key]
+            while self._waiting and self._writer.has_room:
+                job = self._waiting.popleft()
+                self._jobs[job.key], job.num_left = job, job.writing.num_samples
+                self._writer.add(
+                    job.key, job.prompt, job.writing, keeps_memory=job.keeps_memory, scores_prompt=job.scores_prompt
+                )
+            return not self._is_stopped
+
+    def _cut_late(self) -> list[Piece]:
+        now = time.monotonic()
+        with self._changed:
+            late = [job for job in self._waiting if job.deadline < now]
+            if late:
+                self._waiting = deque(job for job in self._waiting if job.deadline >= now)
+        self._jobs |= {job.key: job for job in late}
+        pieces: list[Piece] = []
+        for job in [job for job in self._jobs.values() if job.deadline < now]:
+            ended = self._writer.cut(job.key)
+            if job.has_begun:
+                pieces += ended
+            else:
+                pieces.append(Piece(job.key, 0, "", None, error=LateError("the time of this request is over.")))
+        return pieces
+
+    def _hand_out(self, pieces: list[Piece]) -> None:
+        delivered: list[tuple[Callable[[Piece], None], Piece]] = []
+        for piece in pieces:
+            job = self._jobs.get(piece.prompt)
+            if job is None:
+                continue
+            job.has_begun = True
+            job.num_left -= piece.ending is not None
+            if piece.error is not None or job.num_left == 0:
+                del self._jobs[job.key]
+            delivered.append((job.deliver, piece))
+        if delivered:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(_deliver, delivered)
+
+
+def _deliver(pieces: list[tuple[Callable[[Piece], None], Piece]]) -> None:
+    for deliver, piece in pieces:
+        deliver(piece)

@@ -1,0 +1,35 @@
+"""`txl serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from txl_dist.run_files import TRAINED, require
+from txl_dist.serve.listening import listen, require_packages
+from txl_dist.serve.settings import Serving
+from txl_dist.verbs.words import announce
+
+
+def serve(source: Positional[Path], /, serving: Annotated[Serving, arg(name="")], device: str = "cpu") -> None:
+    """Serve a bundle, a run or a checkpoint over HTTP, as OpenAI's completions, with memories.
+
+    Args:
+        source: Bundle, run directory (its newest whole checkpoint) or checkpoint folder.
+        serving: How it is served.
+        device: Where it computes: cpu, cuda, cuda:1 ...
+    """
+    kind = require(source, *TRAINED)
+    serving.check()
+    serving.key()
+    require_packages()
+    listening = listen(serving)
+    announce(f"serving {source}, {kind.value}")
+    from txl_dist.log import start_logging
+    from txl_dist.ops.export import load
+    from txl_dist.serve.server import serve as run
+
+    start_logging()
+    run(load(source, device=device), serving, listening, name=serving.name or source.resolve().name)
