@@ -41,7 +41,7 @@ def started(executable: str) -> Iterator[Any]:
 def visit(
     browser: Any, place: Path | str, *, width: int, dark: bool = False, javascript: bool = True
 ) -> Iterator[Visit]:
-    """Open a file, or the first page of a server, in a window of a width in pixels. A page gets only what is its own."""
+    """Open a file, or the first page of a server, in a window of a width in pixels. It gets only what is its own."""
     address = place if isinstance(place, str) else place.resolve().as_uri()
     own = f"{address}/" if isinstance(place, str) else address
     context = browser.new_context(
