@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.browser import Visit, find_chromium, started, visit
-from tests.helpers.served import Served, random_model, served
+from tests.helpers.language import random_model
+from tests.helpers.served import Served, served
 
 CHROMIUM = find_chromium()
 pytestmark = [
@@ -103,11 +104,11 @@ def test_a_tokens_colour_tells_how_unlikely_it_was_and_a_click_or_key_what_else_
 
 def test_a_turn_that_is_stopped_is_struck_out_and_its_prompt_comes_back(browser: Any) -> None:
     with (
-        served(random_model(), max_tokens=100_000) as server,
+        served(random_model(), max_tokens=20_000) as server,
         visit(browser, server.url, width=390) as seen,
     ):
         page = seen.page
-        fill(page, max_tokens=100_000)
+        fill(page, max_tokens=20_000)
         page.fill("#prompt", "the cat")
         page.click("#go")
         page.locator(".token").nth(20).wait_for()

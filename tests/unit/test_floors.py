@@ -69,10 +69,10 @@ BUDGETS = {
     "text": 800,
     "data": 4250,
     "model": 1350,
-    "infer": 1400,
+    "infer": 1450,
     "convert": 1100,
     "train": 4150,
-    "ops": 3610,
+    "ops": 3650,
     "serve": 1200,
     "verbs": 680,
 }
