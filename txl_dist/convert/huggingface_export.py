@@ -139,7 +139,10 @@ def _difference(folder: Path, bundle: Bundle) -> float | None:
     with _without_progress(logging):
         model: Any = TxlForCausalLM.from_pretrained(folder, dtype=DTYPES[bundle.dtype])
     place_S = torch.arange(CHECKED_SEGMENTS * bundle.segment_len + 1)
-    tokens_1S = ((place_S * 7919 + 1) % bundle.model.vocab_size)[None]
+    vocab_size, end_of_text = bundle.model.vocab_size, bundle.tokenizer.end_of_text
+    tokens_1S = ((place_S * 7919 + 1) % vocab_size)[None]
+    if end_of_text is not None:  # which may begin a document there: of several the plain model must be told
+        tokens_1S = torch.where(tokens_1S == end_of_text, (end_of_text + 1) % vocab_size, tokens_1S)
     expected_1S = log_probabilities(
         bundle.model, tokens_1S, segment_len=bundle.segment_len, memory_len=bundle.memory_len
     )
