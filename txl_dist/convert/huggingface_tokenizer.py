@@ -48,6 +48,8 @@ def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | 
     library.encode_special_tokens = True
     if tokenizer.end_of_text is not None:
         library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        if library.token_to_id(END_OF_TEXT) != tokenizer.end_of_text:
+            return None
     if not _gives_the_same(library, tokenizer):
         return None
     if begins_documents and tokenizer.end_of_text is not None:
@@ -66,7 +68,11 @@ def _pipeline(tokenizer: Tokenizer) -> Any | None:
             library = Library(models.BPE(vocab=ids, merges=[]))
             library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             library.decoder = decoders.ByteLevel()
-        case BpeTokenizer() | UnigramTokenizer():
+        case BpeTokenizer():
+            merges = [(left, right) for left, right in (merge.split(" ") for merge in tokenizer.merges)]
+            library = byte_level(models.BPE(vocab=ids, merges=merges))
+            library.decoder = decoders.ByteLevel()
+        case UnigramTokenizer():
             library = byte_level(tokenizer._library.model)
             library.decoder = decoders.ByteLevel()
         case CharTokenizer():

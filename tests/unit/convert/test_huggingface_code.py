@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,9 @@ class Taken:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taken]:
+def taken(tmp_path_factory: pytest.TempPathFactory) -> Taken:
     pytest.importorskip("transformers", minversion="5")
-    yield Taken(tmp_path_factory.mktemp("taken"), cutoffs=(40, 90))
+    return Taken(tmp_path_factory.mktemp("taken"), cutoffs=(40, 90))
 
 
 @pytest.mark.slow
@@ -252,10 +252,10 @@ def test_the_folder_is_whole_and_replaces_only_its_own_kind(taken: Taken, tmp_pa
 
 
 def test_a_model_without_a_memory_or_with_other_weights_than_its_probe_is_refused(tmp_path: Path) -> None:
-    bundle = load_bundle(make(tmp_path / "a", positions="absolute", memory_len=0).bundle)
-    with pytest.raises(ConfigError, match="absolute positions knows no memory.* Export a bundle"):
-        export_huggingface_code(tmp_path / "out", bundle)
-    bundle = load_bundle(make(tmp_path / "b").bundle)
+    bundle = load_bundle(make(tmp_path / "made").bundle)
+    absolute = bundle.section.model_copy(update={"positions": "absolute"})
+    with pytest.raises(ConfigError, match=r"absolute positions knows no memory.* Export a bundle"):
+        export_huggingface_code(tmp_path / "out", dataclasses.replace(bundle, section=absolute))
     with torch.no_grad():
         bundle.model.blocks[0].ff_in.weight *= 1.1  # type: ignore[union-attr, operator]
     with pytest.raises(CheckpointError, match="does not reproduce its probe"):
