@@ -26,16 +26,13 @@ from txl_dist.convert.folder import new_folder, require_proven
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import write_bytes
-from txl_dist.infer.bundle import DTYPES, Bundle
+from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.run_files import CODE, Kind
 from txl_dist.text.base import END_OF_TEXT, UNKNOWN
 
 SOURCE = Path(__file__).parent / "huggingface_code"
 MODULES = ("configuration_txl.py", CODE)
-TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp16": 0.02}
-"""Largest difference to the bundle in nats, by the type of the weights; in half precision sums are rounded on other
-ways."""
 CHECKED_SEGMENTS = 5
 AS_OURS = (
     *("num_layers", "width", "num_heads", "head_width", "ff_width", "cutoffs", "div_value", "tie_projections"),
@@ -78,7 +75,8 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         if has_tokenizer := write_tokenizers(folder, bundle):
             _write_json(folder / "tokenizer_config.json", _tokenizer_config(bundle))
         difference = _difference(folder, bundle)
-        if difference is not None and not difference <= TOLERANCE[bundle.dtype]:
+        tolerance = probe_tolerance({bundle.dtype}, largest_loss=float(bundle.probe["losses"].max()))
+        if difference is not None and not difference <= tolerance:
             raise CheckpointError(f"transformers would differ by {difference:.3g} nats. Report this defect.")
     return Written(difference, has_tokenizer)
 

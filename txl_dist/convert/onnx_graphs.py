@@ -170,8 +170,10 @@ def _embedded(embedding: AdaptiveEmbedding, tokens_BT: Tensor) -> Tensor:
     if embedding.num_tables == 1:
         return cast(Tensor, embedding(tokens_BT))
     hidden_BTD = torch.zeros(())
-    for i, (low, high) in enumerate(zip(embedding.edges, embedding.edges[1:], strict=False)):
-        is_here_BT = (tokens_BT >= low) & (tokens_BT < high)
+    lows = embedding.edges[:-1]
+    cluster_BT = torch.stack([tokens_BT >= low for low in lows[1:]]).sum(0)  # ids that are none are of an end
+    for i, low in enumerate(lows):
+        is_here_BT = cluster_BT == i
         embedded = F.embedding(torch.where(is_here_BT, tokens_BT - low, 0), embedding.weight(i))
         projection = embedding.projection(i)
         embedded = embedded if projection is None else F.linear(embedded, projection)

@@ -30,6 +30,8 @@ ALL: dict[str, dict[str, Any]] = {
     "untied": {"tie_weights": False, "cutoffs": (40,), "embed_width": 6},
     "no_projection": {"cutoffs": (40,), "div_value": 2, "project_same_width": False},
     "short_memory": {"memory_len": 3},
+    "no_memory": {"memory_len": 0},
+    "only_itself": {"memory_len": 0, "same_length": "memory_and_self"},
 }
 TEXT = "abcd dcba abba " * 8
 TOLERANCE = 1e-4
@@ -146,6 +148,23 @@ def test_a_memory_goes_on_as_often_as_one_likes_and_can_be_longer_than_in_traini
 
 
 @pytest.mark.slow
+def test_a_conversation_goes_on_from_its_memory(taken: Taken) -> None:
+    """As ours does, which reads no more of a turn than its last token and the next prompt."""
+    first = taken.lm.generate(TEXT[:50], max_tokens=20, temperature=0.0, keep_memory=True)
+    second = taken.lm.generate("dcba abcd", memory=first.memory, max_tokens=20, temperature=0.0)
+    assert {first.finish, second.finish} == {"length"}
+    ids = torch.tensor([taken.ids(TEXT[:50])])
+    settings = {"do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True}
+    turn = taken.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert turn.sequences[0, ids.shape[1] :].tolist() == first.ids
+    more = torch.cat([turn.sequences, torch.tensor([taken.lm.encode("dcba abcd")])], dim=1)
+    mask, seen = torch.ones_like(more), turn.past_key_values.get_seq_length()
+    assert seen == turn.sequences.shape[1] - 1
+    turn = taken.model.generate(more, attention_mask=mask, past_key_values=turn.past_key_values, **settings)
+    assert turn.sequences[0, more.shape[1] :].tolist() == second.ids
+
+
+@pytest.mark.slow
 def test_a_memory_of_zeros_is_that_of_the_peers(taken: Taken) -> None:
     ids = taken.ids(TEXT)[:50]
     found = taken.scores(ids, taken.model.zero_memory(1, MEMORY_LEN))
@@ -187,6 +206,8 @@ def test_what_cannot_be_exact_is_refused(taken: Taken) -> None:
         taken.model.generate(ids, attention_mask=mask, max_new_tokens=2)
     with pytest.raises(ValueError, match="must be a TxlMemory"):
         taken.model(ids, past_key_values=DynamicCache())
+    with pytest.raises(IndexError):
+        taken.model(ids + taken.model.config.vocab_size)
     with pytest.raises(NotImplementedError, match="cannot go back"):
         taken.model(ids, use_cache=True).past_key_values.crop(-1)
 

@@ -168,10 +168,11 @@ class AdaptiveEmbedding(nn.Module):
             self.register_parameter(f"projection_{i}", projection)
 
     def forward(self, input_ids):
-        """hidden_BTD."""
+        """hidden_BTD. Raises IndexError for an id that is none."""
         hidden = self.weight_0.new_zeros(*input_ids.shape, self.width)
-        for i, (low, high) in enumerate(self.edges):
-            is_here = (input_ids >= low) & (input_ids < high)
+        cluster_BT = sum((input_ids >= low).long() for low, _ in self.edges[1:]) + torch.zeros_like(input_ids)
+        for i, (low, _) in enumerate(self.edges):
+            is_here = cluster_BT == i
             projection = getattr(self, f"projection_{i}")
             embedded = F.embedding(input_ids[is_here] - low, getattr(self, f"weight_{i}"))
             hidden[is_here] = embedded if projection is None else F.linear(embedded, projection)
