@@ -22,6 +22,7 @@ FILES = {
     "runs/x": ["config.toml", "metrics.jsonl", "checkpoints/step_000000004/state.json"],
     "bundles/x": ["model.safetensors", "config.json", "train.toml", "MANIFEST.json"],
     "hf": ["model.safetensors", "config.json", "txl_tokenizer.json"],
+    "graphs": ["token.onnx", "chunk.onnx", "config.json"],
     "texts": ["a.txt"],
 }
 STEP = "runs/x/checkpoints/step_000000004"
@@ -47,6 +48,9 @@ PATHS: list[tuple[str, str]] = [
     ("generate bundles/x --jsonl e.toml --out e.toml", "--out e.toml is the file of the prompts. Name another one"),
     ("export data/x out", "data/x is a corpus"),
     ("export runs/x runs/x", "runs/x is a run, not a bundle. Choose another output folder"),
+    ("export runs/x bundles/x --format onnx", "bundles/x is a bundle, not a folder of ONNX graphs. Choose another"),
+    ("export runs/x hf --format huggingface-code", "hf is a Hugging Face folder, not .* with its own code. Choose"),
+    ("evaluate graphs", "graphs is a folder of ONNX graphs, not .* ONNX Runtime runs it; use the run or the bundle"),
     ("import runs/x out --format original", "ours already: `txl export runs/x BUNDLE`"),
     ("import hf out --format nvidia", "Give --format huggingface"),
     ("import data/x out --format original", "data/x is a corpus"),
@@ -148,7 +152,8 @@ FLAGS: list[tuple[str, str]] = [
     ("generate bundles/x --save-memory m --num-samples 2", "--save-memory keeps the memory of one text"),
     ("generate bundles/x --log-probs 1", "are told as JSON. Give --out FILE; --out - is standard output"),
     ("export runs/x", "missing: folder to write"),
-    ("export runs/x out --format onnx", "--format onnx: it can be bundle, huggingface"),
+    ("export runs/x out --format gguf", "--format gguf: it can be bundle, huggingface, huggingface-code, onnx"),
+    ("export runs/x out --format onnx --dtype bf16", "--format onnx writes fp32, not bf16. Leave --dtype out"),
     ("import hf out", "missing: --format"),
     ("plan e.toml", "missing: --gpus INT .number of GPUs"),
     ("plan --gpus 8", "the config file comes first"),
