@@ -122,6 +122,9 @@ class ZeroEngine(Engine):
 
     @override
     def backward(self, loss: Tensor) -> None:
+        # In fp16 DeepSpeed multiplies the loss by its scale from stage 1 on only. A recorded micro-step has done it.
+        if self._stage == 0 and (scale := self._scale()) != 1.0:
+            loss = loss * scale
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
