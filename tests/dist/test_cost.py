@@ -17,7 +17,7 @@ from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, Votes
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import graph
-from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.step import decide
 
 pytestmark = pytest.mark.dist
@@ -57,6 +57,25 @@ def test_forward_and_backward_never_wait_and_the_update_at_most_once(tmp_path: P
         micro, update = run_ranks(waiting_worker, stage, precision, world_size=1, folder=tmp_path / precision)[0]
         assert micro == [], "\n".join(micro)
         assert len(update) <= (1 if stage == 3 else 0), "\n".join(update)
+
+
+def synchronizing_worker(ranks: Ranks, stage: int) -> int:
+    """How often four steps of two micro-batches let DeepSpeed wait for all that a device has to do."""
+    engine, batch = _engine_and_batch(ranks, tiny_config(engine={"zero_stage": stage}))
+    memory, calls = engine.empty_memory(num_lanes=2, memory_len=12), []
+    get_accelerator = import_deepspeed().accelerator.get_accelerator
+    get_accelerator().synchronize = lambda *_: calls.append(1)
+    for _ in range(4):
+        for _ in range(2):
+            loss, _ = engine.forward(batch, memory, normalizer=16.0)
+            engine.backward(loss)
+        engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
+    return len(calls)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_never_waits_for_the_whole_device(tmp_path: Path, stage: int) -> None:
+    assert run_ranks(synchronizing_worker, stage, world_size=1, folder=tmp_path) == [0]
 
 
 def gathering_worker(ranks: Ranks) -> tuple[int, list[int], list[int]]:
