@@ -32,6 +32,8 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.num_operations = 0
         self.places: list[str] = []
+        self.longest = 0
+        """Values of the largest tensor that was made."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,7 +42,10 @@ class Waits(TorchDispatchMode):
         if func._schema.name in WAITING:
             self.places.append("".join(traceback.format_stack(limit=8)[:-1]))
         operation: Callable[..., Any] = func
-        return operation(*args, **(kwargs or {}))
+        result = operation(*args, **(kwargs or {}))
+        made = [value.numel() for value in tree_leaves(result) if isinstance(value, Tensor)]
+        self.longest = max([self.longest, *made])
+        return result
 
 
 class Copies(TorchDispatchMode):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
+from txl_dist.dist import Ranks, all_reduce_sum, limit_waiting, together, uses_gpu
 from txl_dist.errors import TrainingError
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.block import Block
@@ -75,6 +75,7 @@ class ZeroEngine(Engine):
         if config.engine.cuda_graph:
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
+        self._offloads = config.engine.offload_optimizer
         if self._stage == 3:
             deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -107,8 +108,17 @@ class ZeroEngine(Engine):
             _replace(optimizer, "unscale_and_clip_grads", lambda index, norm: self._rescale([groups[index].grad]))
         elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
             _replace(optimizer, "step", self._step_masters)
+        if self._stage and self._device.type == "cuda" and not self._offloads:
+            self._take_over_norm()
         if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
+
+    def _take_over_norm(self) -> None:
+        """On a GPU DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. On a CPU it
+        stays: where steps are clipped, losses would differ in the last bits from those of earlier versions."""
+        self._compute_norm = lambda: norm_over_ranks(
+            [part for group in self._optimizer.averaged_gradients.values() for part in group]
+        )
 
     @override
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
@@ -134,8 +144,7 @@ class ZeroEngine(Engine):
         if self._stage == 0:
             gradients = [p.grad for p in self._parameters() if p.grad is not None]
             # In fp32 also where they are not: the squares of scaled fp16 gradients overflow.
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
         else:
             if hasattr(self._optimizer, "_wait_for_offload_copies"):
                 self._optimizer._wait_for_offload_copies()
@@ -281,6 +290,14 @@ def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blo
     leaf_parameters[blocks[0]].extend(late)
     for parameter in late:
         parameter.ds_z3_leaf_module = blocks[0]  # type: ignore[attr-defined]
+
+
+def norm_over_ranks(parts: list[Tensor]) -> Tensor:
+    """The norm, in fp32, of what all ranks have parts of; each value lies on one rank alone, or is 0 of a padding.
+
+    One reduction; nothing waits, nothing of the size of a gradient is made. Infinite from 1.8e19 on.
+    """
+    return all_reduce_sum(torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()).sqrt()
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
