@@ -71,7 +71,7 @@ BUDGETS = {
     "model": 1350,
     "infer": 1150,
     "convert": 1100,
-    "train": 4150,
+    "train": 4200,
     "ops": 3500,
     "verbs": 650,
 }
