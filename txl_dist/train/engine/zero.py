@@ -318,9 +318,10 @@ def import_deepspeed() -> Any:
 
     nvtx.enable_nvtx = False  # a range around each of a thousand calls per step
 
-    # A CPU extension for inference only: compiled for half a minute at the first start, 67 MB of shared memory per rank
-    # that outlive a killed job, and over several machines a wait without end.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # None of its extensions, which are probed, by compilers and on GPUs, when they are first asked for: only one is,
+    # for inference on CPUs: compiled for half a minute at the first start, 67 MB of shared memory per rank that outlive
+    # a killed job, and over several machines a wait without end.
+    deepspeed.ops.__compatible_ops__ = {}
 
     deepspeed_logger.setLevel(logging.WARNING)
     # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.train import preflight
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
+from txl_dist.train.engine.zero import import_deepspeed
 from txl_dist.train.preflight import check_hardware
 
 
@@ -160,3 +162,13 @@ def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monke
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(torch.version, "cuda", None)
     check_hardware(config, device=cpu)
+
+
+def test_no_extension_of_deepspeeds_is_probed_or_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = import_deepspeed().ops
+    probe = Mock(return_value=True)
+    monkeypatch.setattr(ops.op_builder.builder, "probe_is_compatible", probe)
+    monkeypatch.delitem(vars(ops), "__compatible_ops__", raising=False)
+    import_deepspeed()
+    assert not ops.__compatible_ops__.get("deepspeed_shm_comm", False)
+    assert probe.call_count == 0
