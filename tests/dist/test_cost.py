@@ -17,7 +17,7 @@ from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, Votes
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import graph
-from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.step import decide
 
 pytestmark = pytest.mark.dist
@@ -57,6 +57,57 @@ def test_forward_and_backward_never_wait_and_the_update_at_most_once(tmp_path: P
         micro, update = run_ranks(waiting_worker, stage, precision, world_size=1, folder=tmp_path / precision)[0]
         assert micro == [], "\n".join(micro)
         assert len(update) <= (1 if stage == 3 else 0), "\n".join(update)
+
+
+def synchronizing_worker(ranks: Ranks, stage: int) -> int:
+    """How often four steps of two micro-batches let DeepSpeed wait for all that a device has to do."""
+    engine, batch = _engine_and_batch(ranks, tiny_config(engine={"zero_stage": stage}))
+    memory, calls = engine.empty_memory(num_lanes=2, memory_len=12), []
+    get_accelerator = import_deepspeed().accelerator.get_accelerator
+    get_accelerator().synchronize = lambda *_: calls.append(1)
+    for _ in range(4):
+        for _ in range(2):
+            loss, _ = engine.forward(batch, memory, normalizer=16.0)
+            engine.backward(loss)
+        engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
+    return len(calls)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_never_waits_for_the_whole_device(tmp_path: Path, stage: int) -> None:
+    assert run_ranks(synchronizing_worker, stage, world_size=1, folder=tmp_path) == [0]
+
+
+def norms_worker(ranks: Ranks, stage: int, precision: str) -> list[tuple[float, float, list[str], int, int]]:
+    """Per step: (DeepSpeed's norm; ours; where ours waits; values of the largest tensor it makes; of a gradient)."""
+    config = tiny_config(model=MODEL, engine={"zero_stage": stage, "precision": precision})
+    engine, batch = _engine_and_batch(ranks, config)
+    memory, found, of_deepspeed = engine.empty_memory(num_lanes=2, memory_len=12), [], engine._compute_norm
+    for _ in range(2):
+        for _ in range(2 // ranks.world_size):
+            loss, _ = engine.forward(batch, memory, normalizer=16.0 * (1 + ranks.rank))
+            engine.backward(loss)
+        engine._compute_norm = of_deepspeed
+        expected = float(engine.grad_norm())
+        engine._take_over_norm()
+        with Waits() as waits:
+            norm = engine.grad_norm()
+        length = max(part.numel() for group in engine._optimizer.averaged_gradients.values() for part in group)
+        found.append((expected, float(norm), waits.places, waits.longest, length))
+        engine.step(lr=1e-3, grad_norm=expected)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_norm_of_a_gpu_is_deepspeeds_without_its_waits_and_copies(
+    tmp_path: Path, stage: int, precision: str
+) -> None:
+    both = run_ranks(norms_worker, stage, precision, world_size=2, folder=tmp_path)
+    for expected, norm, waits, longest, length in both[0] + both[1]:
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert waits == []
+        assert longest < 200 < length, "a number per parameter"
 
 
 def gathering_worker(ranks: Ranks) -> tuple[int, list[int], list[int]]:

@@ -6,7 +6,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 WAITING = {
     "aten::_local_scalar_dense",
@@ -30,6 +32,8 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.num_operations = 0
         self.places: list[str] = []
+        self.longest = 0
+        """Values of the largest tensor that was made."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,4 +42,29 @@ class Waits(TorchDispatchMode):
         if func._schema.name in WAITING:
             self.places.append("".join(traceback.format_stack(limit=8)[:-1]))
         operation: Callable[..., Any] = func
-        return operation(*args, **(kwargs or {}))
+        result = operation(*args, **(kwargs or {}))
+        made = [value.numel() for value in tree_leaves(result) if isinstance(value, Tensor)]
+        self.longest = max([self.longest, *made])
+        return result
+
+
+class Copies(TorchDispatchMode):
+    """A context that keeps the name of each operation that copies from the host to a device and waits.
+
+    Within torch's `FakeTensorMode` it needs no GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_device: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        moves = any(value.device.type == "cpu" for value in given) and any(value.device.type != "cpu" for value in made)
+        if moves and not (kwargs or {}).get("non_blocking", False):
+            self.to_device.append(func._schema.name)
+        return result

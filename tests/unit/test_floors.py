@@ -71,7 +71,7 @@ BUDGETS = {
     "model": 1350,
     "infer": 1450,
     "convert": 1850,
-    "train": 4150,
+    "train": 4200,
     "ops": 3680,
     "serve": 1200,
     "verbs": 690,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -75,7 +77,15 @@ def remarks_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
 
 
 def check_hardware(config: Config, *, device: torch.device) -> None:
-    """Refuse what the device cannot do. Raises ConfigError."""
+    """Refuse what the device cannot do, and a CPU that nobody asked for. Raises ConfigError."""
+    # A torch without CUDA and a variable that hides GPUs are choices.
+    chosen = not torch.version.cuda or any(name in os.environ for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"))
+    if device.type == "cpu" and not chosen and (drivers := drivers_of_gpus()):
+        raise ConfigError(
+            f"the driver {drivers[0]} sees {len(drivers)} GPUs and torch for CUDA {torch.version.cuda} can use none: "
+            "training would go on the CPU. Update the driver, or install a torch for an older CUDA (txl doctor says "
+            "more); DS_ACCELERATOR=cpu trains on the CPU."
+        )
     if config.engine.precision == "fp16" and device.type == "cpu":
         raise ConfigError(
             "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
@@ -92,6 +102,15 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
                 f"engine.attention=triton cannot run: {unfit}. Use --engine.attention auto, which takes the kernels "
                 "wherever they fit."
             )
+
+
+def drivers_of_gpus() -> list[str]:
+    """The driver's version, once per GPU that it sees, as nvidia-smi says it; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def remarks(config: Config, *, plan: BatchPlan) -> list[str]:

@@ -92,18 +92,19 @@ class Stepper:
         config, plan = self._job.config, self._job.plan
         if not self._job.masks_documents and config.data.on_damage != "skip":
             return wrong * plan.microbatch_lanes * config.train.segment_len
-        scored = torch.tensor(float(step_input.num_scored), device=self._job.ranks.device)
+        scored = torch.full((), float(step_input.num_scored), device=self._job.ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size
         return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
 
 
 def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_size: int) -> Decision:
     """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
-    with waiting():  # on a GPU for what was issued before, and the others with it: already the first copy to it waits
-        own = loss.double()[None]
-        says = torch.tensor([skip, *votes], dtype=torch.float64, device=loss.device)
-        sums = torch.cat([own, (~loss.isfinite()).double()[None], says])
-        known = torch.cat([all_reduce_sum(sums), grad_norm.double()[None], own])
+    with waiting():  # on a GPU for what was issued before, and the others with it
+        own = loss.double()
+        # Filled in on the device: a copy from the host would wait for it.
+        says = (loss.new_full((), value, dtype=torch.float64) for value in (skip, *votes))
+        sums = torch.stack([own, loss.isfinite().logical_not().double(), *says])
+        known = torch.cat([all_reduce_sum(sums), torch.stack([grad_norm.double(), own])])
         total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
     is_sound = not bad and not skips
     return Decision(

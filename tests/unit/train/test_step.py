@@ -8,15 +8,19 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
+from tests.helpers.waits import Copies
+from txl_dist.config import plan_batch
 from txl_dist.data.read.position import CorpusState, StreamState
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, Votes, is_waiting, poll
@@ -71,19 +75,40 @@ def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, Votes]]:
 def test_a_rank_counts_as_waiting_from_the_first_moment_at_which_a_decision_can_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU a copy to the device waits for the collectives before it, and a rank that hung there was blamed."""
-    seen, make = [], torch.tensor
+    """On a GPU whatever is issued may wait for the collectives before it, and a rank that hung there was blamed."""
+    seen, make = [], torch.stack
 
     def spy(*values: Any, **named: Any) -> Tensor:
         seen.append(is_waiting(threading.get_ident()))
         return make(*values, **named)
 
-    monkeypatch.setattr(torch, "tensor", spy)
+    monkeypatch.setattr(torch, "stack", spy)
     monkeypatch.setattr(step_module, "all_reduce_sum", lambda sums: sums)
-    one = make(1.0)
+    one = torch.tensor(1.0)
     decide(one, one, skip=False, votes=Votes(stop=False, written=False), world_size=1)
-    assert seen == [True]
+    assert seen == [True, True]
     assert not is_waiting(threading.get_ident())
+
+
+def test_nothing_is_copied_to_a_gpu_in_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy would wait for all that the device has to do: before the reduction is even asked for."""
+    monkeypatch.setattr(step_module, "all_reduce_sum", Mock(side_effect=InterruptedError))
+    with FakeTensorMode(), Copies() as copies:
+        loss = torch.empty((), device="cuda")
+        with pytest.raises(InterruptedError):  # it has come to the reduction
+            decide(loss, loss, skip=False, votes=Votes(), world_size=1)
+    assert copies.to_device == []
+
+
+def test_nothing_is_copied_to_a_gpu_for_the_number_of_scored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "all_reduce_sum", lambda sums: sums)
+    config = tiny_config(data={"on_damage": "skip"})
+    ranks, plan = SimpleNamespace(device=torch.device("cuda")), plan_batch(config.train, world_size=1)
+    job: Any = SimpleNamespace(config=config, plan=plan, ranks=ranks, masks_documents=False)
+    step_input: Any = SimpleNamespace(num_scored=7)
+    with FakeTensorMode(), Copies() as copies:
+        Stepper(object(), job, object())._normalizer(step_input, "")  # type: ignore[arg-type]
+    assert copies.to_device == []
 
 
 @pytest.mark.dist

@@ -14,7 +14,6 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.launch import lacks_compiler
 from txl_dist.ops.doctor.disk import Corpus, Disk, try_corpus, try_disk
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
+from txl_dist.train.preflight import drivers_of_gpus
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
@@ -108,7 +108,7 @@ class Facts:
 def gather(*, run_dir: Path, data: str = "") -> Facts:
     """Look around. `run_dir` need not exist: its nearest parent that does is tried. `data`: a corpus, if given."""
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    drivers = _drivers()
+    drivers = drivers_of_gpus()
     return Facts(
         host=socket.gethostname(),
         python=platform.python_version(),
@@ -162,15 +162,6 @@ def _unmet() -> Iterator[str]:
             version = _version(need.name)
             if applies and not (version and need.specifier.contains(version, prereleases=True)):
                 yield f"{need.name}{need.specifier} (is {version or 'not installed'})"
-
-
-def _drivers() -> list[str]:
-    """The driver's version, once per GPU that it sees."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
 
 
 def _device(index: int) -> Device:

@@ -50,6 +50,8 @@ def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, 
         "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
+        # It would wait for the device at both ends of every micro-batch.
+        "timers": {"throughput": {"enabled": False}},
         # Ours are torch's fused optimizers; without this DeepSpeed insists on compiling its CPU Adam for offload.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,

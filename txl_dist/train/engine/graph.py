@@ -6,8 +6,8 @@ into the recorded ones, launch, and hand the recorded gradients to autograd. For
 with a backward that only gives these gradients: DeepSpeed's hooks and buckets see what they always see.
 
 A cluster of the adaptive softmax has a few sizes (multiples of 128 rows); each combination is a graph of its own, up to
-`MAX_GRAPHS`, beyond which a micro-step runs without. Dropout stays a function of the seed: a replay begins with the
-state that the default generator has then.
+`MAX_GRAPHS`, beyond which a micro-step runs without; so does any new one once a recording found no memory. Dropout
+stays a function of the seed: a replay begins with the state that the default generator has then.
 
 What it gives up: the memory that a micro-step needs stays reserved. Not for ZeRO-3, whose hooks gather weights within
 the micro-step, nor with activation checkpointing, which asks for the state of the generator.
@@ -62,7 +62,7 @@ class GraphedModule(nn.Module):
         is_known = key in self._graphs
         if not self.training or not torch.is_grad_enabled():
             return self.module(*arguments)
-        if not is_known and len(self._graphs) >= MAX_GRAPHS:
+        if not is_known and (self._is_full or len(self._graphs) >= MAX_GRAPHS):
             if not self._is_full:
                 logger.warning("engine.cuda_graph: more than %d shapes; other ones run without a graph", MAX_GRAPHS)
             self._is_full = True
@@ -71,7 +71,17 @@ class GraphedModule(nn.Module):
         scale = torch.full((), self._scale(), dtype=torch.float32, device=parameters[0].device)
         inputs = [value for value in values if isinstance(value, Tensor)] + [scale]
         if not is_known:
-            self._graphs[key] = self._recorded(values, spec, inputs, parameters)
+            try:
+                self._graphs[key] = self._recorded(values, spec, inputs, parameters)
+            except RuntimeError as error:
+                if not _ran_out_of_memory(error):
+                    raise
+                self._is_full = True
+                logger.warning("engine.cuda_graph: no memory for another shape; such ones run without a graph")
+        if key not in self._graphs:  # behind the handler, whose error holds what the recording has made
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return self.module(*arguments)
         graph = self._graphs[key]
         torch._foreach_copy_(graph.inputs, inputs)
         graph.replay()
@@ -114,6 +124,11 @@ def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], N
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    """Also where CUDA, ending the recording that this broke off, raised another error."""
+    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _ran_out_of_memory(error.__context__))
 
 
 def _signature(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, limit_waiting, together, uses_gpu
+from txl_dist.dist import Ranks, all_reduce_sum, limit_waiting, together, uses_gpu
 from txl_dist.errors import TrainingError
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.block import Block
@@ -75,6 +75,7 @@ class ZeroEngine(Engine):
         if config.engine.cuda_graph:
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
+        self._offloads = config.engine.offload_optimizer
         if self._stage == 3:
             deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -107,8 +108,17 @@ class ZeroEngine(Engine):
             _replace(optimizer, "unscale_and_clip_grads", lambda index, norm: self._rescale([groups[index].grad]))
         elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
             _replace(optimizer, "step", self._step_masters)
+        if self._stage and self._device.type == "cuda" and not self._offloads:
+            self._take_over_norm()
         if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
+
+    def _take_over_norm(self) -> None:
+        """On a GPU DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. On a CPU it
+        stays: where steps are clipped, losses would differ in the last bits from those of earlier versions."""
+        self._compute_norm = lambda: norm_over_ranks(
+            [part for group in self._optimizer.averaged_gradients.values() for part in group]
+        )
 
     @override
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
@@ -122,6 +132,9 @@ class ZeroEngine(Engine):
 
     @override
     def backward(self, loss: Tensor) -> None:
+        # In fp16 DeepSpeed multiplies the loss by its scale from stage 1 on only. A recorded micro-step has done it.
+        if self._stage == 0 and (scale := self._scale()) != 1.0:
+            loss = loss * scale
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # DeepSpeed counts micro-batches here; the update itself is `step`'s
@@ -131,8 +144,7 @@ class ZeroEngine(Engine):
         if self._stage == 0:
             gradients = [p.grad for p in self._parameters() if p.grad is not None]
             # In fp32 also where they are not: the squares of scaled fp16 gradients overflow.
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
         else:
             if hasattr(self._optimizer, "_wait_for_offload_copies"):
                 self._optimizer._wait_for_offload_copies()
@@ -280,6 +292,14 @@ def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blo
         parameter.ds_z3_leaf_module = blocks[0]  # type: ignore[attr-defined]
 
 
+def norm_over_ranks(parts: list[Tensor]) -> Tensor:
+    """The norm, in fp32, of what all ranks have parts of; each value lies on one rank alone, or is 0 of a padding.
+
+    One reduction; nothing waits, nothing of the size of a gradient is made. Infinite from 1.8e19 on.
+    """
+    return all_reduce_sum(torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()).sqrt()
+
+
 def _joined_norm(norms: list[Tensor]) -> Tensor:
     """The norm of all groups; infinite if DeepSpeed wrote -1 for one of them."""
     stacked = torch.stack(norms)
@@ -298,9 +318,10 @@ def import_deepspeed() -> Any:
 
     nvtx.enable_nvtx = False  # a range around each of a thousand calls per step
 
-    # A CPU extension for inference only: compiled for half a minute at the first start, 67 MB of shared memory per rank
-    # that outlive a killed job, and over several machines a wait without end.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # None of its extensions, which are probed, by compilers and on GPUs, when they are first asked for: only one is,
+    # for inference on CPUs: compiled for half a minute at the first start, 67 MB of shared memory per rank that outlive
+    # a killed job, and over several machines a wait without end.
+    deepspeed.ops.__compatible_ops__ = {}
 
     deepspeed_logger.setLevel(logging.WARNING)
     # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.

@@ -84,8 +84,10 @@ def _fullest_phase(
         return max(micro_step + accumulates * gradients, kept + 2 * gradients)  # the exchange takes a flat copy
     own = sum(lengths) / plan.world_size
     standing = buckets if stage == 3 or on_gpu else 0.0
-    # The norm is taken in fp32, or in fp64 where the gradients are in fp32; the update of a flat copy in fp32.
-    after = kept + standing + size * own + max(2 * size * min(max(lengths), own), (4 + size * (size < 4)) * own)
+    # The norm: DeepSpeed copies a gradient in fp32, or in fp64 where it is in fp32; on a GPU nothing is copied.
+    norm = 0.0 if on_gpu else 2 * size * min(max(lengths), own)
+    # The update of a flat copy in fp32.
+    after = kept + standing + size * own + max(norm, (4 + size * (size < 4)) * own)
     if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
         return max(micro_step + accumulates * gradients + standing, kept + gradients + buckets, after)
     before = size * own if stage == 3 or accumulates else 0.0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
+from txl_dist.train import preflight
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
+from txl_dist.train.engine.zero import import_deepspeed
 from txl_dist.train.preflight import check_hardware
 
 
@@ -144,3 +147,28 @@ def test_fp16_is_refused_on_a_cpu() -> None:
     for precision, device in (("fp32", "cpu"), ("bf16", "cpu"), ("fp16", "cuda")):
         config = config_from_dict({"engine": {"precision": precision}}, source="test")
         check_hardware(config, device=torch.device(device))
+
+
+def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, config = torch.device("cpu"), Config()
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(preflight, "drivers_of_gpus", lambda: ["470.57"] * 2, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"driver 470\.57 sees 2 GPUs.*CUDA 13\.0"):
+        check_hardware(config, device=cpu)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    check_hardware(config, device=cpu)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_hardware(config, device=cpu)
+
+
+def test_no_extension_of_deepspeeds_is_probed_or_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = import_deepspeed().ops
+    probe = Mock(return_value=True)
+    monkeypatch.setattr(ops.op_builder.builder, "probe_is_compatible", probe)
+    monkeypatch.delitem(vars(ops), "__compatible_ops__", raising=False)
+    import_deepspeed()
+    assert not ops.__compatible_ops__.get("deepspeed_shm_comm", False)
+    assert probe.call_count == 0

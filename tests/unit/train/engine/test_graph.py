@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -142,3 +143,37 @@ def test_shapes_beyond_the_limit_run_without_a_graph(monkeypatch: Any) -> None:
         loss.backward()
         assert loss.isfinite()
     assert (recorder.num_recordings, recorder.num_replays) == (1, 2)
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_shape_that_memory_does_not_suffice_for_runs_without_a_graph(breaks_off: bool) -> None:
+    plain, graphed, recorder = modules()
+    memory, batch = empty(plain.module), batch_of(0)
+    graphed(batch, memory, 12.0)
+
+    def fails(run: Callable[[], Any]) -> Callable[[], None]:
+        run()
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            if breaks_off:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    graphed._record = fails
+    for normalizer in (7.0, 8.0, 12.0):
+        results = []
+        for module in (plain, graphed):
+            torch.manual_seed(1)
+            module.zero_grad()
+            loss, _ = module(batch, memory, normalizer)
+            (loss * 4.0).backward()
+            results.append([loss.detach(), *(parameter.grad for parameter in module.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert recorder.num_replays == 2, "what was recorded is replayed"
+
+
+def test_any_other_error_of_a_recording_is_raised() -> None:
+    _, graphed, _ = modules()
+    graphed._record = Mock(side_effect=RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        graphed(batch_of(0), empty(graphed.module.module), 12.0)

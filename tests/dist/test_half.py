@@ -1,0 +1,62 @@
+"""fp16 multiplies the loss so that small gradients survive; of that the norm shows nothing, whoever multiplied."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import VOCAB_SIZE, tiny_config
+from txl_dist.config import plan_batch
+from txl_dist.data.read.stream import plain_segment
+from txl_dist.dist import Ranks
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine import graph
+from txl_dist.train.engine.zero import ZeroEngine, _loss_scaler, import_deepspeed
+
+SCALE = 2.0**8
+"""With DeepSpeed's first one, 65,536, a step may overflow, which is not what is asked here."""
+
+
+def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+    """The norms of two steps of two micro-batches: in fp32, in fp16, and in fp16 recorded."""
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # torch's CPU can; DeepSpeed does not know
+
+    def record(run: Callable[[], Any], *, pool: Any) -> Callable[[], None]:
+        run()
+        return lambda: run()
+
+    graph.record_on_gpu = record  # type: ignore[assignment]
+    norms: dict[str, list[float]] = {}
+    for name in ("fp32", "fp16", "fp16 graphed")[: 2 if stage == 3 else 3]:
+        precision = name.split()[0]
+        config = tiny_config(engine={"zero_stage": stage, "precision": precision, "cuda_graph": "graphed" in name})
+        engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks)
+        if precision == "fp16":
+            _loss_scaler(engine._optimizer).cur_scale = SCALE
+        ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).numpy()
+        batch = batch_maker(engine.model, mask_documents=False).batch(plain_segment(ids))
+        memory = engine.empty_memory(num_lanes=2, memory_len=12)
+        norms[name] = []
+        for _ in range(2):
+            for _ in range(2):
+                loss, _ = engine.forward(batch, memory, normalizer=16.0)
+                engine.backward(loss)
+            norms[name].append(float(engine.grad_norm()))
+            engine.step(lr=1e-3, grad_norm=norms[name][-1])
+    return norms
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_norms_in_fp16_are_those_in_fp32(tmp_path: Path, stage: int) -> None:
+    norms = run_ranks(norms_worker, stage, world_size=1, folder=tmp_path)[0]
+    expected = norms.pop("fp32")
+    assert len(norms) == (1 if stage == 3 else 2)
+    for name, found in norms.items():
+        assert found == pytest.approx(expected, rel=2e-2), name
