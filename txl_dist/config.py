@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from txl_dist.errors import ConfigError, explained
-from txl_dist.files import parse_toml, read_bytes
+from txl_dist.files import parse_toml, path_of, read_bytes
 from txl_dist.sections import (
     SCHEMES,
     CheckpointSection,
@@ -216,9 +216,13 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
 
     Raises ConfigError for a name or a value that is wrong, with what was meant, as for a file.
     """
-    values = {} if path is None else load_config(path).model_dump(mode="json")
+    values = {} if path is None else load_config(path_of(path)).model_dump(mode="json")
     for section, settings in sections.items():
-        values[section] = {**values.get(section, {}), **settings}
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"configure: {section}={settings!r:.200} is no section. Give its settings: {section}={{...}}."
+            )
+        values[section] = {**values.get(section, {}), **{str(name): value for name, value in settings.items()}}
     config = config_from_dict(values, source="configure()")
     check_config(config)
     return config

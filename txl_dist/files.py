@@ -41,6 +41,12 @@ _MAX_NAME = 255
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
+def path_of(path: str | Path) -> Path:
+    """Raises ConfigError for what is no path."""
+    with explained(ConfigError, f"{path!r:.200} is no path", "Give a string or a Path.", of=(TypeError,)):
+        return Path(path)
+
+
 def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
     """An empty file to write and read, which is nothing that others put there: what has this name is removed first.
 

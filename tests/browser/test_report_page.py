@@ -78,7 +78,7 @@ def test_a_page_opens_without_an_error_or_a_request_and_fits(
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("name", "num_pictures"), [("report", 19), ("compare", 7)])
+@pytest.mark.parametrize(("name", "num_pictures"), [("report", 21), ("compare", 7)])
 def test_no_picture_is_empty_and_each_is_as_wide_as_the_page_lets_it(
     browser: Any, pages: dict[str, Path], name: str, num_pictures: int, width: int, dark: bool
 ) -> None:
@@ -146,7 +146,7 @@ def test_wide_tables_scroll_inside_their_own_frame(browser: Any, pages: dict[str
 
 def test_the_page_is_whole_without_scripts(browser: Any, pages: dict[str, Path]) -> None:
     with visit(browser, pages["report"], width=390, javascript=False) as seen:
-        assert len(seen.page.query_selector_all("figure svg")) == 19
+        assert len(seen.page.query_selector_all("figure svg")) == 21
         assert not seen.page.is_visible("td:has-text('training stood still') >> nth=0")
         seen.page.click("details > summary:has-text('events')")
         assert seen.page.is_visible("td:has-text('training stood still') >> nth=0")

@@ -97,3 +97,52 @@ def test_what_one_rank_alone_cannot_read_is_told_by_all(tmp_path: Path) -> None:
         assert process.exitcode == 2, said
         assert "Traceback" not in said
     assert shard.name in (tmp_path / "out-1").read_text()
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "recl"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_only_rank_0_looks_whether_a_file_can_be_written_and_all_tell_what_it_finds(
+    tmp_path: Path, verb: str, who: int
+) -> None:
+    """Each rank is in a folder of its own, and one of the two has the folder that is named."""
+    made, port = make(tmp_path / "made"), forked.free_port()
+    given = [verb, str(made.bundle), "--data", str(made.corpus.folder), "--json", "results/scores.json"]
+    given += ["--step", "9", "--max-context", "18", "--num-tokens", "4"] if verb == "recl" else ["--num-lanes", "2"]
+    ranks = []
+    for rank in range(2):
+        (tmp_path / f"at-{rank}" / ("results" if rank == who else "others")).mkdir(parents=True)
+        variables = forked.environment(**forked.place(rank, 2, port))
+        ranks.append(
+            forked.start(
+                forked.run_txl, *given, cwd=tmp_path / f"at-{rank}", out=tmp_path / f"out-{rank}", variables=variables
+            )
+        )
+    for process in ranks:
+        process.join(60)
+        process.kill()  # one that waits for the other
+    for rank, process in enumerate(ranks):
+        process.join()
+        said = (tmp_path / f"out-{rank}").read_text()
+        assert process.exitcode == (0 if who == 0 else 2), said
+        assert ("cannot write results/scores.json" in said) == (who == 1 and rank == 0), said
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("at-*/*/*")]
+    assert files == (["at-0/results/scores.json"] if who == 0 else [])
+
+
+def test_what_all_ranks_find_wrong_is_told_once(tmp_path: Path) -> None:
+    made, port = make(tmp_path / "made"), forked.free_port()
+    given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--protocol", "nvidia"]
+    ranks = [
+        forked.start(
+            forked.run_txl, *given, "--memory-len", "100000", cwd=tmp_path, out=tmp_path / f"out-{rank}",
+            variables=forked.environment(**forked.place(rank, 2, port)),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = []
+    for rank, process in enumerate(ranks):
+        process.join(60)
+        process.kill()
+        said.append((tmp_path / f"out-{rank}").read_text())
+        assert process.exitcode == 2, said[-1]
+    assert ["for each of this protocol's 16 rows" in one for one in said] == [True, False]

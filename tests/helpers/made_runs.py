@@ -39,11 +39,22 @@ def make_run(folder: Path, *, seed: int = 1, num_ranks: int = 4, max_steps: int 
     write_state(folder, step=max_steps)
     scores = {f"memory {length}": {"loss": 2.3 - length / 2000, "ppl": 9.5, "tokens": 123456.0, "memory_len": length}
               for length in (0, 64, 128)}  # fmt: skip
+    for name, nats in (("memory 0", 0.3), ("memory 128", 0.0)):
+        scores[name] |= {"by_cluster": parts(2.0, None, 4.0 + nats, size=512),
+                         "by_position": parts(*(3.0 + nats - 0.1 * place for place in range(8)), size=8)}  # fmt: skip
     scores["order 0"] = {"loss": 4.5, "ppl": 90.0, "tokens": 123456.0}
     (folder / "evaluation.json").write_text(json.dumps(scores), encoding="utf-8")
     lines = [json.dumps(record) for record in records(seed=seed, num_ranks=num_ranks, max_steps=max_steps, lr=lr)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
+
+
+def parts(*losses: float | None, size: int) -> list[dict[str, float | None]]:
+    """As `txl evaluate` tells losses of clusters and positions, all of one size."""
+    return [
+        {"first": size * index, "last": size * (index + 1) - 1, "loss": loss, "tokens": 9}
+        for index, loss in enumerate(losses)
+    ]
 
 
 def write_state(folder: Path, *, step: int, tokenizer: str = "aa11") -> None:

@@ -71,6 +71,8 @@ PATHS: list[tuple[str, str]] = [
 """The wrong kind of path."""
 
 SETTINGS: list[tuple[str, str]] = [
+    ("evaluate r --memory-len 1e3", "--memory-len 1e3: it takes no such value .tokens of memory; -1 means as trained"),
+    ("recl r --r half", "--r half: it takes no such value .shares of the targets"),
     ("train e.toml --train.num-lanes 0", "--train.num-lanes 0: it must be a whole number, 1 or more .rows of the"),
     ("train e.toml --train.num-lanes 1000000000000", "1 or more and at most 1,048,576 .rows of the global batch"),
     ("train e.toml --train.num_lanes -3", "--train.num-lanes -3: it must be a whole number, 1 or more"),

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.files import parse_object, read_bytes, write_bytes
 from txl_dist.infer.probe import probe_error
 from txl_dist.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
@@ -142,8 +142,11 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
 
 
 def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
-    """Load a bundle and check it: hashes, shapes and the probe. Raises CheckpointError."""
-    folder = Path(path)
+    """Load a bundle and check it: hashes, shapes and the probe.
+
+    Raises CheckpointError, and ConfigError for a device that is not there.
+    """
+    folder, device = Path(path), check_device(device)
     if kind_of(folder) is not Kind.BUNDLE:
         raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
     check_folder(folder, remedy="Copy it again or export it again.")
@@ -190,6 +193,19 @@ def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
             f"{tolerance}. Export it again; if this stays, report it."
         )
     return bundle
+
+
+def check_device(device: str) -> str:
+    """Its name as torch spells it. Raises ConfigError for one that is not there, or cannot hold numbers."""
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).tolist()
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"device {device!r:.200} cannot be used here: {str(error).splitlines()[0]:.80}. Name one that can: cpu; "
+            "with a GPU and its driver cuda, or cuda:0, cuda:1 ..."
+        ) from error
+    return str(found)
 
 
 def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:

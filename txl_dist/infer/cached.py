@@ -49,6 +49,8 @@ BLOCK_LEN = {"cpu": 128, "cuda": 512}
 MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
 """As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache, and on a GPU few
 large products."""
+MOST_LOGITS = 2**26
+"""At a time, in tokens times vocabulary, where no partition is given, or those of one token: 256 MiB in fp32."""
 
 
 class Past(NamedTuple):
@@ -64,9 +66,11 @@ class KeyValueRing:
     """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
 
     def __init__(
-        self, model: TransformerXL, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
+        self, owner: FrozenModel, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
     ) -> None:
-        section, anchor = model.section, model.embedding.weight(0)
+        section, anchor = owner.model.section, owner.model.embedding.weight(0)
+        self.owner = owner
+        """Whose keys and values they are."""
         self.memory_len, self.chunk_len = memory_len, chunk_len
         self.size = memory_len + chunk_len
         shape = (2, section.num_heads, num_rows, 2 * self.size + chunk_len, section.head_width)
@@ -76,7 +80,7 @@ class KeyValueRing:
             torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
         )
         self.known_B = np.zeros(num_rows, dtype=np.int64)
-        """Positions that each row remembers: one more than are read, so that the last one may be taken back."""
+        """Positions that each row remembers: `size` at most, more than are read, so that the last may be taken back."""
         self._next = 0  # slot of the next position
 
     @property
@@ -105,7 +109,7 @@ class KeyValueRing:
             key_K = torch.arange(past_len + num_tokens, device=begin_B.device)
             mask = (key_K >= begin_B[:, None])[:, None].expand(-1, num_tokens, -1)
         self._next = (first + num_tokens) % self.size
-        self.known_B = np.minimum(self.known_B + num_tokens, self.memory_len + 1)
+        self.known_B = np.minimum(self.known_B + num_tokens, self.size)
         return mask
 
     def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
@@ -118,12 +122,13 @@ class KeyValueRing:
         return key, value
 
     @torch.inference_mode()
-    def past(self, row: int, *, without_last: int = 0) -> Past:
-        """A copy of what a row remembers, as if the last so many positions had not been there.
+    def past(self, row: int, *, without_last: int = 0, most: int | None = None) -> Past:
+        """A copy of what a row remembers, `memory_len` positions or `most`, as if the last so many had not been there.
 
-        One is taken back without a trace; for more the oldest are missing, where the memory was full.
+        As many as the ring takes at a time are taken back without a trace; for more the oldest are missing, where the
+        memory was full.
         """
-        length = int(np.clip(self.known_B[row] - without_last, 0, self.memory_len))
+        length = int(np.clip(self.known_B[row] - without_last, 0, self.memory_len if most is None else most))
         stop = self._next + self.size - without_last
         key_value = torch.stack([buffer[:, :, row, stop - length : stop] for buffer in self.key_values])
         documents = torch.zeros(length, dtype=torch.int64, device=key_value.device)
@@ -133,9 +138,9 @@ class KeyValueRing:
 
     @torch.inference_mode()
     def put(self, row: int, past: Past) -> None:
-        """Make a row remember a past, of which the last `memory_len` positions count, in place of its own."""
+        """Make a row remember a past, of which the last `size` positions count, in place of its own."""
         num_given = past.document_S.shape[0]
-        self.known_B[row] = min(num_given, self.memory_len)
+        self.known_B[row] = min(num_given, self.size)
         if self.documents is not None:
             self.documents[row] = EMPTY
         # Both copies of the slots before the next one; those behind it are written before they are read.
@@ -155,10 +160,21 @@ class KeyValueRing:
             self.documents = self.documents.index_select(0, index)
         self.known_B = self.known_B[list(rows)]
 
+    def copied(self, *, memory_len: int, chunk_len: int) -> KeyValueRing:
+        """What the rows remember, in a ring of other lengths."""
+        with_documents = self.documents is not None
+        ring = self.owner.ring(
+            num_rows=self.num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+        )
+        for row in range(self.num_rows):
+            ring.put(row, self.past(row, most=self.size))
+        return ring
+
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory could not be allocated, of which torch has a class for devices, and none for hosts."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    words = ("can't allocate memory", "Overflow when unpacking long")  # the latter: more than can be counted
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 @contextmanager
@@ -166,7 +182,7 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
     """Raises ConfigError where memory could not be allocated."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
@@ -286,7 +302,7 @@ class FrozenModel:
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
         return KeyValueRing(
-            self.model, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+            self, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
         )
 
     @torch.inference_mode()
@@ -358,8 +374,14 @@ class FrozenModel:
 
     @torch.inference_mode()
     def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
-        """nll_BT in nats of given targets, at least fp32."""
-        return self.model.softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
+        """nll_BT in nats of given targets, at least fp32; of some tokens at a time, if no partition of all is given."""
+        softmax, num_tokens = self.model.softmax, targets_BT.numel()
+        most = num_tokens if partition is not None else max(1, MOST_LOGITS // self.model.vocab_size)
+        if num_tokens <= most:
+            return softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
+        hidden_1SD, targets_1S = hidden_BTD.flatten(0, 1)[None], targets_BT.flatten()[None]
+        parts = zip(hidden_1SD.split(most, dim=1), targets_1S.split(most, dim=1), strict=True)
+        return torch.cat([softmax.losses(*part, tables=self.tables) for part in parts], dim=1).view(targets_BT.shape)
 
     def _attend(
         self,

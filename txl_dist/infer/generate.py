@@ -45,6 +45,8 @@ class Request(NamedTuple):
     """Which of several samples of one prompt and seed."""
     num_top: int = 0
     """So many of the likeliest tokens are told with each."""
+    num_spare: int = 0
+    """So many tokens may be taken back, one more in fact, with nothing of the memory lost (`Decoder.past`)."""
 
 
 class Token(NamedTuple):
@@ -85,19 +87,13 @@ Reading = Generator[Chunk, None, Past | None]
 class _Text:
     """A text that is being generated, and what of it changes."""
 
-    def __init__(self, key: Hashable, request: Request, *, vocab_size: int) -> None:
+    def __init__(self, key: Hashable, request: Request) -> None:
         self.key, self.request, self.last, self.num_made = key, request, request.ids[-1], 0
         self.numbers = uniform_numbers(request.seed, sample=request.sample)
-        self.seen_V: Tensor | None = None
-        if request.sampling.repetition_penalty != 1:
-            self.seen_V = torch.zeros(vocab_size, dtype=torch.bool)
-            self.seen_V[list(request.ids)] = True
 
     def take(self, i: int, log_p: float, likeliest: list[tuple[int, float]]) -> Token:
         """Go on with a token."""
         self.last, self.num_made = i, self.num_made + 1
-        if self.seen_V is not None:
-            self.seen_V[i] = True
         is_last = self.num_made >= self.request.max_tokens or i == self.request.stop_at
         return Token(self.key, i, log_p, likeliest[: self.request.num_top], is_last)
 
@@ -105,8 +101,9 @@ class _Text:
 class Decoder:
     """Texts in work, under keys that their owner chooses.
 
-    `memory_len` tokens of the past are seen, which may be more than in training; `segment_len` are read at a time. A
-    model whose positions know no memory runs the last `segment_len` tokens of each text anew for each token.
+    `memory_len` tokens of the past are seen, which may be more than in training; there is room for as many as the texts
+    can come to, and more is made when one comes that can be longer. `segment_len` are read at a time. A model whose
+    positions know no memory runs the last `segment_len` tokens of each text anew for each token.
     """
 
     def __init__(self, model: TransformerXL | FrozenModel, *, memory_len: int, segment_len: int) -> None:
@@ -119,6 +116,7 @@ class Decoder:
             self._rows = _WindowRows(network, segment_len=segment_len)
         self._vocab_size, self._device = network.vocab_size, network.embedding.weight(0).device
         self._texts: list[_Text | None] = []  # by row; None where a row is free
+        self._seen_BV: Tensor | None = None  # tokens of each row's prompt and text, where a text pays for them
 
     @property
     def keys(self) -> list[Hashable]:
@@ -145,11 +143,16 @@ class Decoder:
         assert key not in self.keys
         if None not in self._texts:  # room for the next power of two: to make room is to copy the rows
             more = max(1, len(self._texts))
-            self._rows.select([*range(len(self._texts)), *[0] * more])
+            self._select([*range(len(self._texts)), *[0] * more])
             self._texts += [None] * more
         row = self._texts.index(None)
         self._rows.read(row, request)
-        self._texts[row] = _Text(key, request, vocab_size=self._vocab_size)
+        self._texts[row] = _Text(key, request)
+        if request.sampling.repetition_penalty != 1:
+            if self._seen_BV is None:
+                self._seen_BV = torch.zeros(len(self._texts), self._vocab_size, dtype=torch.bool, device=self._device)
+            self._seen_BV[row] = False
+            self._seen_BV[row, list(request.ids)] = True
 
     def remove(self, key: Hashable) -> None:
         """Stop work on a text. Half the rows are given back when the other half is enough."""
@@ -158,7 +161,7 @@ class Decoder:
         self._rows.forget(row)
         taken = [row for row, text in enumerate(self._texts) if text is not None]
         if 0 < len(taken) <= len(self._texts) // 2:
-            self._rows.select(taken)
+            self._select(taken)
             self._texts = [self._texts[row] for row in taken]
 
     def past(self, key: Hashable, *, without_last: int = 0) -> Past:
@@ -182,12 +185,20 @@ class Decoder:
         if len(group) < len(self._texts):
             log_p_BV = log_p_BV[rows]
         uniform_B = torch.tensor([text.numbers.random() for text in texts], dtype=torch.float64, device=self._device)
-        seen = [text.seen_V for text in texts if text.seen_V is not None]
-        seen_BV = torch.stack(seen).to(self._device) if seen else None
+        seen_BV = None
+        if sampling.repetition_penalty != 1 and self._seen_BV is not None:
+            seen_BV = self._seen_BV if len(group) == len(self._texts) else self._seen_BV[rows]
         ids_B = choose(log_p_BV, uniform_B, sampling, seen_BV=seen_BV)
+        if seen_BV is not None and self._seen_BV is not None:
+            self._seen_BV[rows, ids_B] = True
         log_ps = log_p_BV.gather(1, ids_B[:, None])[:, 0].tolist()
         likeliest = _likeliest(log_p_BV, max(text.request.num_top for text in texts))
         return [text.take(*told) for text, *told in zip(texts, ids_B.tolist(), log_ps, likeliest, strict=True)]
+
+    def _select(self, rows: list[int]) -> None:
+        """Keep these rows only, in this order; of a free one, any will do."""
+        self._rows.select(rows)
+        self._seen_BV = None if self._seen_BV is None or not len(self._texts) else self._seen_BV[rows]
 
     def _row_of(self, key: Hashable) -> int:
         return next(row for row, text in enumerate(self._texts) if text is not None and text.key == key)
@@ -259,14 +270,16 @@ class _CachedRows:
 
     def __init__(self, frozen: FrozenModel, *, memory_len: int, segment_len: int) -> None:
         self._frozen, self._lengths = frozen, {"memory_len": memory_len, "segment_len": segment_len}
-        self._ring = frozen.ring(num_rows=0, memory_len=memory_len)
+        self._ring = frozen.ring(num_rows=0, memory_len=min(memory_len, 1))  # grows by the texts
         self._device = frozen.model.embedding.weight(0).device
 
     def select(self, rows: list[int]) -> None:
         if self._ring.num_rows:
             self._ring.select(rows)
         else:
-            self._ring = self._frozen.ring(num_rows=len(rows), memory_len=self._ring.memory_len)
+            self._ring = self._frozen.ring(
+                num_rows=len(rows), memory_len=self._ring.memory_len, chunk_len=self._ring.chunk_len
+            )
 
     def past_of(self, request: Request) -> Past:
         ids = request.ids[request.num_read : -1]
@@ -286,7 +299,16 @@ class _CachedRows:
         )
 
     def read(self, row: int, request: Request) -> None:
-        self._ring.put(row, self.past_of(request))
+        past, ring = self.past_of(request), self._ring
+        longest = past.document_S.shape[0] + 1 + request.max_tokens
+        memory_len, chunk_len = min(longest, self._lengths["memory_len"]), 1 + min(request.num_spare, longest)
+        if memory_len > ring.memory_len:  # twice as long at least: to make room is to copy
+            memory_len = min(max(memory_len, 2 * ring.memory_len), self._lengths["memory_len"])
+        if memory_len > ring.memory_len or chunk_len > ring.chunk_len:
+            self._ring = ring.copied(
+                memory_len=max(memory_len, ring.memory_len), chunk_len=max(chunk_len, ring.chunk_len)
+            )
+        self._ring.put(row, past)
 
     def forget(self, row: int) -> None:
         self._ring.known_B[row] = 0  # or others would read as far back as it did

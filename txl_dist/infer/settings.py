@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Self
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
 
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import did_you_mean
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Sampling:
     """How the next token is chosen."""
 
@@ -43,7 +46,7 @@ class Sampling:
             check_ids(self.allowed, vocab_size=vocab_size, what="--allowed")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Writing(Sampling):
     """How texts are generated."""
 
@@ -64,17 +67,26 @@ class Writing(Sampling):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From settings by name. Raises ConfigError for a name that is none, with the one that was meant."""
+        """From settings by name, which may be arrays and lists of them.
+
+        Raises ConfigError for a name that is none, with the one that was meant, and for a value of another kind.
+        """
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
                 raise ConfigError(
                     f"unknown setting {name!r}.{did_you_mean(name, names)} There are {', '.join(sorted(names))}."
                 )
-        lists = {name: tuple(values[name]) for name in ("allowed", "stop") if not isinstance(values.get(name, ""), str)}
-        if isinstance(values.get("stop"), str):
-            lists["stop"] = (values["stop"],)
-        return cls(**{**values, **lists})
+        plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
+        if isinstance(plain.get("stop"), str):
+            plain["stop"] = [plain["stop"]]
+        lists = {name: tuple(plain[name]) for name in _LISTS if isinstance(plain.get(name), list | range | Set)}
+        try:
+            return cls(**{**plain, **lists})
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            kind = _LISTS.get(name) or ("a number" if isinstance(getattr(cls, name), float) else "a whole number")
+            raise ConfigError(f"{name}={values[name]!r:.200}: it must be {kind}.") from error
 
     def check(self, *, vocab_size: int | None = None) -> None:
         """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
@@ -90,20 +102,50 @@ class Writing(Sampling):
         ]
         _hold(self, rules)
 
+    @property
+    def num_spare(self) -> int:
+        """Tokens that a stop string may take back: a character has up to four bytes, and a token at least one."""
+        return 4 * max(map(len, self.stop), default=0)
+
     def sampling(self) -> Sampling:
         """How tokens are chosen, alone: what texts may share."""
         return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
 
 
-def check_ids(ids: Sequence[int], *, vocab_size: int, what: str) -> None:
-    """Raises ConfigError for an id outside the vocabulary."""
+_LISTS = {"allowed": "a list of ids", "stop": "a string, or a list of strings"}
+"""Settings that hold several values, and what they are."""
+
+
+def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
+    """They, of a list, an array or a tensor. Raises ConfigError for what is none, and outside the vocabulary."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(ids, str | bytes | bytearray | Mapping | Set) or not isinstance(ids, Iterable):
+        raise ConfigError(f"{what}: {ids!r:.200} is no list of ids, which are whole numbers. Correct it.")
+    found = []
     for i in ids:
-        if not 0 <= i < vocab_size:
-            raise ConfigError(f"{what}: {i} is no id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it.")
+        given: Any = None if isinstance(i, bool) else i
+        try:
+            found.append(operator.index(given))
+        except TypeError as error:
+            raise ConfigError(f"{what}: {i!r:.200} is no id, a whole number. Correct it.") from error
+        if not 0 <= found[-1] < vocab_size:
+            raise ConfigError(
+                f"{what}: {found[-1]} is no id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it."
+            )
+    return found
+
+
+def check_count(value: Any, *, least: int, what: str) -> None:
+    """Raises ConfigError for what is no whole number, or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        hint = "; -1 is as trained" if least < 0 else ""
+        raise ConfigError(f"{what}={value!r:.200}: it must be a whole number, {max(0, least)} or more{hint}.")
 
 
 def check_text(text: str) -> None:
-    """Raises ConfigError for halves of characters, which stand for bytes that are not UTF-8, or came so in JSON."""
+    """Raises ConfigError for what is no text, and for halves of characters: bytes that are not UTF-8, or so in JSON."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{text!r:.200} is no text. Give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

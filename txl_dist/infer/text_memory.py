@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, explained
-from txl_dist.files import replace_file
+from txl_dist.files import path_of, replace_file
 from txl_dist.infer.cached import Past
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -47,7 +47,7 @@ class TextMemory:
     def save(self, path: str | Path) -> None:
         """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written."""
         with explained(ConfigError, f"cannot write {path}", "Choose another file."):
-            replace_file(Path(path), self.to_bytes())
+            replace_file(path_of(path), self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """What the file holds."""

@@ -111,6 +111,7 @@ class Writer:
             sampling=writing.sampling(),
             seed=writing.seed,
             num_top=max(0, writing.log_probs),
+            num_spare=writing.num_spare if keeps_memory else 0,
         )
         is_read = writing.max_tokens > 0 or keeps_memory or scores_prompt
         reading = self._decoder.reading(request, with_scores=scores_prompt) if is_read else None

@@ -33,7 +33,7 @@ class TransformerXL(nn.Module):
     `recompute_every`: every so many-th block is run again in the backward pass instead of keeping its activations; 0
     keeps all. `attention` is the setting of that name.
 
-    Raises ConfigError if the cutoffs do not fit `vocab_size`.
+    Raises ConfigError if the cutoffs do not fit `vocab_size`, or for arguments that are something else.
     """
 
     def __init__(
@@ -45,6 +45,11 @@ class TransformerXL(nn.Module):
         attention: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(model, ModelSection) or not isinstance(vocab_size, int):
+            raise ConfigError(
+                f"TransformerXL of a {type(model).__name__} and vocab_size={vocab_size!r:.80}: give the section of a "
+                "configuration (config.model), and a whole number of ids."
+            )
         check_vocabulary(model, vocab_size=vocab_size)
         self.section, self.vocab_size, self.recompute_every = model, vocab_size, recompute_every
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -114,26 +116,31 @@ class Outputs:
     """Draw the losses over memory, segment or clamp lengths into this PNG file."""
 
     def check(self, overrides: Overrides) -> None:
-        """Raises ConfigError for a file that cannot be written, and for one that this evaluation has nothing for."""
-        if self.log_probs is not None:
-            if overrides.num_combinations > 1 or overrides.without_memory or overrides.peer is not None:
-                raise ConfigError(
-                    "--log-probs is of one evaluation of the whole split. Give one --memory-len, --segment-len and "
-                    "--clamp-len, and leave out --without-memory and --protocol."
-                )
-            check_output("--log-probs", self.log_probs, suffixes=(".npz", ".jsonl"))
-        if self.plot is not None:
-            if overrides.num_combinations < 2:
-                raise ConfigError(
-                    "--plot draws losses over several lengths. Give several to --memory-len, --segment-len or "
-                    "--clamp-len."
-                )
-            check_output("--plot", self.plot, suffixes=(".png",))
-        if self.json is not None:
-            check_output("--json", self.json)
-        named = [one.resolve() for one in (self.json, self.log_probs, self.plot) if one is not None]
-        if len(set(named)) < len(named):
-            raise ConfigError("--json, --log-probs and --plot name one file twice. Give each its own.")
+        """Raises ConfigError for a file that this evaluation has nothing for, and where this process is alone for one
+        that cannot be written; ranks of a job look once they have met (`check_files`)."""
+        is_several = overrides.num_combinations > 1
+        if self.log_probs is not None and (is_several or overrides.without_memory or overrides.peer is not None):
+            raise ConfigError(
+                "--log-probs is of one evaluation of the whole split. Give one --memory-len, --segment-len and "
+                "--clamp-len, and leave out --without-memory and --protocol."
+            )
+        if self.plot is not None and not is_several:
+            raise ConfigError(
+                "--plot draws losses over several lengths. Give several to --memory-len, --segment-len or --clamp-len."
+            )
+        require_apart({"--json": self.json, "--log-probs": self.log_probs, "--plot": self.plot})
+        if is_alone():
+            self.check_files()
+
+    def check_files(self) -> None:
+        """Of one rank: it tries each file, and takes back what it made. Raises ConfigError if one cannot be written."""
+        for flag, path, suffixes in (
+            ("--log-probs", self.log_probs, (".npz", ".jsonl")),
+            ("--plot", self.plot, (".png",)),
+            ("--json", self.json, ()),
+        ):
+            if path is not None:
+                check_output(flag, path, suffixes=suffixes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +185,28 @@ class ReclSettings:
             raise ConfigError(f"--r {' '.join(map(str, self.r))}: shares must be above 0 and at most 1.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReclOutputs:
+    """Files that the measurement of contexts writes."""
+
+    json: Path | None = None
+    """Write the results, and every gain, to this file too."""
+    plot: Path | None = None
+    """Draw the losses over the length of the context into this PNG file."""
+
+    def check(self) -> None:
+        """As that of `Outputs`. Raises ConfigError."""
+        require_apart({"--json": self.json, "--plot": self.plot})
+        if is_alone():
+            self.check_files()
+
+    def check_files(self) -> None:
+        """Of one rank, as that of `Outputs`. Raises ConfigError."""
+        for flag, path, suffixes in (("--json", self.json, ()), ("--plot", self.plot, (".png",))):
+            if path is not None:
+                check_output(flag, path, suffixes=suffixes)
+
+
 def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens") -> None:
     """Raises ConfigError for a number outside of its range; -1 stands for as trained."""
     hint = "" if least > 0 else " Leave it out for as trained."
@@ -187,15 +216,30 @@ def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens")
         raise ConfigError(f"{flag} {value}: it must be at most {_MOST:,} {unit}.")
 
 
+def is_alone() -> bool:
+    """Whether this process is no rank of a job with others."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def require_apart(files: Mapping[str, Path | None]) -> None:
+    """By their flags. Raises ConfigError where two are one file."""
+    named = [path.resolve() for path in files.values() if path is not None]
+    if len(set(named)) < len(named):
+        *flags, last = files
+        raise ConfigError(f"{', '.join(flags)} and {last} name one file twice. Give each its own.")
+
+
 def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> None:
     """Before an hour of scoring, not after it; a file that is not there yet is not left behind. Raises ConfigError."""
     if suffixes and path.suffix not in suffixes:
         raise ConfigError(f"{flag} {path}: it must end in {' or '.join(suffixes)}.")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # to open a pipe is to wait for its reader, or to end it
     is_new = not path.exists()
     try:
         with path.open("a", encoding="utf-8"):
             pass
         if is_new:
-            path.unlink(missing_ok=True)  # another rank looks too
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file with {flag}.") from error

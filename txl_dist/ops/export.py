@@ -11,10 +11,11 @@ from typing import NamedTuple
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.infer.bundle import Package, load_bundle, write_bundle
+from txl_dist.files import path_of
+from txl_dist.infer.bundle import Package, check_device, load_bundle, write_bundle
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
-from txl_dist.run_files import SETTINGS, Kind, kind_of, list_checkpoints
+from txl_dist.run_files import SETTINGS, TRAINED, Kind, kind_of, list_checkpoints, require
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.probe import read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
@@ -116,10 +117,11 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold.
 
-    Nothing is written. Raises CheckpointError if nothing whole is found.
+    Nothing is written. Raises CheckpointError if nothing whole is found, ConfigError for a path to something else and
+    for a device that is not there.
     """
-    source = Path(source)
-    if kind_of(source) is Kind.BUNDLE:
+    source, device = path_of(source), check_device(device)
+    if require(source, *TRAINED) is Kind.BUNDLE:
         return LanguageModel(load_bundle(source, device=device))
     trained = read_trained(source)
     return LanguageModel(trained.package.open(device=device, where=str(trained.folder)))

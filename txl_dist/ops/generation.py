@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -42,20 +43,23 @@ def generate_texts(
     out: Path | None,
     load_memory: Path | None,
     save_memory: Path | None,
+    device: str = "cpu",
 ) -> None:
     """Generate with a run, a checkpoint or a bundle. `out` is for JSON lines; without it the texts are for people.
 
     `is_one`: it is one text, which is shown as it is made.
 
-    Raises CheckpointError if the model or the memory cannot be read, ConfigError for a prompt that it cannot go on
-    with, for settings out of range and for files that cannot be written.
+    Raises CheckpointError if the model or the memory cannot be read, ConfigError for settings out of range, a device
+    that is not there, files that cannot be written, and a prompt that it cannot go on with: then once the texts of all
+    prompts before it are written.
     """
     start_logging()
     with _filling(), ExitStack() as stack:
-        model = load(source)
+        model = load(source, device=device)
         memory = None if load_memory is None else model.load_memory(load_memory)
         begun: dict[int, tuple[Given, Prompt]] = {}
-        prompts = _begun(given, model, memory, begun)
+        problems: list[ConfigError] = []
+        prompts = _begun(given, model, memory, begun, problems)
         pieces = model.write(prompts, writing, keep_memory=save_memory is not None)
         sink: TextIO | None = None
         is_shown = is_one and out is None
@@ -78,16 +82,22 @@ def generate_texts(
                 write_text(_text_of(one, model) + text + "\n")
             if save_memory is not None and made.memory is not None:
                 made.memory.save(save_memory)
+        if problems:
+            raise problems[0]
 
 
 def _opened(path: Path, stack: ExitStack) -> TextIO:
     return sys.stdout if path == STANDARD else stack.enter_context(path.open("w", encoding="utf-8"))
 
 
+_TOLD = ("sample", "text", "finish", "ids", "log_probs", "top")
+"""What is told of each text, beside what its line held."""
+
+
 def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
     """Prompts of JSON lines: {"prompt": text} or {"tokens": [ids]}; what else a line holds is told with its texts.
 
-    Raises ConfigError, with the line, for what is neither.
+    Raises ConfigError, with the line, for what is neither or both, and for what would be overwritten.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -97,10 +107,13 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
             record = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
-        text: Any = None if not isinstance(record, dict) else record.get("prompt", record.get("tokens"))
+        values = record if isinstance(record, dict) else {}
+        (text, *others) = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None] or [None]
         is_ids = isinstance(text, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in text)
-        if not (isinstance(text, str) or is_ids):
+        if others or not (isinstance(text, str) or is_ids):
             raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
+        if taken := [key for key in _TOLD if key in values]:
+            raise ConfigError(f"{place}{', '.join(taken)}: what is made would be written over it. Rename it.")
         yield Given(text, record, place)
 
 
@@ -108,9 +121,13 @@ def read_lines(path: Path) -> Iterator[str]:
     """Of a file or of standard input, as they come. Raises ConfigError if it cannot be read, or is not UTF-8."""
     try:
         if path == STANDARD:
+            if sys.stdin is None:
+                raise ConfigError("standard input is closed. Name a file.")
+            if isinstance(sys.stdin, TextIOWrapper):  # as of a file, whatever the locale; its ends of lines stay
+                sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline="\n")
             yield from sys.stdin
             return
-        with path.open(encoding="utf-8-sig", newline="") as stream:
+        with path.open(encoding="utf-8-sig", newline="\n") as stream:
             yield from stream
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Name another file.") from error
@@ -119,16 +136,23 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def _begun(
-    given: Iterable[Given], model: LanguageModel, memory: TextMemory | None, begun: dict[int, tuple[Given, Prompt]]
+    given: Iterable[Given],
+    model: LanguageModel,
+    memory: TextMemory | None,
+    begun: dict[int, tuple[Given, Prompt]],
+    problems: list[ConfigError],
 ) -> Iterator[Prompt]:
-    """The prompts, one by one; those in work stand in `begun` by their number."""
-    for number, one in enumerate(given):
-        try:
-            prompt = model.prompt(one.text, memory)
-        except TxlError as error:
-            raise ConfigError(f"{one.where}{error}") from error
-        begun[number] = one, prompt
-        yield prompt
+    """The prompts, one by one; those in work stand in `begun` by their number. They end before one that cannot be gone
+    on with, whose error goes to `problems`: those in work shall be written first."""
+    where = ""
+    try:
+        for number, one in enumerate(given):
+            where = one.where
+            begun[number] = one, model.prompt(one.text, memory)
+            where = ""
+            yield begun[number][1]
+    except TxlError as error:
+        problems.append(ConfigError(f"{where}{error}"))
 
 
 def _shown(pieces: Iterable[Piece], model: LanguageModel, begun: dict[int, tuple[Given, Prompt]]) -> Iterator[Piece]:
@@ -136,7 +160,8 @@ def _shown(pieces: Iterable[Piece], model: LanguageModel, begun: dict[int, tuple
     for number, piece in enumerate(pieces):
         write_text(piece.text if number else _text_of(begun[0][0], model) + piece.text)
         yield piece
-    write_text("\n")
+        if piece.ending:
+            write_text("\n")
 
 
 def _text_of(one: Given, model: LanguageModel) -> str:

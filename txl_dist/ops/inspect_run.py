@@ -223,8 +223,10 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 def _lane_file(path: Path) -> dict[str, Any]:
     with reading("the memories", path) as file:
         hidden = file.get_slice("hidden")
-        num_layers, _, memory_len, width = hidden.get_shape()
-        dtype = str(hidden.get_dtype())
+        sizes, dtype = hidden.get_shape(), str(hidden.get_dtype())
+    if len(sizes) != 4:
+        raise CheckpointError(f"the memories in {path} have the shape {sizes}, not [layers, lanes, tokens, width].")
+    num_layers, _, memory_len, width = sizes
     shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
     lanes = lanes_of(path)
     return {"file": f"lanes/{path.name}", "first": lanes.start, "last": lanes.stop - 1, **shape}

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from txl_dist.errors import ConfigError
 from txl_dist.infer.settings import Writing, check_text
+from txl_dist.ops.evaluation_settings import check_output
 from txl_dist.run_files import TRAINED, require
 from txl_dist.verbs.words import announce
+
+
+class _NotGiven(tuple[Any, ...]):
+    """Default of a flag that was not given, which is not the same as one without values: a variable that was unset."""
+
+
+_NOT_GIVEN = _NotGiven()
 
 
 def generate(
     source: Positional[Path],
     /,
     writing: Annotated[Writing, arg(name="")],
-    prompt: tuple[str, ...] = (),
-    tokens: tuple[int, ...] = (),
+    prompt: tuple[str, ...] = _NOT_GIVEN,
+    tokens: tuple[int, ...] = _NOT_GIVEN,
     file: Path | None = None,
     jsonl: Path | None = None,
     out: Path | None = None,
     load_memory: Path | None = None,
     save_memory: Path | None = None,
+    device: str = "cpu",
 ) -> None:
     """Continue prompts with a bundle, a run or a checkpoint; one text is shown as it is made.
 
@@ -38,9 +46,15 @@ def generate(
         out: Write the texts to this file, a JSON object in a line; - is standard output.
         load_memory: Go on from this memory, which --save-memory wrote: its text is not read again.
         save_memory: Write what is remembered of the prompt and the text to this file.
+        device: Where the model runs: cpu, cuda or, of several GPUs, cuda:1.
     """
     kind = require(source, *TRAINED)
     writing.check()
+    for flag, values, kind_of_value in (("--prompt", prompt, "a text"), ("--tokens", tokens, "an id")):
+        if not values and values is not _NOT_GIVEN:
+            raise ConfigError(
+                f"{flag} needs {kind_of_value} or more. Leave it out, or give --prompt '', for a new document."
+            )
     sources = {"--prompt": bool(prompt), "--tokens": bool(tokens), "--file": file is not None}
     named = [name for name, is_given in {**sources, "--jsonl": jsonl is not None}.items() if is_given]
     if len(named) > 1:
@@ -51,14 +65,15 @@ def generate(
     if writing.log_probs >= 0 and out is None:
         raise ConfigError("--log-probs are told as JSON. Give --out FILE; --out - is standard output.")
     pipe = Path("-")
+    if pipe in (load_memory, save_memory):
+        raise ConfigError("a memory is a file, and - is none. Name one with --load-memory or --save-memory.")
     for path in (file, jsonl, load_memory):
         if path is not None and path != pipe and not path.exists():
             raise ConfigError(f"{path} does not exist. Name another file.")
     for flag, path in {"--out": out, "--save-memory": save_memory}.items():
         if path is None or path == pipe:
             continue
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"cannot write {path}. Name another file with {flag}.")
+        check_output(flag, path)
         if path.exists() and any(read.exists() and path.samefile(read) for read in (file, jsonl) if read):
             raise ConfigError(f"{flag} {path} is the file of the prompts. Name another one.")
     if (
@@ -77,7 +92,7 @@ def generate(
     elif file is not None:
         given = (Given(text, {"prompt": text}) for text in ("".join(read_lines(path)) for path in [file]))
     elif tokens:
-        given = iter([Given(tokens, {"tokens": tokens})])
+        given = iter([Given(list(tokens), {"tokens": tokens})])
     else:
         given = iter([Given(text, {"prompt": text}) for text in prompt or ("",)])
     generate_texts(
@@ -88,4 +103,5 @@ def generate(
         out=out,
         load_memory=load_memory,
         save_memory=save_memory,
+        device=device,
     )

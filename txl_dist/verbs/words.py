@@ -167,6 +167,8 @@ def _of_value(flag: str, values: list[str], *, flags: dict[str, str], own: str =
         return f"{flag} needs a value{in_brackets}."
     number = re.search(r"(?:could not convert string to|invalid literal for) (int|float)", own)
     what = f"it must be {_NUMBERS[number[1]]}" if number else own or "it needs more values"
+    if "valid parse" in own:  # tyro's words for a flag that takes several
+        what = "it takes no such value"
     return f"{flag} {' '.join(values)}: {what}{in_brackets}."
 
 

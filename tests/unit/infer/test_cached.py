@@ -229,7 +229,8 @@ def test_a_past_is_a_value_from_which_the_last_position_may_be_left_out(is_maske
     before, long_before = ring.past(1, without_last=1), ring.past(1, without_last=4)
     assert torch.equal(before.key_value_L2NSH, past.key_value_L2NSH), "though the memory was full"
     assert torch.equal(before.document_S, past.document_S)
-    assert torch.equal(long_before.key_value_L2NSH, past.key_value_L2NSH[:, :, :, :6])
+    assert torch.equal(long_before.key_value_L2NSH[:, :, :, -6:], past.key_value_L2NSH[:, :, :, :6])
+    assert len(long_before.document_S) == min(9, ring.size - 4), "as many are taken back as are run at a time"
     copy = past.key_value_L2NSH.clone()
     documents = torch.zeros(2, 3, dtype=torch.int64) if is_masked else None
     for _ in range(9):
@@ -324,6 +325,32 @@ def test_with_memory_enough_no_cut_changes_a_loss() -> None:
         losses.append(torch.cat(parts, dim=1))
     for one, other in itertools.combinations(losses, 2):
         assert (one - other).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("cutoffs", [[], [10, 25]])
+def test_no_more_logits_than_there_is_room_for_are_made_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, cutoffs: list[int]
+) -> None:
+    """However many rows there are; and the losses are those of all at once."""
+    model = tiny_model(cutoffs=cutoffs).eval()
+    hidden_BTD, targets_BT = torch.randn(16, 5, model.section.width), random_tokens(16, 5, seed=1)
+    with torch.inference_mode():
+        expected = model.softmax.losses(hidden_BTD, targets_BT)
+    made: list[int] = []
+    plain = model.softmax.losses
+
+    def counted(hidden_BTD: Tensor, targets_BT: Tensor, **rest: Any) -> Tensor:
+        made.append(targets_BT.numel() * VOCAB_SIZE)
+        return plain(hidden_BTD, targets_BT, **rest)
+
+    monkeypatch.setattr(model.softmax, "losses", counted)
+    for room in (7 * VOCAB_SIZE, 1):
+        monkeypatch.setattr("txl_dist.infer.cached.MOST_LOGITS", room)
+        found = FrozenModel(model).losses(hidden_BTD, targets_BT)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        assert max(made) <= max(room, VOCAB_SIZE)
+        assert sum(made) == 80 * VOCAB_SIZE
+        made.clear()
 
 
 def test_a_model_whose_positions_know_no_memory_is_refused() -> None:

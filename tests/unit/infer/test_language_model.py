@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from txl_dist.infer.bundle import Package
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.sampling import uniform_numbers
-from txl_dist.infer.settings import Writing
+from txl_dist.infer.settings import Sampling, Writing
 from txl_dist.infer.text_memory import TextMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.base import Tokenizer
@@ -164,6 +165,44 @@ def test_a_text_that_the_model_ended_is_remembered_whole_with_a_full_memory_too(
         assert torch.equal(one.memory.past.key_value_L2NSH, same.memory.past.key_value_L2NSH)
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 17, 33])
+def test_a_stop_string_of_several_tokens_takes_nothing_else_from_a_full_memory(lm: LanguageModel, start: int) -> None:
+    settings = {"memory_len": 6, "seed": 2, "allowed": lm.encode("abc"), "top_k": 0, "temperature": 2.0}
+    whole = lm.generate("the cat sat", max_tokens=60, **settings)
+    stop = whole.text[start : start + 14]
+    made = lm.generate("the cat sat", max_tokens=60, stop=["never there, and long", stop], keep_memory=True, **settings)
+    assert (made.finish, made.text) == ("stop", whole.text[: whole.text.index(stop)])
+    same = lm.generate("the cat sat", max_tokens=len(made.ids), keep_memory=True, **settings)
+    assert made.memory is not None
+    assert same.memory is not None
+    assert (made.memory.last, len(made.memory)) == (same.memory.last, 7)
+    # At the beginning the past was read in a chunk, and not in another.
+    assert (made.memory.past.key_value_L2NSH - same.memory.past.key_value_L2NSH).abs().max() <= 1e-12
+
+
+def test_room_is_made_for_what_the_texts_can_come_to_and_not_for_all_that_may_be_seen(lm: LanguageModel) -> None:
+    lengths = {"memory_len": 10**9, "segment_len": 8}
+    decoder, expected = Decoder(lm.frozen, **lengths), {}
+    for key, (length, max_tokens) in {"a": (3, 6), "b": (30, 20), "c": (1, 2), "d": (7, 70)}.items():
+        request = Request(ids=(1, 2, 5) * 10, max_tokens=max_tokens, seed=3)._replace(ids=((1, 2, 5) * 10)[:length])
+        alone = Decoder(lm.frozen, memory_len=100, segment_len=8)
+        alone.add(key, request)
+        expected[key] = [alone.step()[0].id for _ in range(max_tokens)]
+        decoder.add(key, request)
+        for token in decoder.step():
+            assert token.id == expected[str(token.key)].pop(0)
+            if token.is_last:
+                decoder.remove(token.key)
+        assert decoder._rows._ring.size <= 2 * (length + max_tokens) + 60  # type: ignore[union-attr]
+    while decoder.keys:
+        for token in decoder.step():
+            assert token.id == expected[str(token.key)].pop(0)
+            if token.is_last:
+                decoder.remove(token.key)
+    assert not any(expected.values())
+    assert len(lm.score("the cat", memory_len=10**12)) == len(lm.encode("the cat"))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stop_string_is_never_shown_in_part_whatever_the_pieces(lm: LanguageModel, seed: int) -> None:
     whole = lm.generate("a", max_tokens=40, seed=seed, top_k=4)
@@ -303,14 +342,84 @@ def test_a_row_that_begins_a_document_sees_nothing_of_what_it_was(lm: LanguageMo
     assert (hidden[-1, 0] - alone[-1, 0]).abs().max() > 1e-3
 
 
+WRONG_SETTINGS = [
+    *({"temperature": "hot"}, {"temperature": True}, {"temperature": 10**400}, {"top_k": 2.5}, {"max_tokens": "9"}),
+    *({"stop": None}, {"stop": 5}, {"stop": b"ab"}, {"stop": ["a", 5]}, {"allowed": "abc"}, {"allowed": [True]}),
+    *({"seed": 1.5}, {"memory_len": math.inf}),
+]
+
+
+@pytest.mark.parametrize("settings", WRONG_SETTINGS, ids=map(str, range(len(WRONG_SETTINGS))))
+def test_settings_of_another_kind_are_refused_by_name(lm: LanguageModel, settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=rf"{name}=.*: it must be (a number|a whole number|a string, or|a list of)"):
+        lm.generate("a", **settings)
+
+
+def test_settings_may_be_arrays_and_tensors(lm: LanguageModel) -> None:
+    ids = lm.encode("abc")
+    expected = lm.generate(ids, allowed=ids, seed=3, max_tokens=5)
+    for given in (np.array(ids), torch.tensor(ids), tuple(ids), set(ids)):
+        assert lm.generate(ids, allowed=given, seed=np.int64(3), max_tokens=np.int32(5)) == expected
+    assert lm.generate(torch.tensor(ids), allowed=ids, seed=3, max_tokens=5) == expected
+
+
+@pytest.mark.parametrize("given", [None, 5, b"ab", [1.5], ["a"], {"prompt": "a"}, {5}, [True], torch.tensor([[1, 2]])])
+def test_what_is_neither_text_nor_ids_is_refused_by_everything(lm: LanguageModel, given: Any) -> None:
+    for call in (lm.generate, lm.stream, lm.score, lm.memory, lm.prompt, lm.decode):
+        with pytest.raises(ConfigError, match=r"is no (list of ids|id), .*Correct it"):
+            call(given)
+    for several in (lm.generate_batch, lm.score_batch):
+        with pytest.raises(ConfigError, match=r"is no (list of ids|id), .*Correct it"):
+            several([given])
+    if not isinstance(given, list | dict | set | torch.Tensor):
+        with pytest.raises(ConfigError, match="is no text"):
+            lm.encode(given)
+
+
+def test_one_text_is_not_taken_for_several_nor_a_number_for_a_memory(lm: LanguageModel, tmp_path: Path) -> None:
+    ring = lm.empty_memory(num_rows=1)
+    wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        *((lm.generate_batch, (given,), {}) for given in ("abc", 5)),
+        *((lm.score_batch, (given,), {}) for given in ("abc", None)),
+        *((call, ("a",), {"memory": given}) for call in (lm.generate, lm.score, lm.memory) for given in (5, ring)),
+        *((call, ("a",), {"memory_len": given}) for call in (lm.score, lm.memory) for given in ("x", 2.5, -2, True)),
+        *((lm.stream, ("a",), {"num_samples": given}) for given in (2, "x")),
+        *((lm.empty_memory, (), {"num_rows": given}) for given in (0, "x", 10**30)),
+        *((lm.empty_memory, (), {"num_rows": 1, "chunk_len": given}) for given in (0, 1.5)),
+        (lm.empty_memory, (), {"num_rows": 1, "memory_len": "x"}),
+        *((call, (5,), {}) for call in (lm.load_memory, lm.memory("a").save, txl_dist.load, txl_dist.open_corpus)),
+        *((txl_dist.configure, (given,), {}) for given in (5, {"model": {}})),
+        *((txl_dist.configure, (), {"model": given}) for given in (5, None, {(1, 2): 3})),
+        (txl_dist.TransformerXL, (txl_dist.Config(),), {"vocab_size": 5}),
+        (txl_dist.TransformerXL, (txl_dist.Config().model,), {"vocab_size": "x"}),
+        *((txl_dist.load, (tmp_path,), {"device": given}) for given in ("banana", "meta", None, "cuda:77")),
+        (txl_dist.load, (tmp_path / "nowhere",), {}),
+    ]
+    for call, arguments, named in wrong:
+        with pytest.raises(ConfigError):
+            call(*arguments, **named)
+
+
 def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenizer: Tokenizer) -> None:
     memory = lm.empty_memory(num_rows=2, chunk_len=5)
     for inputs in (torch.zeros(2, 6, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)):
         with pytest.raises(ConfigError, match="Cut the inputs"):
             lm.hidden(inputs, memory)
-    for wrong in (torch.zeros(2, 5), torch.zeros(2, 5, 11, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)):
-        with pytest.raises(ConfigError, match="give int64 tokens"):
-            lm.hidden(wrong)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    for wrong in (
+        *(torch.zeros(2, 5), torch.zeros(2, 5, 11, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)),
+        *(torch.zeros(2, 5, 12), tokens[:, :0], tokens[:0], tokens.int(), torch.zeros(2, 0, 12, dtype=torch.float64)),
+        tokens.tolist(),
+    ):
+        with pytest.raises(ConfigError, match="int64 tokens"):
+            lm.hidden(wrong)  # type: ignore[arg-type]
+    for wrong_document in (tokens[:, :3], torch.zeros(2, 5), tokens - 1, 5):
+        with pytest.raises(ConfigError, match="document_BT must be int64"):
+            lm.hidden(tokens, document_BT=wrong_document)  # type: ignore[arg-type]
+    for other in (lm.memory("a"), model_of(tokenizer).empty_memory(num_rows=2, chunk_len=5)):
+        with pytest.raises(ConfigError, match="none of this model, as"):
+            lm.hidden(tokens, other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="with_documents"):
         lm.hidden(torch.zeros(2, 5, dtype=torch.int64), memory, document_BT=torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ConfigError, match="zero_memory"):
@@ -380,6 +489,59 @@ def test_of_several_documents_a_model_with_masks_goes_on_with_the_last(tokenizer
     assert lm.prompt(ids).ids == tuple(ids), "a memory that is carried over borders reads all of them"
 
 
+def test_of_several_documents_a_model_with_masks_scores_each_as_if_it_were_alone(tokenizer: Tokenizer) -> None:
+    end_of_text, plain = tokenizer.end_of_text, model_of(tokenizer, dtype=torch.float64)
+    lm = LanguageModel(dataclasses.replace(plain.bundle, document_border="mask"))
+    documents = [[end_of_text, *lm.encode(text)] for text in ("the cat", "sat", "on the mat, the dog")]
+    together = [*itertools.chain(*documents), end_of_text]
+    found = lm.score(together, memory_len=50)
+    alone = torch.cat([lm.score([*ids, end_of_text], memory_len=50) for ids in documents])
+    assert (found - alone).abs().max() <= 1e-10
+    behind = lm.score([*lm.encode(" did"), *together], memory=lm.memory("the dog", memory_len=50), memory_len=50)
+    assert (behind[-len(found) :] - found).abs().max() <= 1e-10
+    assert (lm.score_batch(["a", together, "the cat"], memory_len=50)[1] - found).abs().max() <= 1e-10
+    assert (plain.score(together, memory_len=50) - found).abs().max() > 1e-3
+    with pytest.raises(ConfigError, match="is no document"):
+        lm.score("a", zero_memory=True)
+
+
+def test_without_a_memory_too_a_document_is_scored_without_those_before_it(tokenizer: Tokenizer) -> None:
+    plain = model_of(tokenizer, dtype=torch.float64, positions="absolute")
+    lm = LanguageModel(dataclasses.replace(plain.bundle, document_border="mask"))
+    before, after = lm.encode("ab"), [tokenizer.end_of_text, *lm.encode("the")]
+    one, other = (lm.score([tokenizer.end_of_text, *ids, *after])[3:] for ids in (before, lm.encode("xy")))
+    assert (one - other).abs().max() <= 1e-10
+    assert len(one) == 3
+
+
+def test_texts_that_pay_for_what_they_hold_may_stand_beside_others(lm: LanguageModel) -> None:
+    def texts_of(decoder: Decoder, penalties: dict[str, float]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {key: [] for key in penalties}
+        for key, penalty in penalties.items():
+            sampling = Sampling(temperature=1.0, top_k=0, repetition_penalty=penalty)
+            ids = tuple(lm.encode(key * 3))
+            decoder.add(key, Request(ids=ids, max_tokens=4 + len(found), sampling=sampling, seed=5))
+            for token in decoder.step():
+                found[str(token.key)].append(token.id)
+                if token.is_last:
+                    decoder.remove(token.key)
+        while decoder.keys:
+            for token in decoder.step():
+                found[str(token.key)].append(token.id)
+                if token.is_last:
+                    decoder.remove(token.key)
+        return found
+
+    penalties = {"a": 1.0, "b": 3.0, "c": 1.5, "d": 1.0, "e": 3.0, "f": 3.0}
+    decoder = Decoder(lm.frozen, memory_len=50, segment_len=8)
+    for found in (texts_of(decoder, penalties), texts_of(decoder, penalties)):
+        for key, penalty in penalties.items():
+            alone = Decoder(lm.frozen, memory_len=50, segment_len=8)
+            sampling = Sampling(temperature=1.0, top_k=0, repetition_penalty=penalty)
+            alone.add(0, Request(ids=tuple(lm.encode(key * 3)), max_tokens=99, sampling=sampling, seed=5))
+            assert found[key] == [alone.step()[0].id for _ in found[key]], key
+
+
 def test_numbers_that_are_none_are_said_to_be(tokenizer: Tokenizer) -> None:
     lm = model_of(tokenizer)
     with torch.no_grad():
@@ -387,6 +549,23 @@ def test_numbers_that_are_none_are_said_to_be(tokenizer: Tokenizer) -> None:
     for settings in ({}, {"temperature": 0.0}, {"top_k": 0}):
         with pytest.raises(CheckpointError, match="no numbers"):
             lm.generate("the", **settings)
+
+
+def test_weights_that_change_are_read_again_and_old_memories_refused(tokenizer: Tokenizer) -> None:
+    lm, other = model_of(tokenizer, dtype=torch.float64), model_of(tokenizer, seed=1, dtype=torch.float64)
+    before, memory, ring = lm.score("the cat"), lm.memory("the"), lm.empty_memory(num_rows=1)
+    assert lm.frozen is lm.frozen
+    with torch.no_grad():
+        lm.network.load_state_dict(other.network.state_dict())
+    assert torch.equal(lm.score("the cat"), other.score("the cat"))
+    assert not torch.equal(lm.score("the cat"), before)
+    assert lm.fingerprint == other.fingerprint
+    with pytest.raises(ConfigError, match="of another model"):
+        lm.generate("a", memory=memory)
+    with pytest.raises(ConfigError, match="as its weights are now"):
+        lm.hidden(torch.zeros(1, 1, dtype=torch.int64), ring)
+    lm.network.to(torch.float32)
+    assert lm.score("the cat").dtype == torch.float32
 
 
 def test_a_text_that_is_gone_costs_the_others_nothing(lm: LanguageModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -242,6 +243,14 @@ def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_
     assert f"has {targets:,} tokens to score: --num-lanes {1 << 20:,} is cut to that" in capsys.readouterr().err
 
 
+def test_the_lanes_that_are_told_are_those_that_were_run(made: Made) -> None:
+    overrides, targets = Overrides(num_lanes=1 << 20, memory_len=(1,)), made.corpus.split("valid").tokens - 1
+    lines = evaluate_trained(
+        made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=Outputs()
+    )
+    assert lines[0].endswith(f", as {targets} lanes")
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -363,6 +372,52 @@ def test_a_sweep_is_drawn_as_a_png(made: Made, tmp_path: Path) -> None:
     assert len(picture) > 5000
 
 
+def test_rows_that_come_to_the_same_are_scored_once_with_a_word(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets, run, tokens = made.corpus.split("valid").tokens - 1, FrozenModel.run, []
+
+    def counted(frozen: FrozenModel, tokens_BT: Tensor, *rest: Any, **named: Any) -> Tensor:
+        tokens.append(tokens_BT.numel())
+        return run(frozen, tokens_BT, *rest, **named)
+
+    monkeypatch.setattr(FrozenModel, "run", counted)
+    results = evaluated(made, memory_len=(0, 10**4, targets, 10**5), segment_len=(SEGMENT_LEN, 0), without_memory=True)
+    assert list(results) == [
+        f"memory 0, segment {SEGMENT_LEN}",
+        f"memory {targets}, segment {SEGMENT_LEN}",
+        "memory off",
+    ]
+    assert results["memory off"]["loss"] == results[f"memory 0, segment {SEGMENT_LEN}"]["loss"]
+    assert sum(tokens) == 2 * -(-targets // SEGMENT_LEN) * SEGMENT_LEN
+    assert "6 of 9 rows come to the same as others, and are scored once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"memory_len": (10**4, 10**5)}, {"segment_len": (0, SEGMENT_LEN), "without_memory": True},
+     {"protocol": "nanogpt", "memory_len": (0, -1)}],
+    ids=str,
+)  # fmt: skip
+def test_a_picture_of_one_length_is_refused_before_it_is_scored(
+    made: Made,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
+    with pytest.raises(
+        ConfigError, match=r"--plot draws .* come to one evaluation: .*Give others, or leave out --plot"
+    ):
+        evaluate_trained(
+            made.bundle, data=made.corpus.folder, overrides=Overrides(**changes), baselines=False,
+            outputs=Outputs(plot=tmp_path / "p.png"),
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+    assert "scored once" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("border", ["carry", "mask"])
 @pytest.mark.parametrize("lengths", [{"memory_len": 24}, {"memory_len": 0, "overlap_len": 5}], ids=str)
 def test_log_probabilities_are_those_of_each_scored_token_in_the_order_of_the_corpus(
@@ -453,6 +508,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(
             tmp_path / "nothing", data="x", overrides=Overrides(**changes), baselines=False, outputs=Outputs(**paths)
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_not_opened_before_there_is_something_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader would see it end; without one yet, the look would wait."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=AssertionError("it is opened")))
+    Outputs(json=tmp_path / "pipe").check(Overrides())
 
 
 def test_what_does_not_belong_together_or_is_not_whole_is_refused_before_it_is_scored(

@@ -156,14 +156,14 @@ def test_a_conversation_goes_on_from_its_file_as_from_its_text(shell: Shell, lm:
     assert second["ids"] == lm.generate("", memory=turn.memory, max_tokens=9).ids
 
 
-def test_a_stop_string_longer_than_the_memory_leaves_an_empty_one(lm: LanguageModel) -> None:
+def test_a_stop_string_longer_than_the_memory_leaves_what_was_before_it(lm: LanguageModel) -> None:
     whole = lm.generate("the cat", max_tokens=60, allowed=lm.encode("abc"), memory_len=4)
     turn = lm.generate(
         "the cat", max_tokens=60, allowed=lm.encode("abc"), memory_len=4, stop=whole.text[2:22], keep_memory=True
     )
     assert (turn.text, turn.finish) == (whole.text[:2], "stop")
     assert turn.memory is not None
-    assert (len(turn.memory), turn.memory.last) == (1, turn.ids[-1])
+    assert (len(turn.memory), turn.memory.last) == (5, turn.ids[-1])
 
 
 def test_words_continue_a_prompt_behind_a_blank(shell: Shell, tmp_path: Path) -> None:
@@ -192,11 +192,74 @@ def test_a_wrong_line_is_named_and_what_was_written_before_stays(shell: Shell, l
     assert [record["prompt"] for record in records(Path("out.jsonl").read_text())] == ["ab"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [*(f'{{"prompt": "a", "{key}": 1}}' for key in ("text", "ids", "finish", "sample", "log_probs", "top"))],
+)
+def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
+    said = shell.refusal("--jsonl", "-", "--out", "-", given=line.encode())
+    assert re.search(r"-, line 1: \w+: what is made would be written over it\. Rename it\.", said), said
+
+
+def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:
+    given = b'{"prompt": "ab"}\n{"prompt": "c"}\nnonsense\n{"prompt": "d"}\n'
+    assert "line 3: no JSON" in shell.refusal("--jsonl", "-", "--num-samples", "2", "--out", "out.jsonl", given=given)
+    found = records(Path("out.jsonl").read_text())
+    assert [(record["prompt"], len(record["ids"]) > 0) for record in found] == [
+        (p, True) for p in ("ab", "ab", "c", "c")
+    ]
+
+
+def test_an_empty_key_is_none_and_two_prompts_are_refused(shell: Shell) -> None:
+    (record,) = records(shell("--jsonl", "-", "--out", "-", given=b'{"prompt": null, "tokens": [5, 6]}'))
+    assert (record["prompt"], record["tokens"]) == (None, [5, 6])
+    for line in (b'{"prompt": "a", "tokens": [5]}', b'{"prompt": null}', b"{}"):
+        assert "it must be an object with" in shell.refusal("--jsonl", "-", given=line)
+
+
+def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell) -> None:
+    text = "a\r\nb\rc\n"
+    Path("a.txt").write_bytes(text.encode())
+    (piped,) = records(shell("--file", "-", "--out", "-", given=b"\xef\xbb\xbf" + text.encode()))
+    (read,) = records(shell("--file", "a.txt", "--out", "-"))
+    assert piped == read
+    assert piped["prompt"] == text
+    assert len(records(shell("--jsonl", "-", "--out", "-", given=b'{"prompt":\r "a"}\r\n{"prompt": "b"}\r\n'))) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--tokens"], "--tokens needs an id or more"),
+        (["--prompt"], "--prompt needs a text or more"),
+        (["--save-memory", "-"], "a memory is a file"),
+        (["--load-memory", "-"], "a memory is a file"),
+        (["--out", "."], "cannot write .: Is a directory. Name another file with --out."),
+        (["--save-memory", "nowhere/m"], "cannot write nowhere/m: No such file or directory."),
+    ],
+)
+def test_words_that_ask_for_nothing_are_refused_before_anything_slow(
+    shell: Shell, words: list[str], refusal: str
+) -> None:
+    code, _, err = shell.called(tuple(words), given=b"", bundle=None)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert refusal in err
+    assert not Path("-").exists()
+
+
+def test_a_device_is_named_and_one_that_is_not_there_refused(shell: Shell, lm: LanguageModel) -> None:
+    assert shell("--prompt", "a", "--device", "cpu") == f"a{lm.generate('a', max_tokens=9).text}\n"
+    for device in ("banana", "cuda:77", "meta"):
+        assert f"device '{device}' cannot be used here" in shell.refusal("--device", device)
+
+
 def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shell, tmp_path: Path) -> None:
     assert "70000 is no id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
     assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999")
     assert "is not valid UTF-8 (character 1). Give it as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
-    assert "no room for a memory of 1,000,000,000,000 tokens" in shell.refusal("--memory-len", str(10**12))
+    assert "no room for a memory of 1,000,000,000,000 tokens" in shell.refusal(
+        "--memory-len", str(10**12), "--max-tokens", str(10**12)
+    )
     full = "cannot write the texts: No space left on device. Make room, or name another file with --out."
     assert full in shell.refusal("--out", "/dev/full")
     mute = made(tmp_path / "mute", begins=False)

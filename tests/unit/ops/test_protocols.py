@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +154,26 @@ def test_ranks_together_run_the_rows_of_one(made: Made, name: str, world_size: i
             joined = np.concatenate([getattr(part, field) for part in parts])
             assert np.array_equal(joined[:4], getattr(one, field))
             assert not joined[4:].any()
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_peer_s_rows_take_as_much_memory_as_the_split_as_it_is_stored(name: str) -> None:
+    """Not at once for every row of a sweep, but while one is run."""
+    tokens = np.arange(1_000_000).astype(np.uint16)
+    split: Any = SimpleNamespace(name="valid", tokens=len(tokens), read_all=tokens.copy)
+    place = {"num_lanes": 4, "segment_len": 500, "rank": 0, "world_size": 1}
+    tracemalloc.start()
+    cuts = [
+        RandomCrops(split, num_batches=3, seed=1, **place)
+        if name == "nanogpt"
+        else PeerRows(split, warm_up_len=2000 if name == "nvidia" else 0, **place)
+        for _ in range(4)
+    ]
+    segments = [sum(segment.scored.sum() for segment in cut) for cut in cuts]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert segments == [cut.num_targets for cut in cuts]
+    assert peak < 1.3 * tokens.nbytes
 
 
 @pytest.mark.parametrize(

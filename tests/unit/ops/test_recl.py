@@ -14,10 +14,11 @@ import torch
 from tests.helpers.bundles import MEMORY_LEN, SEGMENT_LEN, Made, make
 from tests.helpers.models import tiny_section
 from txl_dist.cli import main
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.ops.evaluate.recl import compare_contexts, recl, relative_gain
-from txl_dist.ops.evaluation_settings import ReclSettings
+from txl_dist.ops.evaluate.target import Target, open_target
+from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 
 TEXTS = ["abcab" * 60 + "d" * i for i in range(24)]
 
@@ -92,8 +93,7 @@ def measured(group: list[Made], tmp_path: Path, **changes: Any) -> tuple[dict[st
         [made.bundle for made in group],
         data=group[0].corpus.folder,
         settings=ReclSettings(**{**SMALL, **changes}),
-        json_path=tmp_path / "out.json",
-        plot_path=tmp_path / "out.png",
+        outputs=ReclOutputs(json=tmp_path / "out.json", plot=tmp_path / "out.png"),
     )
     return json.loads((tmp_path / "out.json").read_text()), lines
 
@@ -134,8 +134,10 @@ def test_each_loss_is_that_of_a_target_behind_exactly_so_many_tokens(
     for index, row in enumerate(found["models"]):
         for r in (0.5, 1.0):
             assert row["recl"][f"{r:g}"]["context"] == naive_recl(losses, found["contexts"], index, r)
-    assert lines[0].startswith("12 targets of corpus (valid), contexts of 10 to 40 tokens in steps of 10")
-    assert len(lines) == 5
+    assert [line.removeprefix("scored: ") for line in lines[:3]] == [row["scored"] for row in found["models"]]
+    assert [row["scored"] for row in found["models"]] == [f"{made.bundle}, step 1" for made in group]
+    assert lines[3].startswith("12 targets of corpus (valid), contexts of 10 to 40 tokens in steps of 10")
+    assert len(lines) == 8
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -179,6 +181,36 @@ def test_models_of_other_tokenizers_or_with_document_masks_are_refused(group: li
         measured([masked], tmp_path)
 
 
+@pytest.mark.parametrize("same_length", ["memory", "memory_and_self"])
+def test_a_window_that_is_counted_in_memory_needs_one(tmp_path: Path, same_length: str) -> None:
+    made = make(tmp_path / "made", texts=TEXTS, same_length=same_length)
+    with pytest.raises(ConfigError, match=r"counts its window in memory, .* Give a --memory-len of 1 or more"):
+        measured([made], tmp_path, memory_len=0)
+
+
+def test_the_corpus_is_that_of_the_first_model_and_those_of_others_need_not_be_there(
+    group: list[Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, corpus = [], group[0].corpus.folder
+
+    def opened(path: Path, *, data: str | Path) -> Target:
+        asked.append(str(data))
+        return open_target(path, data=data or corpus)
+
+    monkeypatch.setattr("txl_dist.ops.evaluate.recl.open_target", opened)
+    settings = ReclSettings(**SMALL)
+    compare_contexts([made.bundle for made in group], data="", settings=settings, outputs=ReclOutputs())
+    assert asked == ["", str(corpus), str(corpus)]
+
+
+def test_ranks_that_read_different_checkpoints_are_refused(
+    group: list[Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txl_dist.ops.evaluate.target.gather_objects", lambda own: [own, [own[0], "step_9"]])
+    with pytest.raises(CheckpointError, match=r"the ranks have read different models: .*step 1, step_9\. Name one"):
+        measured(group[:2], tmp_path)
+
+
 def test_the_command_needs_models_and_of_bundles_a_corpus(
     group: list[Made], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +222,7 @@ def test_the_command_needs_models_and_of_bundles_a_corpus(
         ([str(tmp_path / "none")], "does not exist"),
         ([bundle, "--data", str(group[0].corpus.folder), "--plot", "x.svg"], "must end in .png"),
         ([bundle, "--data", str(group[0].corpus.folder), "--json", "none/x"], "cannot write none/x"),
+        ([bundle, "--data", "x", "--json", "x.png", "--plot", "x.png"], "--json and --plot name one file twice"),
     ):
         assert main(["recl", *words]) == 2
         said = capsys.readouterr().err

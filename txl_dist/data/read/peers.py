@@ -1,8 +1,9 @@
 """Held-out text as the peers' programs cut it, so that a published number can be set beside ours.
 
 `PeerRows` is the original's `LMOrderedIterator`, with NVIDIA's warm-up if asked for; `RandomCrops` is nanoGPT's
-`get_batch`. Both hold the split in memory, as the peers do, score fewer tokens than there are, and give each row the
-same text whatever the number of ranks. What our own evaluation does instead: `evaluation.py`.
+`get_batch`. Both hold the split in memory while they run, as the peers do (2 or 4 bytes per token, as it is stored),
+score fewer tokens than there are, and give each row the same text whatever the number of ranks. What our own evaluation
+does instead: `evaluation.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.lanes import lanes_of_rank
-from txl_dist.data.read.stream import Int64s, Segment, plain_segment
+from txl_dist.data.read.stream import Segment, plain_segment
 from txl_dist.errors import ConfigError
 
 
@@ -41,20 +43,21 @@ class PeerRows:
             )
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
         self.segment_len, self.num_targets = min(segment_len, row_len - 1 + num_warm), num_lanes * (row_len - 1)
-        self._num_warm = num_warm
-        rows = split.read_all()[: num_lanes * row_len].reshape(num_lanes, row_len).astype(np.int64)
-        before = np.roll(rows, 1, axis=0)[:, row_len - num_warm :]
-        self._rows = _of_lanes(np.concatenate([before, rows], axis=1), self.lanes)
-        self._is_row = np.array([lane < num_lanes for lane in self.lanes])[:, None]
+        self._split, self._num_lanes, self._row_len, self._num_warm = split, num_lanes, row_len, num_warm
 
     def __len__(self) -> int:
         """Forward passes, equal on all ranks."""
-        return int(-(-(self._rows.shape[1] - 1) // self.segment_len))
+        return int(-(-(self._num_warm + self._row_len - 1) // self.segment_len))
 
     def __iter__(self) -> Iterator[Segment]:
-        for start in range(0, self._rows.shape[1] - 1, self.segment_len):
-            segment = plain_segment(np.ascontiguousarray(self._rows[:, start : start + self.segment_len + 1]))
-            yield segment._replace(scored=segment.scored & self._is_row & (start >= self._num_warm))
+        tokens = self._split.read_all()[: self._num_lanes * self._row_len]
+        lane_L1 = np.array(self.lanes)[:, None]
+        first_L1, is_row_L1 = lane_L1 * self._row_len, lane_L1 < self._num_lanes
+        for start in range(-self._num_warm, self._row_len - 1, self.segment_len):
+            places = first_L1 + np.arange(start, min(start + self.segment_len + 1, self._row_len))
+            # A row's warm-up ends where it begins; before the first token of the first row stands the last of all.
+            segment = _segment(tokens.take(places, mode="wrap"), is_row_L1)
+            yield segment._replace(scored=segment.scored & (start >= 0))
 
 
 class RandomCrops:
@@ -73,24 +76,22 @@ class RandomCrops:
             )
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
         self.segment_len, self.num_targets = segment_len, num_batches * num_lanes * segment_len
-        self._num_lanes, self._num_batches, self._seed = num_lanes, num_batches, seed
-        self._tokens = split.read_all()
+        self._split, self._num_lanes, self._num_batches, self._seed = split, num_lanes, num_batches, seed
 
     def __len__(self) -> int:
         """Forward passes, equal on all ranks."""
         return self._num_batches
 
     def __iter__(self) -> Iterator[Segment]:
-        generator, places = np.random.default_rng(self._seed), np.arange(self.segment_len + 1)
-        is_row = np.array([lane < self._num_lanes for lane in self.lanes])[:, None]
+        tokens, generator = self._split.read_all(), np.random.default_rng(self._seed)
+        lanes, places = np.array(self.lanes), np.arange(self.segment_len + 1)
         for _ in range(self._num_batches):
-            starts = generator.integers(0, len(self._tokens) - self.segment_len, self._num_lanes)
-            crops = self._tokens[starts[:, None] + places].astype(np.int64)
-            segment = plain_segment(_of_lanes(crops, self.lanes))
-            yield segment._replace(scored=segment.scored & is_row)
+            starts = generator.integers(0, len(tokens) - self.segment_len, self._num_lanes)
+            own = starts.take(lanes, mode="clip")[:, None]
+            yield _segment(tokens[own + places], lanes[:, None] < self._num_lanes)
 
 
-def _of_lanes(rows: Int64s, lanes: range) -> Int64s:
-    """A rank's rows; behind the last one those that make it as many as the others have, of zeros."""
-    own = rows[lanes.start : lanes.stop]
-    return np.pad(own, ((0, len(lanes) - len(own)), (0, 0)))
+def _segment(tokens: npt.NDArray[np.unsignedinteger], is_row_L1: npt.NDArray[np.bool_]) -> Segment:
+    """A rank's rows, all targets counting; behind the last one those that make it as many as others have, of zeros."""
+    segment = plain_segment(np.where(is_row_L1, tokens, 0).astype(np.int64))
+    return segment._replace(scored=segment.scored & is_row_L1)

@@ -19,6 +19,7 @@ from txl_dist.data.storage.places import LocalStorage, Storage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.data.storage.retries import check_protocol
 from txl_dist.errors import DataError
+from txl_dist.files import path_of
 from txl_dist.sections import DataSection
 
 
@@ -29,7 +30,7 @@ def open_storage(location: str | Path, settings: DataSection) -> Storage:
     """
     url = str(location)
     if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
-        return LocalStorage(Path(location))
+        return LocalStorage(path_of(location))
     protocol = check_protocol(url, allow=settings.allow_protocols)
     if protocol == "file":
         return LocalStorage(Path(url.removeprefix("file://")))

@@ -40,7 +40,7 @@ def evaluate_trained(
     config = rows[0].config
     split = target.held_out(config)
     units = _units(split, overrides, mask_documents=config.data.document_border == "mask")
-    scores = score_model(target, split, rows, overrides, units=units, with_log_probs=outputs.log_probs is not None)
+    scores = score_model(target, split, rows, overrides, outputs, units=units)
     if this_rank() > 0:
         return []  # rank 0 speaks
     results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
@@ -55,11 +55,14 @@ def evaluate_trained(
     if outputs.log_probs is not None and scores.log_p_N is not None:
         write_log_probs(outputs.log_probs, split, scores.log_p_N)
     lengths = {name: values for name, values in scores.results.items() if name != MEMORY_OFF}
-    if outputs.plot is not None and (chart := sweep(lengths)) is not None:
+    if outputs.plot is not None:
+        chart = sweep(lengths)
+        assert chart is not None  # several lengths were scored
         write_output(outputs.plot, draw_png(chart))
     if outputs.json is not None:
         write_output(outputs.json, json.dumps(results, indent=1).encode() + b"\n")
-    where = f"scored: {target.where}, as {config.eval.num_lanes} lanes"
+    num_lanes = config.eval.num_lanes if overrides.peer is not None else min(config.eval.num_lanes, split.tokens - 1)
+    where = f"scored: {target.where}, as {num_lanes} lanes"
     if overrides.peer is not None:
         where += f", by the protocol {overrides.protocol} ({overrides.peer.source})"
     (first, *others) = scores.results.values()

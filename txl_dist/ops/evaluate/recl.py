@@ -1,20 +1,28 @@
-"""`txl recl`: the relative effective context length of a group of models (Dai et al. 2019, appendix C).
+"""`txl recl`: the relative effective context length of a group of models (Dai et al. 2019, section 4.3, appendix C).
 
 How far back does a model still gain? The gain is measured against the best short-context model of the group, on the
 targets that are hard for it, so that models of different strength compare. With l_i(c, t) the loss of model i on target
-t given exactly the c tokens before it, and contexts c < c' = c + step:
+t given exactly the c tokens before it, and contexts c < c' = c + step, the paper's Delta:
 
     b(c, t)    = min over i of l_i(c, t)                                 the group's baseline
     T          = the share r of the targets with the largest b(c, t)     the hard ones
     f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))            only what beats the baseline counts
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)        relative gain in perplexity
 
-From the shortest context on, c grows by a step as long as g_i(c, c') >= 0.01; where it is less, c is the model's RECL.
-A model that still gains at the longest context has at least that.
+From the shortest context on, c grows by a step as long as g_i(c, c') >= 0.01; where it is less for the first time, c
+is the model's RECL: what gains again behind it does not count. f_i(c, c) is the mean of b over T, the same for all.
 
-Each target's context is run alone, from an empty memory, as segments of the model's length that end at the target: over
-the ring where the model has memory; where it has none, its last segment is all that it sees. The targets are a sample
-of the split, the same for all. A group's numbers change with its members.
+What the paper does not say, and what is done here:
+- the shortest context is one step, which so is the least that is told, of a model that never gains too;
+- T is drawn anew for each c; it has round(r * targets) of them, at least one, and of equal ones the earlier;
+- a model that still gains at the longest context has at least that ("or more");
+- the targets are a sample of the split, without replacement, the same for all models and contexts, each behind as many
+  tokens as the longest context has; documents are not looked at;
+- each target's context is run alone, from an empty memory, as segments of the model's training length that end at the
+  target (the first is the shorter one), over the ring, whose memory is as trained if not told otherwise; a model
+  without memory sees its last segment only.
+
+A group's numbers change with its members.
 """
 
 from __future__ import annotations
@@ -30,14 +38,14 @@ import torch
 from torch import Tensor
 
 from txl_dist.data.read.corpus import Split
-from txl_dist.dist import all_reduce_sum, joined_ranks, this_rank, together
+from txl_dist.dist import all_reduce_sum, joined_ranks, on_first, this_rank, together
 from txl_dist.errors import ConfigError
 from txl_dist.files import write_output
 from txl_dist.infer.cached import FrozenModel
 from txl_dist.log import start_logging, warn_for_all
 from txl_dist.ops.evaluate.scoring import TELL_EVERY_S, enough_memory
-from txl_dist.ops.evaluate.target import Target, open_target
-from txl_dist.ops.evaluation_settings import ReclSettings, check_output
+from txl_dist.ops.evaluate.target import Target, open_target, require_same
+from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 from txl_dist.ops.report.figures import Chart, Line, draw_png
 from txl_dist.progress import Progress
 from txl_dist.tables import aligned
@@ -81,46 +89,49 @@ def recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -
 
 
 def compare_contexts(
-    paths: Sequence[Path], *, data: str | Path, settings: ReclSettings, json_path: Path | None, plot_path: Path | None
+    paths: Sequence[Path], *, data: str | Path, settings: ReclSettings, outputs: ReclOutputs
 ) -> list[str]:
     """Measure a group of runs, checkpoints and bundles on the same targets; several ranks share them. Returns lines for
     people.
 
-    Raises ConfigError if a setting measures nothing, a file cannot be written, or a model confines itself to documents;
-    CheckpointError or DataError if a model or the corpus cannot be read, or if tokenizers differ.
+    `data` is the corpus; empty takes that of the first model, and those of the others need not be there.
+
+    Raises ConfigError if a setting measures nothing, a file cannot be written, a model confines itself to documents or
+    its queries see nothing; CheckpointError or DataError if a model or the corpus cannot be read, or if tokenizers
+    differ.
     """
     start_logging(rank=this_rank())
     settings.check()
-    for flag, path, suffixes in (("--json", json_path, ()), ("--plot", plot_path, (".png",))):
-        if path is not None:
-            check_output(flag, path, suffixes=suffixes)
-    targets = [open_target(path, data=data) for path in paths]
+    outputs.check()
+    first = open_target(paths[0], data=data)
+    targets = [first, *(open_target(path, data=first.config.data.path) for path in paths[1:])]
     split = _same_text(targets, settings)
     starts = _sample(split, settings)
-    losses_NCS = _losses(targets, split, starts, settings)
+    losses_NCS = _losses(targets, split, starts, settings, outputs)
     if this_rank() > 0:
         return []  # rank 0 speaks
     names, contexts = [str(path) for path in paths], settings.contexts
     found = [[recl(losses_NCS, contexts, model=index, r=r) for r in settings.r] for index in range(len(targets))]
     mean_NC = losses_NCS.mean(axis=2)
-    if json_path is not None:
+    if outputs.json is not None:
         rows = [
             {
-                "model": name,
+                "model": str(target.path),
+                "scored": target.where,
                 "recl": {
                     f"{r:g}": {"context": one.context, "or_more": one.is_longest, "gains": one.gains}
                     for r, one in zip(settings.r, own, strict=True)
                 },
                 "loss": mean_C.tolist(),
             }
-            for name, own, mean_C in zip(names, found, mean_NC, strict=True)
+            for target, own, mean_C in zip(targets, found, mean_NC, strict=True)
         ]
         values = {"contexts": contexts, "targets": len(starts), "split": split.name, "models": rows}
-        write_output(json_path, json.dumps(values, indent=1).encode() + b"\n")
-    if plot_path is not None:
+        write_output(outputs.json, json.dumps(values, indent=1).encode() + b"\n")
+    if outputs.plot is not None:
         x = np.array(contexts, dtype=np.float64)
         lines = [Line(name, x, mean_C) for name, mean_C in zip(names, mean_NC, strict=True)]
-        write_output(plot_path, draw_png(Chart("recl", lines, "tokens of context", "nats/token", is_log=True)))
+        write_output(outputs.plot, draw_png(Chart("recl", lines, "tokens of context", "nats/token", is_log=True)))
     head = ["RECL, tokens", *(f"r = {r:g}" for r in settings.r), *(f"nats at {c}" for c in (contexts[0], contexts[-1]))]
     rows_told = [
         [name, *map(str, own), *(f"{mean_C[index]:.4f}" for index in (0, -1))]
@@ -129,7 +140,11 @@ def compare_contexts(
     about = (
         f"{len(starts):,} targets of {split.corpus.name} ({split.name}), contexts of {contexts[0]} to {contexts[-1]}"
     )
-    return [f"{about} tokens in steps of {settings.step}", *aligned([head, *rows_told])]
+    return [
+        *(f"scored: {target.where}" for target in targets),
+        f"{about} tokens in steps of {settings.step}",
+        *aligned([head, *rows_told]),
+    ]
 
 
 def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
@@ -139,6 +154,11 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
             raise ConfigError(
                 f"{target.path} confines each query to its own document (data.document_border='mask'): its context "
                 "ends where the document begins. Leave it out."
+            )
+        if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:
+            raise ConfigError(
+                f"{target.path} has same_length={target.config.model.same_length!r}, which counts its window in "
+                "memory, which is off here. Give a --memory-len of 1 or more, or leave it out."
             )
         if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
             raise ConfigError(
@@ -168,27 +188,40 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
     return np.sort(generator.choice(num_places, min(num_places, settings.num_tokens), replace=False))
 
 
-def _losses(targets: Sequence[Target], split: Split, starts: npt.NDArray[np.int64], settings: ReclSettings) -> Losses:
+def _memory_len(target: Target, settings: ReclSettings) -> int:
+    if not target.config.model.scheme.uses_memory:
+        return 0
+    return target.config.train.memory_len if settings.memory_len < 0 else settings.memory_len
+
+
+def _losses(
+    targets: Sequence[Target],
+    split: Split,
+    starts: npt.NDArray[np.int64],
+    settings: ReclSettings,
+    outputs: ReclOutputs,
+) -> Losses:
     """losses_NCS of every model behind every context, on every rank."""
-    contexts, longest = settings.contexts, settings.contexts[-1]
-    tokens = split.read_all()
-    pieces_SX = torch.from_numpy(tokens[starts[:, None] + np.arange(settings.max_context + 1)].astype(np.int64))
-    pieces_SX = pieces_SX[:, settings.max_context - longest :]
-    engine = targets[0].config.engine
+    contexts, target_S, engine = settings.contexts, starts + settings.max_context, targets[0].config.engine
     with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
+        on_first(outputs.check_files)
+        require_same(targets)
         own = range(ranks.rank, len(starts), ranks.world_size)
         total = len(targets) * len(own) * sum(contexts)
         losses_NCS = torch.zeros(len(targets), len(contexts), len(starts), dtype=torch.float64)
 
         def score_own() -> None:
+            tokens = split.read_all()
             with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
                 for model, target in enumerate(targets):
-                    score = _scorer(target, memory_len=settings.memory_len, device=ranks.device)
+                    score = _scorer(target, memory_len=_memory_len(target, settings), device=ranks.device)
                     for first in range(0, len(own), settings.num_lanes):
                         rows = list(own[first : first + settings.num_lanes])
                         for index, context in enumerate(contexts):
-                            piece_BX = pieces_SX[rows, longest - context :].to(ranks.device)
-                            losses_NCS[model, index, rows] = score(piece_BX).double().cpu()
+                            piece_BX = tokens[target_S[rows, None] + np.arange(-context, 1)].astype(np.int64)
+                            losses_NCS[model, index, rows] = (
+                                score(torch.from_numpy(piece_BX).to(ranks.device)).double().cpu()
+                            )
                             if ranks.is_first:
                                 progress.advance(len(rows) * context)
 
@@ -200,7 +233,6 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
     """What gives nll_B of the last token of each row, given all tokens before it: the model's own context at most."""
     model = target.bundle.model.to(device).eval()
     segment_len = target.config.train.segment_len
-    memory_len = target.config.train.memory_len if memory_len < 0 else memory_len
     if not model.section.scheme.uses_memory:
 
         @torch.no_grad()

@@ -21,15 +21,15 @@ from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.evaluation import EvalStream, HeldOut
 from txl_dist.data.read.peers import PeerRows, RandomCrops
 from txl_dist.data.read.units import TextUnits
-from txl_dist.dist import Ranks, gather_objects, joined_ranks
-from txl_dist.errors import CheckpointError, ConfigError, of_all
+from txl_dist.dist import Ranks, joined_ranks, on_first, together
+from txl_dist.errors import ConfigError, of_all
 from txl_dist.infer.cached import FrozenModel, KeyValueRing, is_out_of_memory
 from txl_dist.log import warn_for_all
 from txl_dist.model.memory import Memory, attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.ops.evaluate.log_probs import LogProbs
-from txl_dist.ops.evaluate.target import Target
-from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Overrides
+from txl_dist.ops.evaluate.target import Target, require_same
+from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Outputs, Overrides
 from txl_dist.progress import Progress
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.report.evaluate import Part, evaluate
@@ -123,58 +123,85 @@ class Scores(NamedTuple):
 
 
 def score_model(
-    target: Target, split: Split, rows: list[Row], overrides: Overrides, *, units: TextUnits, with_log_probs: bool
+    target: Target, split: Split, rows: list[Row], overrides: Overrides, outputs: Outputs, *, units: TextUnits
 ) -> Scores:
-    """A result per row; ranks share the lanes.
+    """A result per row; ranks share the lanes. Rows that come to the same are scored once.
 
-    Raises ConfigError where the split is too short for a protocol, or there is no memory for the evaluation;
-    CheckpointError if the ranks have read different models.
+    Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
+    length only, or there is no memory for the evaluation; CheckpointError if the ranks have read different models.
     """
-    engine, results, network = rows[0].config.engine, dict[str, Result](), target.bundle.model
+    engine, network = rows[0].config.engine, target.bundle.model
     log_probs: LogProbs | None = None
     with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
-        if len(chosen := set(gather_objects(target.where))) > 1:  # of a run that saved between two looks
+        on_first(outputs.check_files)
+        require_same([target])
+        plans = together(lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides) for row in rows])
+        names = dict.fromkeys(plan.name for plan in plans)
+        if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
+            only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
             raise of_all(
-                CheckpointError(f"the ranks have read different models: {', '.join(sorted(chosen))}. Name one of them.")
+                ConfigError(
+                    "--plot draws losses over several lengths, and those that are given come to one evaluation: "
+                    f"{only}, clamp {plans[0].config.model.clamp_len:,}. Give others, or leave out --plot."
+                )
             )
-        cuts = [_cut(split, row, overrides, ranks=ranks) for row in rows]
-        pairs = list(zip(rows, cuts, strict=True))
-        for message in dict.fromkeys(itertools.chain(*(_shortened(*pair, overrides) for pair in pairs))):
+        told = itertools.chain(*(_shortened(row, plan.cut, overrides) for row, plan in zip(rows, plans, strict=True)))
+        for message in dict.fromkeys(told):
             warn_for_all("%s", message)
-        total = sum(len(cut) * _pass_tokens(cut, ranks) for cut in cuts)
+        if num_equal := len(rows) - len(names):
+            warn_for_all("%d of %d rows come to the same as others, and are scored once", num_equal, len(rows))
+        distinct: dict[tuple[int, ...], _Plan] = {}
+        for plan in plans:
+            distinct.setdefault(plan.lengths, plan)
+        total = sum(len(plan.cut) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
+        scored: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
-            for row, cut in pairs:
-                row = row._replace(memory_len=min(row.memory_len, _most_memory(cut, overrides)))
-                if row.config.model != network.section:  # built anew, as layers may have taken the old settings in
-                    changed = dataclasses.replace(target.bundle, section=row.config.model)
+            for lengths, plan in distinct.items():
+                if plan.config.model != network.section:  # built anew, as layers may have taken the old settings in
+                    changed = dataclasses.replace(target.bundle, section=plan.config.model)
                     network = changed.open(target.bundle.dtype, where=target.where).model
                 network.to(ranks.device).eval()
-                if with_log_probs:
-                    assert isinstance(cut, EvalStream)
-                    log_probs = LogProbs(cut)
-                result = _score(
-                    network, row, cut, units=units, ranks=ranks, progress=progress, log_probs=log_probs,
+                if outputs.log_probs is not None:
+                    assert isinstance(plan.cut, EvalStream)
+                    log_probs = LogProbs(plan.cut)
+                scored[lengths] = _score(
+                    network, plan, units=units, ranks=ranks, progress=progress, log_probs=log_probs,
                     with_zeros=overrides.zero_memory,
                 )  # fmt: skip
-                lengths = {"memory_len": row.memory_len, "segment_len": cut.segment_len}
-                results[_name(row, cut, overrides)] = result | lengths | {"clamp_len": row.config.model.clamp_len}
+        results = {plan.name: dict(scored[plan.lengths]) for plan in plans}
         return Scores(results, None if log_probs is None else log_probs.joined())
 
 
-def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
-    return len(cut.lanes) * ranks.world_size * cut.segment_len
+class _Plan(NamedTuple):
+    """A row as it is run on a split."""
 
-
-def _name(row: Row, cut: HeldOut, overrides: Overrides) -> str:
+    name: str
     """By the protocol and what differs from other rows."""
+    config: Config
+    memory_len: int
+    cut: HeldOut
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """In which evaluations of a target may differ."""
+        return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len
+
+
+def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
+    """With no more memory than the split can fill."""
+    memory_len = min(row.memory_len, _most_memory(cut, overrides))
     lengths = (
-        ("memory", overrides.memory_len, row.memory_len),
+        ("memory", overrides.memory_len, memory_len),
         ("segment", overrides.segment_len, cut.segment_len),
         ("clamp", overrides.clamp_len, row.config.model.clamp_len),
     )
     words: list[str] = [overrides.protocol] if overrides.peer is not None else []
     words += [f"{word} {length}" for word, asked, length in lengths if len(asked) > 1]
-    return row.name or ", ".join(words) or "model"
+    return _Plan(row.name or ", ".join(words) or "model", row.config, memory_len, cut)
+
+
+def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
+    return len(cut.lanes) * ranks.world_size * cut.segment_len
 
 
 def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldOut:
@@ -194,8 +221,7 @@ def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldO
 
 def _score(
     model: TransformerXL,
-    row: Row,
-    cut: HeldOut,
+    plan: _Plan,
     *,
     units: TextUnits,
     ranks: Ranks,
@@ -203,6 +229,8 @@ def _score(
     log_probs: LogProbs | None,
     with_zeros: bool,
 ) -> Result:
+    config, cut = plan.config, plan.cut
+
     def advance() -> None:
         if ranks.is_first:
             progress.advance(_pass_tokens(cut, ranks))
@@ -211,9 +239,9 @@ def _score(
         if log_probs is not None:
             log_probs.add(batch, nll_BT)
 
-    maker = batch_maker(model, mask_documents=row.config.data.document_border == "mask")
+    maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
     begin = _cached if model.section.scheme.uses_memory else _plain
-    losses, memory = begin(model, row, cut, with_documents=maker.mask_documents, with_zeros=with_zeros)
+    losses, memory = together(lambda: begin(model, plan, with_documents=maker.mask_documents, with_zeros=with_zeros))
     evaluation = evaluate(
         losses,
         memory,
@@ -225,10 +253,12 @@ def _score(
         after_segment=keep,
         is_local=True,
     )
-    means = evaluation.means
+    means, lengths = evaluation.means, {"memory_len": plan.memory_len, "segment_len": cut.segment_len}
     return evaluation.numbers() | {
         "by_cluster": [_told(part) for part in means.by_cluster],
         "by_position": [_told(part) for part in means.by_position],
+        **lengths,
+        "clamp_len": config.model.clamp_len,
     }
 
 
@@ -237,18 +267,18 @@ Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
 
 @torch.inference_mode()
 def _cached(
-    model: TransformerXL, row: Row, cut: HeldOut, *, with_documents: bool, with_zeros: bool
+    model: TransformerXL, plan: _Plan, *, with_documents: bool, with_zeros: bool
 ) -> tuple[Losses, KeyValueRing]:
     """(what gives losses, the first memory) over keys and values of the past."""
-    frozen, num_rows = FrozenModel(model), len(cut.lanes)
+    frozen, cut, num_rows = FrozenModel(model), plan.cut, len(plan.cut.lanes)
     ring = frozen.ring(
         num_rows=num_rows,
-        memory_len=row.memory_len,
+        memory_len=plan.memory_len,
         chunk_len=cut.overlap_len + cut.segment_len,
         with_documents=with_documents,
     )
-    if with_zeros and row.memory_len:
-        zeros = attended(model.empty_memory(num_lanes=1, memory_len=row.memory_len))
+    if with_zeros and plan.memory_len:
+        zeros = attended(model.empty_memory(num_lanes=1, memory_len=plan.memory_len))
         for lane in range(num_rows):
             ring.put(lane, frozen.past_of(zeros)[0])
 
@@ -259,9 +289,7 @@ def _cached(
     return losses, ring
 
 
-def _plain(
-    model: TransformerXL, row: Row, cut: HeldOut, *, with_documents: bool, with_zeros: bool
-) -> tuple[Losses, Memory]:
+def _plain(model: TransformerXL, plan: _Plan, *, with_documents: bool, with_zeros: bool) -> tuple[Losses, Memory]:
     """The same for positions that know no memory: it stays empty."""
     module = SegmentLoss(model)
 
@@ -270,7 +298,7 @@ def _plain(
         nll_BT, memory = module(batch, memory)
         return nll_BT, memory
 
-    return losses, model.empty_memory(num_lanes=len(cut.lanes), memory_len=row.memory_len)
+    return losses, model.empty_memory(num_lanes=len(plan.cut.lanes), memory_len=plan.memory_len)
 
 
 def _told(part: Part) -> Result:

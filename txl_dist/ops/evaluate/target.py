@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from txl_dist.config import Config, changed, config_from_dict
 from txl_dist.data.read.corpus import Split, open_corpus
-from txl_dist.errors import DataError
+from txl_dist.dist import gather_objects
+from txl_dist.errors import CheckpointError, DataError, of_all
 from txl_dist.infer.bundle import Bundle, load_bundle
 from txl_dist.log import warn_for_all
 from txl_dist.ops.export import read_trained
@@ -68,6 +70,16 @@ def open_target(path: Path, *, data: str | Path) -> Target:
             "scored, and it never learnt to predict them"
         )
     return Target(path, bundle, config, where)
+
+
+def require_same(targets: Sequence[Target]) -> None:
+    """All ranks call it: one that reads another checkpoint, of a run that saved between two looks, would add its scores
+    to theirs. Raises CheckpointError."""
+    for found in zip(*gather_objects([target.where for target in targets]), strict=True):
+        if len(chosen := sorted(set(found))) > 1:
+            raise of_all(
+                CheckpointError(f"the ranks have read different models: {', '.join(chosen)}. Name one of them.")
+            )
 
 
 def _origin(source: dict[str, Any]) -> str:

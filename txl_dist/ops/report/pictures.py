@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from txl_dist.ops.report.figures import COLOURS, Chart, Line, Mark, draw
-from txl_dist.ops.report.records import Event, FloatArray, Scores, Table
+from txl_dist.ops.report.records import Event, FloatArray, PartName, Parts, Scores, Table
 from txl_dist.ops.report.summary import TROUBLES, Run, corpus_name
 from txl_dist.tables import compact
 from txl_dist.train.report.metric_table import METRICS
@@ -114,7 +114,13 @@ def pictures_of(run: Run) -> dict[str, list[Picture]]:
             for column in spread(table.numbered(prefix), most=len(COLOURS)) or [prefix]
         ]
         missing = "; ".join(run.no_bits.values()) if row.title == "Bits per byte" else row.missing
-        picture = picture_of(row._replace(missing=missing), lines, hours=hours, marks=_marks(run, row))
+        left_out = {
+            few(word, len(table.numbered(prefix)))
+            for table in tables[row.of].values()
+            for word, prefix in row.columns.items()
+        }
+        row = row._replace(missing=missing, caption=" ".join(filter(None, [row.caption, *sorted(left_out)])))
+        picture = picture_of(row, lines, hours=hours, marks=_marks(run, row))
         groups[row.group].append(picture)
     return groups
 
@@ -160,6 +166,11 @@ def shortened(label: str) -> str:
     """A name that fits into a legend: the middle of a long one is left out."""
     half = _MAX_LABEL // 2 - 1
     return label if len(label) <= _MAX_LABEL else f"{label[:half]}..{label[-half:]}"
+
+
+def few(word: str, num: int) -> str:
+    """For a caption, where a picture has not room for a line of each."""
+    return f"{len(COLOURS)} of {num:,} {word}s." if num > len(COLOURS) else ""
 
 
 def spread(items: Sequence[Item], *, most: int) -> list[Item]:
@@ -234,3 +245,30 @@ def memory_sweep(scores: Scores) -> list[Picture]:
     """The loss over the length of the memory, or of what else was scored with several."""
     chart = sweep(scores)
     return [] if chart is None else [Picture(chart.name, Markup(draw(chart, alt=_described(chart))), "")]
+
+
+def part_pictures(parts: Parts) -> list[Picture]:
+    """The loss of each score over the clusters of its vocabulary, and over the positions in its segments, where there
+    are several."""
+    forms: dict[PartName, tuple[str, str]] = {
+        "by_cluster": ("Scores per cluster of the vocabulary", "cluster, the most frequent tokens first"),
+        "by_position": ("Scores per position in the segment", "position in the segment, tokens"),
+    }
+    pictures = []
+    for key, (title, x_label) in forms.items():
+        scores = [(name, own) for name, own in parts[key].items() if len(own) > 1]
+        lines = []
+        for name, own in spread(scores, most=len(COLOURS)):
+            first, last, loss = np.array(own).T
+            x: FloatArray = (first + last) / 2
+            if key == "by_cluster":
+                x = np.arange(len(own), dtype=np.float64)
+            lines.append(Line(shortened(name), x, loss))
+        lines = [line for line in lines if np.isfinite(line.x + line.y).any()]
+        if not lines:
+            continue
+        chart = Chart(title, lines, x_label, _NATS, is_log=True)
+        ids = [f"{index}: ids {one.first:,.0f} to {one.last:,.0f}" for index, one in enumerate(scores[0][1])]
+        notes = [f"Clusters {', '.join(ids)}." if key == "by_cluster" else "", few("score", len(scores))]
+        pictures.append(Picture(title, Markup(draw(chart, alt=_described(chart))), " ".join(filter(None, notes))))
+    return pictures

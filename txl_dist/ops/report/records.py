@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,17 +154,51 @@ Scores = dict[str, dict[str, float]]
 """What `txl evaluate --json` wrote: numbers by the name of what was scored."""
 
 
+class Part(NamedTuple):
+    """What some of the targets cost."""
+
+    first: float
+    last: float
+    """Of the ids of a cluster, or of the positions in a segment."""
+    loss: float
+    """Nats per token; NaN where there was no target."""
+
+
+PartName = Literal["by_cluster", "by_position"]
+Parts = dict[PartName, dict[str, list[Part]]]
+"""By the name of what was scored, where it has any."""
+
+
 def read_scores(run_dir: Path) -> Scores:
     """Those beside the records of a run; none if there are none, or they cannot be read."""
+    return {
+        name: {key: float(value) for key, value in values.items() if is_number(value)}
+        for name, values in _scored(run_dir)
+    }
+
+
+def read_parts(run_dir: Path) -> Parts:
+    """Of the same file."""
+    rows = _scored(run_dir)
+    return {
+        key: {name: parts for name, values in rows if (parts := _parts_of(values.get(key)))}
+        for key in get_args(PartName)
+    }
+
+
+def _parts_of(listed: object) -> list[Part]:
+    known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)] if isinstance(listed, list) else []
+    rows = [[one.get(field) for field in Part._fields] for one in known]
+    return [Part(*(float(one) if is_number(one) else math.nan for one in row)) for row in rows]
+
+
+def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
         found = parse_object(read_bytes(run_dir / SCORES))
     except (OSError, ValueError):
-        return {}
-    rows = [(name, values) for name, values in found.items() if isinstance(values, dict)][:_MAX_SCORES]
-    return {
-        printable(name[:_MAX_NAME]): {key: float(value) for key, value in values.items() if is_number(value)}
-        for name, values in rows
-    }
+        return []
+    rows = [(printable(name[:_MAX_NAME]), values) for name, values in found.items() if isinstance(values, dict)]
+    return rows[:_MAX_SCORES]
 
 
 class _Rows:

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from txl_dist.errors import ConfigError
 from txl_dist.files import replace_file
-from txl_dist.ops.report.pictures import marks_explained, memory_sweep, pictures_of, spread
-from txl_dist.ops.report.records import SCORES, Event, Scores, read_scores
+from txl_dist.ops.report.pictures import marks_explained, memory_sweep, part_pictures, pictures_of, spread
+from txl_dist.ops.report.records import SCORES, Event, Scores, read_parts, read_scores
 from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
 from txl_dist.run_files import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
 from txl_dist.tables import duration, printable
@@ -117,7 +117,7 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
         "marks": marks_explained(run),
         "groups": pictures_of(run),
         "score_rows": _score_rows(scores),
-        "sweep": memory_sweep(scores),
+        "score_pictures": memory_sweep(scores) + part_pictures(read_parts(run.path)),
         "event_rows": _event_rows(run.history.events),
         "event_counts": Counter(event.name for event in run.history.events),
         "samples": [

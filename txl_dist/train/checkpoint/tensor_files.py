@@ -57,8 +57,8 @@ def open_tensors(path: Path) -> Any:
 
 @contextmanager
 def reading(what: str, path: Path) -> Iterator[Any]:
-    """The same around what is read of it. Raises CheckpointError, which says what that was."""
-    damage = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
+    """`open_tensors` for a block that reads of it. Raises CheckpointError, which says what cannot be read and where."""
+    damage = (OSError, RuntimeError, SafetensorError)
     with explained(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
         yield open_tensors(path)
 
@@ -153,9 +153,11 @@ class _FragmentFile:
     def __init__(self, path: Path) -> None:
         with reading("the weights", path) as self._file:
             metadata = self._file.metadata() or {}
+            self.kinds = sorted({name.partition("/")[0] for name in self._file.keys()})  # noqa: SIM118  no mapping
+        what = f"{path} does not say which parts of which parameters it holds"
+        with explained(CheckpointError, what, "Use another checkpoint.", of=(KeyError, ValueError)):
             self._starts: dict[str, int] = parse_object(metadata["starts"])
             self.steps: dict[str, float] = parse_object(metadata["steps"])
-            self.kinds = sorted({name.partition("/")[0] for name in self._file.keys()})  # noqa: SIM118  no mapping
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
         """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""

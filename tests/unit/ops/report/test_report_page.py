@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.made_runs import HOSTILE, make_run
+from tests.helpers.made_runs import HOSTILE, make_run, parts
 from txl_dist import files
 from txl_dist.cli import main
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.ops.report.compare import write_comparison
-from txl_dist.ops.report.records import History, Table, read_history
+from txl_dist.ops.report.pictures import part_pictures
+from txl_dist.ops.report.records import History, Table, read_history, read_parts
 from txl_dist.ops.report.report import render, write_report
 from txl_dist.ops.report.summary import facts_of, read_run
 from txl_dist.processes import process_id
@@ -71,7 +72,7 @@ def page(run: Path) -> Page:
 
 def test_a_whole_run_has_all_pictures_with_words_for_those_who_do_not_see_them(page: Page) -> None:
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(pictures) == page.count("figure") == 19
+    assert len(pictures) == page.count("figure") == 21
     assert all(len(attributes["aria-label"] or "") > 30 for attributes in pictures)
     for word in ("how often: start 2, ", "dashed lines: resumed (1), rewound (1)", "held-out code loss"):
         assert word in page.text.lower()
@@ -119,6 +120,36 @@ def test_events_are_told_in_words_and_those_of_other_versions_as_they_are(page: 
 def test_the_gain_per_position_is_paired_and_in_bins_with_their_tokens(page: Page) -> None:
     assert "Gain from the memory per position" in page.text
     assert "At step 2,000, over 4,096 tokens, about 512 for each point" in page.text
+
+
+@pytest.mark.parametrize(("num", "words"), [(8, ""), (12, "Layer 0 is nearest the text. 8 of 12 layers.")])
+def test_a_picture_without_room_for_all_layers_says_so(tmp_path: Path, num: int, words: str) -> None:
+    looks = [{"kind": "look", "step": step, "memory_norm": [1.0] * num} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, looks)), encoding="utf-8")
+    write_report(tmp_path)
+    text = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
+    assert ("of 12 layers" in text) == bool(words)
+    assert words in text
+
+
+def test_scores_are_drawn_by_cluster_and_by_position_where_they_have_several(page: Page) -> None:
+    pictures = [attributes["aria-label"] or "" for tag, attributes in page.tags if tag == "svg"]
+    clusters, positions = [text for text in pictures if text.startswith("Scores per ")]
+    assert "memory 0 from 2 to 4.3, lowest 2, highest 4.3; memory 128 from 2 to 4" in clusters
+    assert "position in the segment, tokens. memory 0 from 3.3 to 2.6" in positions
+    assert "Clusters 0: ids 0 to 511, 1: ids 512 to 1,023, 2: ids 1,024 to 1,535." in page.text
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [[], 3, [3], [[]], [{}], [{}, {}], [{"first": "a"}, None], parts(None, None, size=2), parts(2.0, size=5),
+     parts(1e300, -1e300, size=10**300)],
+    ids=lambda odd: str(odd)[:20],
+)  # fmt: skip
+def test_parts_that_are_one_or_odd_are_no_picture(tmp_path: Path, odd: object) -> None:
+    scores = {"model": {"loss": 2.0, "by_cluster": odd, "by_position": odd}, "other": odd}
+    (tmp_path / "evaluation.json").write_text(json.dumps(scores), encoding="utf-8")
+    assert part_pictures(read_parts(tmp_path)) == []
 
 
 def test_every_axis_of_numbers_has_a_unit_or_a_name(run: Path) -> None:

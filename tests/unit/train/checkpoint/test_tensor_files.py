@@ -16,7 +16,7 @@ from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import CheckpointError
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, file_bytes, fragment_tensors, write_tensors
+from txl_dist.train.checkpoint.tensor_files import FragmentFiles, file_bytes, fragment_tensors, reading, write_tensors
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.engine.zero import ZeroEngine
 
@@ -183,3 +183,21 @@ def test_the_fragments_of_all_ranks_cover_every_value_of_every_parameter_exactly
                 assert set(values.values()) == {length}
                 assert start + length <= lengths[name]
         assert all(bool((count == 1).all()) for count in covered.values()), stage
+
+
+@pytest.mark.parametrize(
+    "metadata", [{}, {"starts": "{}"}, {"starts": "[]", "steps": "{}"}, {"starts": "{", "steps": "{}"}]
+)
+def test_a_file_that_does_not_say_what_it_holds_is_no_checkpoint(tmp_path: Path, metadata: dict[str, str]) -> None:
+    written(tmp_path / "00000.safetensors", {"weight/a": torch.ones(3)}, **metadata)
+    with pytest.raises(CheckpointError, match=r"00000\.safetensors does not say which parts of which parameters"):
+        FragmentFiles(tmp_path)
+
+
+@pytest.mark.parametrize("defect", [KeyError("starts"), ValueError("no number")])
+def test_a_defect_of_the_program_is_not_told_as_damage_of_the_file(tmp_path: Path, defect: Exception) -> None:
+    written(tmp_path / "a.safetensors", {"hidden": torch.ones(3)})
+    with pytest.raises(type(defect)), reading("the memories", tmp_path / "a.safetensors"):
+        raise defect
+    with pytest.raises(CheckpointError, match="cannot read the memories"), reading("the memories", tmp_path / "b"):
+        raise defect
