@@ -30,7 +30,7 @@ from txl_dist.serve.schema import CompletionRequest, MemoryRequest
 from txl_dist.serve.service import Service
 
 PAGE = Path(__file__).parent / "page.html"
-MOST_TOLD = 2**18
+MOST_TOLD = 2**19
 """Log-probabilities of a request: to write more of them would hold up all others."""
 UPLOAD = "application/octet-stream"
 R = TypeVar("R", bound=BaseModel)
