@@ -218,6 +218,8 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
     """
     values = {} if path is None else load_config(path_of(path)).model_dump(mode="json")
     for section, settings in sections.items():
+        if section not in _sections():
+            raise ConfigError(f"configure: {unknown_setting(section)}")
         if not isinstance(settings, Mapping):
             raise ConfigError(
                 f"configure: {section}={settings!r:.200} is no section. Give its settings: {section}={{...}}."

@@ -1,4 +1,4 @@
-"""What a path is, told by the names that lie in it: corpus, run, checkpoint, bundle, Hugging Face folder, or nothing.
+"""What a path is, told by the names that lie in it: corpus, run, checkpoint, bundle, an export, or nothing.
 
 Every verb asks here, before torch is imported, and refuses the wrong kind in one line that names what it is and what
 one does with that. Nothing is opened or proven: a damaged folder is still of its kind, and what reads it says so.
@@ -25,6 +25,8 @@ STATE, PROBE = "state.json", "probe.safetensors"
 """Of a checkpoint."""
 FORMAT_VERSION = 2
 """Of a checkpoint. 1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
+GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
+"""Of a folder of ONNX graphs, and of a Hugging Face folder with its own code."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
 """Of the folder of a checkpoint: its step."""
 _MOST_NAMES = 4
@@ -41,6 +43,8 @@ class Kind(Enum):
     CHECKPOINT = "a checkpoint"
     BUNDLE = "a bundle"
     HUGGINGFACE = "a Hugging Face folder"
+    HUGGINGFACE_CODE = "a Hugging Face folder with its own code"
+    ONNX = "a folder of ONNX graphs"
     NOTHING = "none of them"
 
 
@@ -57,6 +61,8 @@ _USES = {
     Kind.BUNDLE: "Generate with `txl generate {path}`, score it with `txl evaluate {path} --data CORPUS`, begin a run "
     "with its weights: `txl train {path}/train.toml --init {path} --data.path CORPUS`.",
     Kind.HUGGINGFACE: "Make a bundle of it with `txl import {path} BUNDLE --format huggingface`.",
+    Kind.HUGGINGFACE_CODE: "transformers loads it; use the run or the bundle that it was exported from.",
+    Kind.ONNX: "ONNX Runtime runs it; use the run or the bundle that it was exported from.",
 }
 _MAKERS = {
     Kind.CORPUS: "`txl prepare` writes a corpus",
@@ -64,6 +70,8 @@ _MAKERS = {
     Kind.CHECKPOINT: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
     Kind.BUNDLE: "`txl export` writes a bundle",
     Kind.HUGGINGFACE: "save_pretrained writes a Hugging Face folder",
+    Kind.HUGGINGFACE_CODE: "`txl export --format huggingface-code` writes a Hugging Face folder with its own code",
+    Kind.ONNX: "`txl export --format onnx` writes a folder of ONNX graphs",
 }
 _MARKS = {
     Kind.CORPUS: "index.json",
@@ -71,6 +79,8 @@ _MARKS = {
     Kind.CHECKPOINT: STATE,
     Kind.BUNDLE: "model.safetensors",
     Kind.HUGGINGFACE: "config.json",
+    Kind.HUGGINGFACE_CODE: CODE,
+    Kind.ONNX: GRAPHS[0],
 }
 
 
@@ -90,6 +100,10 @@ def kind_of(path: str | Path) -> Kind:
         return Kind.CHECKPOINT
     if has("index.json", "train-000000.tar.idx"):
         return Kind.CORPUS
+    if has(CODE):
+        return Kind.HUGGINGFACE_CODE
+    if has(*GRAPHS):
+        return Kind.ONNX
     if has("txl_tokenizer.json") or (
         has("config.json") and has("model.safetensors", "pytorch_model.bin") and not has("MANIFEST.json", "train.toml")
     ):

@@ -38,7 +38,7 @@ FLAGS_OF_OTHERS = {
 }
 """Of the `deepspeed` launcher, which `txl launch` passes on."""
 
-ATTRIBUTES = {"model.empty_memory", "optim.apply_settings"}
+ATTRIBUTES = {"model.config", "model.empty_memory", "optim.apply_settings"}
 """What looks like a setting and is code."""
 PLACEHOLDERS = {"--section.key"}
 

@@ -38,9 +38,12 @@ def started(executable: str) -> Iterator[Any]:
 
 
 @contextmanager
-def visit(browser: Any, path: Path, *, width: int, dark: bool = False, javascript: bool = True) -> Iterator[Visit]:
-    """Open a file in a window of a width in pixels."""
-    address = path.resolve().as_uri()
+def visit(
+    browser: Any, place: Path | str, *, width: int, dark: bool = False, javascript: bool = True
+) -> Iterator[Visit]:
+    """Open a file, or the first page of a server, in a window of a width in pixels. It gets only what is its own."""
+    address = place if isinstance(place, str) else place.resolve().as_uri()
+    own = f"{address}/" if isinstance(place, str) else address
     context = browser.new_context(
         viewport={"width": width, "height": 900},
         color_scheme="dark" if dark else "light",
@@ -53,7 +56,7 @@ def visit(browser: Any, path: Path, *, width: int, dark: bool = False, javascrip
     )
     page.on("pageerror", lambda error: seen.errors.append(str(error)))
     page.on("request", lambda request: seen.requests.append(request.url))
-    context.route("**/*", lambda route: route.continue_() if route.request.url == address else route.abort())
+    context.route("**/*", lambda route: route.continue_() if route.request.url.startswith(own) else route.abort())
     page.goto(address, wait_until="load")
     yield seen
     context.close()

@@ -70,18 +70,24 @@ BUDGETS = {
     "data": 4250,
     "model": 1350,
     "infer": 1450,
-    "convert": 1100,
+    "convert": 1850,
     "train": 4150,
-    "ops": 3610,
+    "ops": 3680,
     "serve": 1200,
-    "verbs": 670,
+    "verbs": 690,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""
 MOST_ENTRIES = {"train": 19}
 """Files and folders that one sees in a room."""
 
-FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+GIVEN_AWAY = "convert/huggingface_code/"
+"""Files that an export copies: they run without the package, and import each other as transformers asks for."""
+FILES = sorted(
+    file
+    for file in (path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+    if not file.startswith(GIVEN_AWAY)
+)
 FLOOR = {room: number for number, floor in enumerate(HOUSE) for room in floor.split()}
 FLOOR_INSIDE = {
     f"{folder}/{room}": number
@@ -237,6 +243,19 @@ def test_light_rooms_import_no_torch_not_even_through_others(file: str) -> None:
 def test_a_file_says_what_it_is_in_plain_ascii(file: str) -> None:
     assert (PACKAGE / file).read_bytes().isascii()
     assert ast.get_docstring(tree_of(file))
+
+
+def test_what_is_given_away_knows_torch_and_transformers_alone() -> None:
+    files = sorted((PACKAGE / GIVEN_AWAY).glob("*.py"))
+    assert files
+    for path in files:
+        assert path.read_bytes().isascii()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert (path.parent / f"{node.module}.py") in files
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+                assert {name.split(".")[0] for name in names} <= {"torch", "transformers", "itertools", "math"}
 
 
 def test_each_room_keeps_to_its_budget() -> None:

@@ -12,7 +12,7 @@ import pytest
 from txl_dist.errors import ConfigError
 from txl_dist.run_files import TRAINED, Kind, kind_of, list_checkpoints, require
 
-CORPUS, RUN, CHECKPOINT, BUNDLE, HUGGINGFACE, NOTHING = Kind
+CORPUS, RUN, CHECKPOINT, BUNDLE, HUGGINGFACE, HUGGINGFACE_CODE, ONNX, NOTHING = Kind
 
 LAYOUTS: dict[str, tuple[Kind, list[str]]] = {
     "corpus": (CORPUS, ["index.json", "tokenizer.json", "train-000000.tar"]),
@@ -34,6 +34,10 @@ LAYOUTS: dict[str, tuple[Kind, list[str]]] = {
     "run without a file in its checkpoint": (NOTHING, ["checkpoints/step_000000004/a"]),
     "export": (HUGGINGFACE, ["model.safetensors", "config.json", "txl_tokenizer.json"]),
     "theirs": (HUGGINGFACE, ["pytorch_model.bin", "config.json", "vocab.pkl"]),
+    "with its code": (HUGGINGFACE_CODE, ["model.safetensors", "config.json", "modeling_txl.py", "MANIFEST.json"]),
+    "with its code, saved again": (HUGGINGFACE_CODE, ["model.safetensors", "config.json", "modeling_txl.py"]),
+    "graphs": (ONNX, ["token.onnx", "chunk.onnx", "weights.bin", "config.json", "MANIFEST.json"]),
+    "graphs without one": (ONNX, ["chunk.onnx", "config.json", "txl_tokenizer.json", "MANIFEST.json"]),
     "settings": (NOTHING, ["a.toml", "config.json"]),
     "empty": (NOTHING, []),
     "unfinished": (NOTHING, ["checkpoints/step_000000004.tmp-ab12/state.json"]),

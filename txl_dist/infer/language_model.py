@@ -12,7 +12,7 @@ lm.generate(" and then", memory=memory).text         # ... and gone on from, as 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -384,7 +384,7 @@ class LanguageModel:
 
 def _several(texts: Iterable[Text]) -> list[Text]:
     """Raises ConfigError for one text, whose characters are not meant."""
-    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+    if isinstance(texts, str | bytes | Mapping | Set) or not isinstance(texts, Iterable):
         raise ConfigError(f"{texts!r:.200} is no list of texts. Give a list, also of one.")
     return list(texts)
 

@@ -45,7 +45,12 @@ class TextMemory:
         return self.past.key_value_L2NSH.nbytes + self.past.document_S.nbytes
 
     def save(self, path: str | Path) -> None:
-        """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written."""
+        """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written.
+
+        So a device or a pipe of that name would be replaced too, and is refused.
+        """
+        if path_of(path).exists() and not path_of(path).is_file():
+            raise ConfigError(f"{path} is no file that a memory could be written to. Choose another one.")
         with explained(ConfigError, f"cannot write {path}", "Choose another file."):
             replace_file(path_of(path), self.to_bytes())
 

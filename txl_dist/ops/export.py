@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
+from txl_dist.convert.huggingface_export import Written, export_huggingface_code
+from txl_dist.convert.onnx_graphs import export_onnx
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.files import path_of
 from txl_dist.infer.bundle import Package, check_device, load_bundle, write_bundle
@@ -112,6 +114,19 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
     folder, package = _read(source)
     export_huggingface(out, package, dtype=dtype)
     return folder
+
+
+def export_to_onnx(source: Path, out: Path) -> float:
+    """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle; returns the largest difference of a
+    log-probability to its source, in nats. Raises as `export_onnx`, and CheckpointError if nothing whole is found."""
+    return export_onnx(out, load(source).bundle)
+
+
+def export_to_huggingface_code(source: Path, out: Path, *, dtype: str = "fp32") -> Written:
+    """Write a Hugging Face folder with its own code, from a run, a checkpoint or a bundle. Raises as
+    `export_huggingface_code`, and CheckpointError if nothing whole is found."""
+    folder, package = _read(source)
+    return export_huggingface_code(out, package.open(dtype, where=str(folder)))
 
 
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:

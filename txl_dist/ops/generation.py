@@ -105,6 +105,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
         place = f"{where}, line {number}: "
         try:
             record = parse_json(line)
+            json.dumps(record, allow_nan=False)  # as which it shall come back
         except ValueError as error:
             raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
         values = record if isinstance(record, dict) else {}

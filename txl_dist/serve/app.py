@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -15,7 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
@@ -29,7 +26,13 @@ from txl_dist.serve.refusals import RefusalError, of_validation
 from txl_dist.serve.schema import CompletionRequest, MemoryRequest
 from txl_dist.serve.service import Service
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+"""What the page may load and ask: this server alone."""
 MOST_TOLD = 2**19
 """Log-probabilities of a request: to write more of them would hold up all others."""
 UPLOAD = "application/octet-stream"
@@ -53,7 +56,6 @@ def create_app(service: Service) -> FastAPI:
         },
     )
     app.state.service = service
-    app.state.page = _page()
     for path, method, route, described in _ROUTES:
         app.add_api_route(path, route, methods=[method], response_model=None, **described)
     make_schema = app.openapi
@@ -181,20 +183,9 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _show_page(request: Request) -> Response:
-    """A page to try the model on."""
-    text, policy = request.app.state.page
-    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
-
-
-def _page() -> tuple[str, str]:
-    """(the page, the policy that lets its own scripts and styles run, and nothing else)."""
-    text = PAGE.read_text(encoding="utf-8")
-    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
-    for tag in ("script", "style"):
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found]
-        rules.append(f"{tag}-src " + (" ".join(f"'sha256-{one}'" for one in hashes) or "'none'"))
-    return text, "; ".join([*rules, "frame-ancestors 'none'"])
+    """A page to try the model on, and its parts."""
+    headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return FileResponse(PAGE / PAGE_FILES[request.url.path], headers=headers)
 
 
 def _service_of(request: Request) -> Service:
@@ -420,5 +411,5 @@ _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
         _metrics,
         _described("Metrics", 408, 413, 429, responses={200: {"content": {"text/plain": _TEXT}}}),
     ),
-    ("/", "GET", _show_page, {"include_in_schema": False}),
+    *((path, "GET", _show_page, {"include_in_schema": False}) for path in PAGE_FILES),
 ]

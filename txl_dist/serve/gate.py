@@ -16,7 +16,7 @@ from txl_dist.log import logger
 from txl_dist.serve.refusals import RefusalError
 from txl_dist.serve.service import Service
 
-OPEN_PATHS = {"/", "/health"}
+OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
 """Without a key, and while the server drains."""
 BODY_S = 30.0
 """Seconds for a body to arrive."""

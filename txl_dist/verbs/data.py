@@ -86,10 +86,10 @@ def verify(
     cache_dir: str = "",
     allow_protocols: tuple[str, ...] = (),
 ) -> None:
-    """Check every hash of a corpus, a run, a checkpoint or a bundle; exit code 1 and a list if something is damaged.
+    """Check every hash of a corpus, a run, or anything exported; exit code 1 and a list if something is damaged.
 
     Args:
-        path: Folder of a corpus, a run, a checkpoint or a bundle; or URL of a corpus.
+        path: Folder of a corpus, a run, a checkpoint, a bundle or an export with a manifest; or URL of a corpus.
         num_workers: Processes for a corpus, a shard at a time each; 0 means one per core, or none for a small one.
         cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
         allow_protocols: URL schemes to allow beyond the usual ones.
@@ -98,7 +98,7 @@ def verify(
 
     no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
     instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
-    kind = require(path, Kind.CORPUS, *TRAINED, remedies=instead)
+    kind = require(path, Kind.CORPUS, *TRAINED, Kind.HUGGINGFACE_CODE, Kind.ONNX, remedies=instead)
     if kind is Kind.CORPUS:
         from txl_dist.data.check.verify import problems_at
         from txl_dist.log import start_logging
@@ -106,7 +106,7 @@ def verify(
         start_logging()
         settings = DataSection(cache_dir=cache_dir, allow_protocols=allow_protocols)
         problems: Iterable[str] = problems_at(path, settings, num_workers=num_workers)
-    elif kind is Kind.BUNDLE:
+    elif kind in (Kind.BUNDLE, Kind.HUGGINGFACE_CODE, Kind.ONNX):
         from txl_dist.manifest import problems_of
 
         problems = problems_of(Path(path))

@@ -65,6 +65,8 @@ def generate(
     if writing.log_probs >= 0 and out is None:
         raise ConfigError("--log-probs are told as JSON. Give --out FILE; --out - is standard output.")
     pipe = Path("-")
+    if save_memory is not None and save_memory.exists() and not save_memory.is_file():
+        raise ConfigError(f"cannot write {save_memory}: it is no file. Name another one with --save-memory.")
     if pipe in (load_memory, save_memory):
         raise ConfigError("a memory is a file, and - is none. Name one with --load-memory or --save-memory.")
     for path in (file, jsonl, load_memory):

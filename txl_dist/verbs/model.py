@@ -49,24 +49,39 @@ def export(
     source: Positional[Path],
     out: Positional[Path],
     /,
-    format: Literal["bundle", "huggingface"] = "bundle",
+    format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
 ) -> None:
-    """Write an inference bundle, proven by the engine's own losses, or a Hugging Face folder.
+    """Write an inference bundle, proven by the engine's own losses, or what other programs run.
 
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder or bundle.
         out: Folder to write; an older one of the same format is replaced.
-        format: bundle: ours. huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
-        dtype: Type of the weights.
+        format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
+            token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
+        dtype: Type of the weights; graphs are fp32.
     """
     kind = require(source, *TRAINED)
-    _require_output(out, Kind.BUNDLE if format == "bundle" else Kind.HUGGINGFACE)
+    _require_output(out, _WRITES[format])
+    if format == "onnx" and dtype != "fp32":
+        raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
     announce(f"exporting {source}, {kind.value}")
-    from txl_dist.ops.export import export_bundle, export_to_huggingface
+    from txl_dist.ops.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
     if format == "huggingface":
         say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
+        return
+    if format == "onnx":
+        say(f"{out}: written; largest difference to {source} by ONNX Runtime {export_to_onnx(source, out):.2e} nats")
+        return
+    if format == "huggingface-code":
+        written = export_to_huggingface_code(source, out, dtype=dtype)
+        checked = "not checked: transformers 5 is not installed"
+        if written.difference is not None:
+            checked = f"largest difference to {source} by transformers {written.difference:.2e} nats"
+        say(f"{out}: written; {checked}")
+        if not written.has_tokenizer:
+            say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
     folder, error = export_bundle(source, out, dtype=dtype)
     say(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
@@ -116,6 +131,15 @@ def import_(
     )
     if not made.has_vocabulary:
         say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+
+
+_WRITES = {
+    "bundle": Kind.BUNDLE,
+    "huggingface": Kind.HUGGINGFACE,
+    "huggingface-code": Kind.HUGGINGFACE_CODE,
+    "onnx": Kind.ONNX,
+}
+"""What `txl export` writes, by --format."""
 
 
 def _require_output(out: Path, kind: Kind) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,20 @@ def test_a_memory_in_a_file_is_the_memory(lm: LanguageModel, tmp_path: Path) -> 
     assert lm.generate("x", memory=again, seed=1) == lm.generate("x", memory=memory, seed=1)
 
 
+def test_a_name_that_is_no_section_is_said_to_be_none(lm: LanguageModel) -> None:
+    for given in ({"path": "a.toml"}, {"modle": {}}, {"modle": 5}):
+        with pytest.raises(ConfigError, match="unknown setting"):
+            txl_dist.configure(**given)  # type: ignore[arg-type]
+
+
+def test_a_memory_does_not_take_the_place_of_a_pipe(lm: LanguageModel, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ConfigError, match="is no file that a memory could be written to"):
+            lm.memory("a").save(path)
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_memory_of_another_model_or_a_damaged_one_is_refused(
     lm: LanguageModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -380,7 +395,7 @@ def test_what_is_neither_text_nor_ids_is_refused_by_everything(lm: LanguageModel
 def test_one_text_is_not_taken_for_several_nor_a_number_for_a_memory(lm: LanguageModel, tmp_path: Path) -> None:
     ring = lm.empty_memory(num_rows=1)
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        *((lm.generate_batch, (given,), {}) for given in ("abc", 5)),
+        *((lm.generate_batch, (given,), {}) for given in ("abc", 5, {"a": 1}, {"a"})),
         *((lm.score_batch, (given,), {}) for given in ("abc", None)),
         *((call, ("a",), {"memory": given}) for call in (lm.generate, lm.score, lm.memory) for given in (5, ring)),
         *((call, ("a",), {"memory_len": given}) for call in (lm.score, lm.memory) for given in ("x", 2.5, -2, True)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ def test_words_continue_a_prompt_behind_a_blank(shell: Shell, tmp_path: Path) ->
 WRONG_LINES = [
     (b"nonsense", r"-, line 3: no JSON"),
     (b"[" * 100_000, r"-, line 3: no JSON"),
+    (b'{"prompt": "a", "x": NaN}', r"-, line 3: no JSON \(Out of range float"),
+    (b'{"prompt": "a", "x": 1e999}', r"-, line 3: no JSON \(Out of range float"),
     (b'{"tokens": [1, true]}', r"-, line 3: it must be an object"),
     (b'["a"]', r"-, line 3: it must be an object"),
     (b'{"tokens": [1, 70000]}', r"-, line 3: the prompt: 70000 is no id of this model's vocabulary"),
@@ -234,6 +237,7 @@ def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell
         (["--prompt"], "--prompt needs a text or more"),
         (["--save-memory", "-"], "a memory is a file"),
         (["--load-memory", "-"], "a memory is a file"),
+        (["--save-memory", "pipe"], "cannot write pipe: it is no file. Name another one with --save-memory."),
         (["--out", "."], "cannot write .: Is a directory. Name another file with --out."),
         (["--save-memory", "nowhere/m"], "cannot write nowhere/m: No such file or directory."),
     ],
@@ -241,6 +245,7 @@ def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell
 def test_words_that_ask_for_nothing_are_refused_before_anything_slow(
     shell: Shell, words: list[str], refusal: str
 ) -> None:
+    os.mkfifo("pipe")
     code, _, err = shell.called(tuple(words), given=b"", bundle=None)
     assert (code, len(err.splitlines())) == (2, 1)
     assert refusal in err

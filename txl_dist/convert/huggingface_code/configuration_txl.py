@@ -1,0 +1,72 @@
+# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with
+# the License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on
+# an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the
+# specific language governing permissions and limitations under the License.
+"""Settings of a Transformer-XL (Dai et al. 2019). Needs transformers 5."""
+
+from transformers import PreTrainedConfig
+
+
+class TxlConfig(PreTrainedConfig):
+    """What the network is made of, and the lengths that it was trained with."""
+
+    model_type = "txl"
+    keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {  # noqa: RUF012 (as its base class has it)
+        "hidden_size": "width",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "head_dim": "head_width",
+        "intermediate_size": "ff_width",
+    }
+
+    vocab_size: int = 256
+    num_layers: int = 4
+    width: int = 128
+    num_heads: int = 4
+    head_width: int = 32
+    ff_width: int = 512
+    embed_width: int = 128
+    """Of the embeddings of the most frequent words."""
+    cutoffs: list | tuple = ()
+    """Ids at which the clusters of the adaptive softmax begin; none means a plain softmax."""
+    div_value: int = 1
+    """Cluster i has embeddings of width embed_width // div_value**i; 1 means one table for all."""
+    tie_weights_to_embedding: bool = True
+    """Output rows are the input embeddings."""
+    tie_projections: list | tuple = ()
+    """Per cluster: its output projection is its input projection. Empty means none is."""
+    project_same_width: bool = True
+    """With div_value > 1 also embeddings as wide as the model have a projection."""
+    scale_embedding: bool = True
+    """Multiply embeddings by sqrt(width)."""
+    pre_norm: bool = False
+    """Layer norm before each sublayer instead of after its residual sum."""
+    final_norm: bool = False
+    """Layer norm on the last hidden state."""
+    norm_eps: float = 1e-5
+    activation: str = "relu"
+    value_bias: bool = False
+    output_bias: bool = False
+    positions: str = "relative"
+    """relative: sinusoids of the distance. learned_relative: a learned vector and number per distance."""
+    num_distances: int = 0
+    """Rows of the table of learned distances; larger distances share the last one."""
+    share_biases: bool = True
+    """One pair of attention biases for all layers."""
+    same_length: str = "off"
+    """Every query sees memory_len keys, itself included (memory), or memory_len + 1 (memory_and_self). off: the memory
+    and its segment up to itself."""
+    clamp_len: int = 0
+    """Larger distances share one encoding; 0 means no clamping."""
+    segment_len: int = 64
+    """Tokens that are read at a time."""
+    memory_len: int = 128
+    """Tokens of the past that a segment sees."""
+    generation_memory_len: int = 128
+    """As `memory_len`, when texts are generated: no fewer than a token at a segment's end saw."""
+    document_border: str = "carry"
+    """mask: a token sees its own document only, which begins with eos_token_id. carry: the memory runs on."""
+    initializer_range: float = 0.02
