@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import psutil
 import pytest
 import torch
@@ -46,7 +45,9 @@ def server() -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(server: Served) -> openai.OpenAI:
+def client(server: Served) -> Any:
+    import openai  # half a second, which the smoke test need not wait for
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -65,9 +66,9 @@ def test_a_server_streams_a_text_and_goes_on_from_its_memory(server: Served) -> 
     assert (whole, more) == (kept.text, lm.generate("", memory=kept.memory, **GREEDY).text)
 
 
-def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(
-    server: Served, client: openai.OpenAI
-) -> None:
+def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(server: Served, client: Any) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "txl_dist"
     whole = client.completions.create(model="tiny", prompt=TEXT, max_tokens=30, seed=3, logprobs=3)
@@ -90,7 +91,7 @@ def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == choice.text
     assert chunks[-1].usage == whole.usage
-    log_probs = [p for chunk in chunks if chunk.choices for p in chunk.choices[0].logprobs.token_logprobs or []]  # type: ignore[union-attr]
+    log_probs = [p for chunk in chunks if chunk.choices for p in chunk.choices[0].logprobs.token_logprobs or []]
     assert log_probs == pytest.approx(told.token_logprobs, abs=1e-5)
     samples = client.completions.create(model="tiny", prompt=[TEXT, "a"], max_tokens=10, n=3, seed=3)
     assert [one.index for one in samples.choices] == [*range(6)]
@@ -588,6 +589,8 @@ def resident_mib() -> float:
 
 
 def test_a_signal_lets_a_stream_end_and_the_program_leaves_with_0(tmp_path: Path) -> None:
+    import openai
+
     bundle = make(tmp_path / "made").bundle
     command = [sys.executable, "-m", "txl_dist", "serve", str(bundle), "--port", "0", "--max-tokens", "1000000"]
     process = subprocess.Popen([*command, "--grace", "1"], stderr=subprocess.PIPE, text=True)
