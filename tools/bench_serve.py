@@ -38,6 +38,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import psutil
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 NUM_AT_ONCE = 64
@@ -160,10 +161,10 @@ async def converse(url: str, *, turn: list[int], output_len: int, rounds: int) -
 
 
 @contextlib.contextmanager
-def server(source: str) -> Iterator[str]:
-    """The address of a server: the one that is given, or of one for the time."""
+def server(source: str) -> Iterator[tuple[str, psutil.Process | None]]:
+    """The address of a server, and its process: the one that is given, or one for the time."""
     if source.startswith("http"):
-        yield source.rstrip("/")
+        yield source.rstrip("/"), None
         return
     process = subprocess.Popen(
         [sys.executable, "-m", "txl_dist", "serve", source, "--port", "0", "--max-tokens", "100000"],
@@ -175,13 +176,21 @@ def server(source: str) -> Iterator[str]:
         assert process.stderr is not None
         for line in process.stderr:
             if found := re.search(r"is served at (http://\S+);", line):
-                yield found[1]
+                yield found[1], psutil.Process(process.pid)
                 break
         else:
             raise SystemExit(f"{source} could not be served")
     finally:
         process.terminate()
         process.wait()
+
+
+def cpu_s(process: psutil.Process | None) -> float:
+    """Seconds that a server has computed: unlike time, the same whoever else uses the cores, or nearly so."""
+    if process is None:
+        return 0.0
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def bodies_of(arguments: argparse.Namespace, *, vocab_size: int) -> list[dict[str, Any]]:
@@ -221,15 +230,18 @@ def main() -> None:
     limits = {name: float(most) for name, _, most in (one.partition(":") for one in arguments.goodput)}
     if unknown := limits.keys() - set(METRICS) | {name for name in limits if name == "itl"}:
         parser.error(f"--goodput: {', '.join(sorted(unknown))} is none of ttft, tpot, e2el")
-    with server(arguments.source) as url:
+    with server(arguments.source) as (url, process):
         facts = asyncio.run(facts_of(url))
         bodies = bodies_of(arguments, vocab_size=facts.get("vocab_size", 256))
 
         def measure(rate: float, at_once: int) -> dict[str, Any]:
+            before = cpu_s(process)
             found = asyncio.run(run(url, bodies, rate=rate, at_once=at_once, seed=arguments.seed))
+            spent_s = cpu_s(process) - before
             told = summary(found["outputs"], duration=found["duration"], limits=limits)
             head = {"date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"), "model_id": facts["id"]}
             head |= {"backend": "openai", "num_prompts": len(bodies), "max_concurrency": at_once}
+            told["server_cpu_ms_per_token"] = spent_s * 1000 / max(1, told["total_output_tokens"]) if process else None
             return {**head, "request_rate": rate if math.isfinite(rate) else "inf", **told}
 
         if arguments.request_rate is not None or arguments.max_concurrency is not None:
@@ -239,10 +251,10 @@ def main() -> None:
         else:
             pairs = [(measure(math.inf, 1), measure(math.inf, NUM_AT_ONCE)) for _ in range(arguments.rounds)]
             ordered = [sorted(runs, key=lambda one: one["output_throughput"]) for runs in zip(*pairs, strict=True)]
-            (alone, together), (slow, fast) = ((runs[at] for runs in ordered) for at in (len(pairs) // 2, -1))
-            by_median, by_best = (
-                two["output_throughput"] / one["output_throughput"] for one, two in ((alone, together), (slow, fast))
-            )
+            alone, together = (runs[len(pairs) // 2] for runs in ordered)
+            slow, fast = (runs[-1] for runs in ordered)
+            by_median = together["output_throughput"] / alone["output_throughput"]
+            by_best = fast["output_throughput"] / slow["output_throughput"]
             turns = asyncio.run(
                 converse(url, turn=bodies[0]["prompt"], output_len=arguments.output_len, rounds=arguments.rounds)
             )
@@ -251,6 +263,10 @@ def main() -> None:
             print(f"\n{NUM_AT_ONCE} at a time, median of the rounds")
             show(together)
             print(f"\noutput_throughput, x one at a time: {by_median:.1f} by the median, {by_best:.1f} by the best")
+            if process:
+                cpu = [statistics.median(one["server_cpu_ms_per_token"] for one in runs) for runs in ordered]
+                ratio = cpu[0] / cpu[1]
+                print(f"processor time of the server, ms per token: {cpu[0]:.2f} and {cpu[1]:.2f}, {ratio:.1f} x")
             print("ms per turn of a conversation:", " ".join(f"{ms:.0f}" for ms in turns))
             result = {**together, "one_at_a_time": alone, "x_by_median": by_median, "x_by_best": by_best}
             result["turns_ms"] = turns

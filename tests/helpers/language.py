@@ -16,10 +16,10 @@ SEGMENT_LEN, MEMORY_LEN = 8, 24
 TEXT = "the cat sat on the mat, the dog did not"
 
 
-def random_model(*, seed: int = 0, document_border: str = "carry", **changes: Any) -> LanguageModel:
-    """A tiny model of bytes."""
+def random_model(*, seed: int = 0, document_border: str = "carry", kind: str = "byte", **changes: Any) -> LanguageModel:
+    """A tiny model, of bytes unless told otherwise."""
     torch.manual_seed(seed)
-    tokenizer, section = train_tokenizer("byte", lambda: [TEXT]), tiny_section(**changes)
+    tokenizer, section = train_tokenizer(kind, lambda: [TEXT]), tiny_section(**changes)
     network = TransformerXL(section, vocab_size=tokenizer.vocab_size)
     package = Package(
         section=section,

@@ -33,7 +33,7 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 """What the page may load and ask: this server alone."""
-MOST_TOLD = 2**18
+MOST_TOLD = 2**19
 """Log-probabilities of a request: to write more of them would hold up all others."""
 UPLOAD = "application/octet-stream"
 R = TypeVar("R", bound=BaseModel)

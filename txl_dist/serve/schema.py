@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=64)]
 Id = Annotated[int, Field(ge=0, lt=2**32)]
 PromptField = str | list[str] | list[Id] | list[list[Id]]
 _PROMPT = "A text, a list of texts, the ids of a text, which are taken as they are, or a list of such."

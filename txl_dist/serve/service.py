@@ -43,6 +43,7 @@ class Service:
         )
         self.metrics, self.created = Metrics(), int(time.time())
         self.is_draining = False
+        _ = model.fingerprint  # now, for it reads all weights
         self.memory_len = model.window(serving.memory_len)
         self._keys = itertools.count()
         gauges: dict[str, tuple[str, Callable[[], float]]] = {

@@ -11,6 +11,7 @@ is over end as they are. What a client does not read waits with the client's con
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -69,6 +70,7 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._unwanted: set[int] = set()
         self._is_stopped = False
+        self._end_of_all = math.inf  # by time.monotonic()
         self._jobs: dict[int, Job] = {}  # in work; of the thread alone
         self._to_hand_out: list[tuple[Callable[[Piece], None], Piece]] = []
         self._handed_out_at = 0.0
@@ -115,10 +117,7 @@ class Worker:
 
     def hurry(self, *, by: float) -> None:
         """Nothing takes longer than until then."""
-        with self._changed:
-            for job in [*self._waiting, *self._jobs.values()]:
-                job.deadline = min(job.deadline, by)
-            self._changed.notify()
+        self._end_of_all = by
 
     def _new_writer(self) -> Writer:
         return self._model.writer(num_rows=self._num_rows, memory_len=self._memory_len)
@@ -157,18 +156,21 @@ class Worker:
     def _cut_late(self) -> list[Piece]:
         now = time.monotonic()
         with self._changed:
-            late = [job for job in self._waiting if job.deadline < now]
+            late = [job for job in self._waiting if self._is_late(job, now)]
             if late:
-                self._waiting = deque(job for job in self._waiting if job.deadline >= now)
+                self._waiting = deque(job for job in self._waiting if not self._is_late(job, now))
         self._jobs |= {job.key: job for job in late}
         pieces: list[Piece] = []
-        for job in [job for job in self._jobs.values() if job.deadline < now]:
+        for job in [job for job in self._jobs.values() if self._is_late(job, now)]:
             ended = self._writer.cut(job.key)
             if job.has_begun:
                 pieces += ended
             else:
                 pieces.append(Piece(job.key, 0, "", None, error=LateError("the time of this request is over.")))
         return pieces
+
+    def _is_late(self, job: Job, now: float) -> bool:
+        return min(job.deadline, self._end_of_all) < now
 
     def _hand_out(self, pieces: list[Piece]) -> None:
         """To the event loop, unless it was given something just now and more is to come."""

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import psutil
 import pytest
 import torch
@@ -28,6 +27,7 @@ from txl_dist.cli import main
 from txl_dist.errors import ConfigError
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.sampling import uniform_numbers
+from txl_dist.serve import gate
 from txl_dist.serve.listening import listen
 from txl_dist.serve.settings import Serving
 
@@ -45,7 +45,9 @@ def server() -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(server: Served) -> openai.OpenAI:
+def client(server: Served) -> Any:
+    import openai  # half a second, which the smoke test need not wait for
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -64,9 +66,9 @@ def test_a_server_streams_a_text_and_goes_on_from_its_memory(server: Served) -> 
     assert (whole, more) == (kept.text, lm.generate("", memory=kept.memory, **GREEDY).text)
 
 
-def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(
-    server: Served, client: openai.OpenAI
-) -> None:
+def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(server: Served, client: Any) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "txl_dist"
     whole = client.completions.create(model="tiny", prompt=TEXT, max_tokens=30, seed=3, logprobs=3)
@@ -89,7 +91,7 @@ def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(
     chunks = list(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == choice.text
     assert chunks[-1].usage == whole.usage
-    log_probs = [p for chunk in chunks if chunk.choices for p in chunk.choices[0].logprobs.token_logprobs or []]  # type: ignore[union-attr]
+    log_probs = [p for chunk in chunks if chunk.choices for p in chunk.choices[0].logprobs.token_logprobs or []]
     assert log_probs == pytest.approx(told.token_logprobs, abs=1e-5)
     samples = client.completions.create(model="tiny", prompt=[TEXT, "a"], max_tokens=10, n=3, seed=3)
     assert [one.index for one in samples.choices] == [*range(6)]
@@ -384,6 +386,18 @@ def test_a_model_without_memory_is_served_too() -> None:
             assert "remembers nothing" in reply.message
 
 
+def test_words_are_joined_to_their_prompt_as_in_generate() -> None:
+    lm = random_model(kind="word")
+    with served(lm) as server:
+        made = lm.generate("the cat", **GREEDY)
+        told = server.complete("the cat", echo=True, logprobs=1, **GREEDY).json["choices"][0]
+        assert told["text"] == "the cat" + made.text
+        logprobs = told["logprobs"]
+        assert len(logprobs["tokens"]) == 2 + len(made.ids) + (made.finish == "end_of_text")
+        for token, offset in zip(logprobs["tokens"][2:-1], logprobs["text_offset"][2:-1], strict=True):
+            assert told["text"][offset:].lstrip().startswith(token.strip())
+
+
 def test_a_model_with_masks_says_that_it_scores_one_document_at_a_time() -> None:
     lm = random_model(document_border="mask")
     ids, end = lm.encode(TEXT), lm.tokenizer.end_of_text
@@ -470,6 +484,7 @@ def test_the_time_of_a_request_ends_its_texts_as_they_are_and_refuses_those_that
 
 
 def test_a_slow_reader_holds_nobody_up_and_50_that_are_cut_leave_their_rows(server: Served) -> None:
+    before = resident_mib()
     slow = begin_stream(server, max_tokens=400, logprobs=20)
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     assert server.complete(TEXT, **GREEDY).status == 200
@@ -487,6 +502,21 @@ def test_a_slow_reader_holds_nobody_up_and_50_that_are_cut_leave_their_rows(serv
     slow.close()
     server.wait_until_idle()
     wait_until(lambda: server.server._gate.num_active == 0)
+    assert resident_mib() < before + 50
+
+
+def test_who_neither_reads_nor_sends_is_cut_off(monkeypatch: Any) -> None:
+    monkeypatch.setattr(gate, "SEND_S", 0.5)
+    monkeypatch.setattr(gate, "BODY_S", 0.5)
+    with served(random_model(), max_tokens=10_000) as server:
+        stuck = begin_stream(server, max_tokens=10_000, logprobs=20)
+        half = socket.create_connection((server.address.hostname, server.address.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
+        assert b"408 Request Timeout" in half.recv(1000)
+        wait_until(lambda: server.server._gate.num_active == 0)
+        server.wait_until_idle()
+        stuck.close()
+        half.close()
 
 
 def test_a_long_prompt_does_not_stall_a_text_that_is_written(server: Served) -> None:
@@ -559,6 +589,8 @@ def resident_mib() -> float:
 
 
 def test_a_signal_lets_a_stream_end_and_the_program_leaves_with_0(tmp_path: Path) -> None:
+    import openai
+
     bundle = make(tmp_path / "made").bundle
     command = [sys.executable, "-m", "txl_dist", "serve", str(bundle), "--port", "0", "--max-tokens", "1000000"]
     process = subprocess.Popen([*command, "--grace", "1"], stderr=subprocess.PIPE, text=True)

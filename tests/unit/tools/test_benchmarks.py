@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.bundles import make
+
 pytestmark = pytest.mark.slow
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -89,3 +91,25 @@ def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(tmp_
     (table,) = tables_in(file).values()
     assert [row["variant"] for row in table] == ["vanilla, fused", "vanilla, plain", "recurrence", "cached"]
     assert all(float(str(row["loss error"])) < 1e-5 for row in table)
+
+
+def test_a_server_is_measured_with_vllms_names(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "made").bundle
+    words = ["--num-prompts", "4", "--input-len", "3", "--output-len", "4", "--json", str(tmp_path / "serve.json")]
+    printed = run("bench_serve.py", str(bundle), *words, "--rounds", "1")
+    told = json.loads((tmp_path / "serve.json").read_text(encoding="utf-8"))
+    assert "x one at a time" in printed
+    assert len(told["turns_ms"]) == 10
+    assert told["completed"] == 4
+    assert told["failed"] == 0
+    assert told["total_output_tokens"] > 4
+    names = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput", "duration")
+    assert told.keys() >= set(names)
+    assert told.keys() >= {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in VLLMS}
+    words += ["--request-rate", "200", "--goodput", "ttft:100000", "e2el:0.0001"]
+    run("bench_serve.py", str(bundle), *words)
+    told = json.loads((tmp_path / "serve.json").read_text(encoding="utf-8"))
+    assert (told["request_rate"], told["request_goodput"]) == (200.0, 0.0)
+
+
+VLLMS = ("ttft", "tpot", "itl", "e2el")
