@@ -123,6 +123,11 @@ async def _make_memory(request: Request) -> Response:
             given = await run_in_threadpool(service.model.read_memory, data, called="the body")
         except TxlError as error:
             raise RefusalError(400, str(error), code="no_memory_of_this_model") from error
+        if given.num_bytes > service.largest_memory:
+            message = (
+                f"this memory has {len(given):,} tokens, more than are seen here. Make it with a shorter --memory-len."
+            )
+            raise RefusalError(413, message, code="body_too_large")
         return JSONResponse(service.facts(service.memories.put(given)), 201)
     order = await _read(request, MemoryRequest)
     service.check_name(order.model)

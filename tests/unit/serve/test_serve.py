@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import re
@@ -338,6 +339,13 @@ def test_a_file_that_is_no_memory_of_this_model_is_refused(server: Served) -> No
     assert "is damaged" in refusal(type(whole)(whole.past, 10**6, whole.model).to_bytes())
 
 
+def test_a_memory_that_is_longer_than_what_is_seen_is_refused(server: Served) -> None:
+    longer = server.service.model.memory(TEXT, memory_len=MEMORY_LEN + 5).to_bytes()
+    reply = server.ask("POST", "/v1/memories", longer, content_type="application/octet-stream")
+    assert reply.status == 413
+    assert "this memory has 30 tokens, more than are seen here" in reply.message
+
+
 def test_numbers_of_a_forged_memory_harm_nobody_else(server: Served) -> None:
     whole = server.service.model.memory(TEXT)
     huge = whole.past._replace(key_value_L2NSH=whole.past.key_value_L2NSH * 1e37)
@@ -624,3 +632,12 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd:
         assert message in capfd.readouterr().err
     taken.close()
     assert main(["serve", str(tmp_path / "nothing")]) == 2
+
+
+def test_without_the_extra_the_line_that_installs_it_is_told(monkeypatch: Any, tmp_path: Path, capfd: Any) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    assert main(["serve", str(make(tmp_path / "made").bundle)]) == 2
+    assert (
+        'serving needs the package uvicorn. Install the extra: pip install "txl_dist[serve]"' in capfd.readouterr().err
+    )
