@@ -27,6 +27,7 @@ from txl_dist.model.memory import Memory
 from txl_dist.ops.export import export_bundle
 from txl_dist.run_files import retained
 from txl_dist.train.batch import batch_maker
+from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.policy import prune_checkpoints
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import (
@@ -39,7 +40,6 @@ from txl_dist.train.checkpoint.read import (
     resized,
 )
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles
 from txl_dist.train.checkpoint.write import Saved, Saver
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.health import Health

@@ -12,7 +12,10 @@ from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
+from txl_dist.tables import size
 from txl_dist.verbs.words import announce
+
+WeightType = Literal["fp32", "bf16", "fp16", "int8"]
 
 
 def evaluate(
@@ -50,7 +53,7 @@ def export(
     out: Positional[Path],
     /,
     format: Literal["bundle", "huggingface"] = "bundle",
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    dtype: WeightType = "fp32",
 ) -> None:
     """Write an inference bundle, proven by the engine's own losses, or a Hugging Face folder.
 
@@ -58,18 +61,24 @@ def export(
         source: Run directory (its newest checkpoint), checkpoint folder or bundle.
         out: Folder to write; an older one of the same format is replaced.
         format: bundle: ours. huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
-        dtype: Type of the weights.
+        dtype: Type of the weights; int8 (a scale per row; for bundles) is read back, and runs, as fp32.
     """
     kind = require(source, *TRAINED)
     _require_output(out, Kind.BUNDLE if format == "bundle" else Kind.HUGGINGFACE)
+    if dtype == "int8" and format != "bundle":
+        raise ConfigError(
+            f"int8 is a type of our bundles, which no reader of --format {format} knows. Give another --dtype, "
+            "or --format bundle."
+        )
     announce(f"exporting {source}, {kind.value}")
     from txl_dist.ops.export import export_bundle, export_to_huggingface
 
     if format == "huggingface":
         say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
         return
-    folder, error = export_bundle(source, out, dtype=dtype)
-    say(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
+    made = export_bundle(source, out, dtype=dtype)
+    say(f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats")
+    say(f"weights: {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32")
 
 
 def import_(
@@ -81,7 +90,7 @@ def import_(
     settings: Path | None = None,
     segment_len: int = 0,
     memory_len: int = -1,
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    dtype: WeightType = "fp32",
 ) -> None:
     """Make a bundle of another system's weights, without running any code in their files.
 
@@ -94,7 +103,7 @@ def import_(
         settings: JSON object, under the other system's names, of what its file does not tell: {"n_head": 8, ...}.
         segment_len: Tokens per segment; 0 means as the file says.
         memory_len: Tokens of memory; -1 means as the file says.
-        dtype: Type of the weights.
+        dtype: Type of the weights, as for `txl export`.
     """
     _require_foreign(path, format=format)
     _require_output(out, Kind.BUNDLE)

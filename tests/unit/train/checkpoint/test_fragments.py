@@ -16,7 +16,8 @@ from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import CheckpointError
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, file_bytes, fragment_tensors, write_tensors
+from txl_dist.tensor_files import file_bytes, write_tensors
+from txl_dist.train.checkpoint.fragments import FragmentFiles, fragment_tensors
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.engine.zero import ZeroEngine
 
@@ -66,7 +67,7 @@ def test_bytes_and_hash_are_those_of_the_file_and_no_more_than_announced(
 
 
 def test_a_tensor_larger_than_a_chunk_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txl_dist.train.checkpoint.tensor_files._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("txl_dist.tensor_files._CHUNK_BYTES", 1000)
     tensor = torch.arange(12_345, dtype=torch.int64)
     facts = written(tmp_path / "f", {"large": tensor})
     assert torch.equal(load_file(tmp_path / "f")["large"], tensor)

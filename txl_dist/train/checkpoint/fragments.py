@@ -1,0 +1,116 @@
+"""Files of fragments, the pieces of parameters and optimizer state that each rank wrote, and how values are put
+together from them: of any range of any parameter, for an engine of any stage on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from txl_dist.errors import CheckpointError, explained
+from txl_dist.files import parse_object
+from txl_dist.tensor_files import TensorFile, open_tensors
+from txl_dist.train.engine.partitions import Fragment
+
+_DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
+
+
+@contextmanager
+def reading(what: str, path: Path) -> Iterator[Any]:
+    """`open_tensors`, around what is read of it. Raises CheckpointError, which says what that was."""
+    with explained(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=_DAMAGE):
+        yield open_tensors(path)
+
+
+def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a file of fragments."""
+    tensors = {f"{kind}/{one.parameter}": values for one in fragments for kind, values in one.values.items()}
+    starts = {one.parameter: one.start for one in fragments}
+    steps = {one.parameter: one.step for one in fragments}
+    return tensors, {"starts": json.dumps(starts), "steps": json.dumps(steps)}
+
+
+class FragmentFiles:
+    """The files of fragments that all ranks wrote: a `Source` for an engine of any stage on any number of ranks.
+
+    Files are opened when a value is asked for that those before do not hold, beginning with the one of rank `near`, so
+    that a rank which finds its own parts again opens no other file.
+    """
+
+    def __init__(self, folder: Path, *, near: int = 0) -> None:
+        """Raises CheckpointError if the folder has no such file, or it cannot be read."""
+        self._folder = folder
+        paths = sorted(folder.glob("*.safetensors"))
+        near = min(near, max(len(paths) - 1, 0))
+        self._waiting = paths[near:] + paths[:near]
+        self._opened: list[_FragmentFile] = []
+        self.kinds: list[str] = []
+        while not self.kinds and self._open_next():  # a rank of a small model may hold nothing
+            self.kinds = self._opened[-1].kinds
+        if not self.kinds:
+            raise CheckpointError(f"{folder} holds no weights. Use another checkpoint.")
+
+    def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
+        """Raises CheckpointError if no file holds it all."""
+        values, found, index = torch.empty(length), 0, 0
+        while found < length:
+            if index == len(self._opened) and not self._open_next():
+                raise CheckpointError(
+                    f"{self._folder} lacks {length - found} of {length} values {kind} of {parameter} from "
+                    f"{start + found} on. It belongs to another model; use another checkpoint."
+                )
+            copied = self._opened[index].copy_into(values[found:], kind, parameter, start=start + found)
+            found, index = found + copied, 0 if copied else index + 1
+        return values
+
+    def step_of(self, parameter: str) -> float:
+        """Updates that the optimizer had counted for it."""
+        index = 0
+        while index < len(self._opened) or self._open_next():
+            if parameter in self._opened[index].steps:
+                return self._opened[index].steps[parameter]
+            index += 1
+        raise CheckpointError(
+            f"{self._folder} has no {parameter}. It belongs to another model; use another checkpoint."
+        )
+
+    def _open_next(self) -> bool:
+        if not self._waiting:
+            return False
+        self._opened.append(_FragmentFile(self._waiting.pop(0)))
+        return True
+
+
+class _FragmentFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._reading():
+            self._file = TensorFile(path)
+            self._starts: dict[str, int] = parse_object(self._file.metadata["starts"])
+            self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
+            self.kinds = sorted({name.partition("/")[0] for name in self._file.shapes})
+
+    def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
+        """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""
+        if parameter not in self._starts:
+            return 0
+        name = f"{kind}/{parameter}"
+        if name not in self._file.shapes:
+            raise CheckpointError(f"{parameter} has no {kind} in {self._path}. Use another checkpoint.")
+        first = start - self._starts[parameter]
+        count = min(len(values), self._file.shapes[name].numel() - first)
+        if first < 0 or count <= 0:
+            return 0
+        with self._reading():
+            values[:count] = self._file.read(name, first, first + count)
+        return count
+
+    def _reading(self) -> AbstractContextManager[None]:
+        what = f"cannot read the weights in {self._path}"
+        return explained(CheckpointError, what, "Use another checkpoint.", of=_DAMAGE)
