@@ -1,8 +1,8 @@
 """Memory that an export needs: `python tools/bench_export.py SOURCE... [--dtypes fp32 bf16 fp16 int8]`.
 
-Each source (a run, a checkpoint or a bundle) is exported in each type, in a fresh process. The figure is the peak of its
-resident memory (VmHWM of Linux: pages of its own and of mapped files, touched at the same moment) less what is resident
-when the program has been imported, as a share of the weights in the type of export. Probe, hashes, tokenizer are in it.
+Each source (a run, a checkpoint or a bundle) is exported in each type, in a fresh process. The figure is the peak of
+its resident memory (VmHWM of Linux: pages of its own and of mapped files together) less what is resident when the
+program has been imported, as a share of the weights in the type of export. Probe, hashes and tokenizer are in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB = 1 << 20
 def measured(source: Path, dtype: str) -> dict[str, Any]:
     """Export in a fresh process: bytes of the weights, the peak above the imports, seconds, the error in nats."""
     command = [sys.executable, __file__, str(source), "--dtypes", dtype, "--once"]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     facts: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return facts
 
@@ -55,6 +55,7 @@ def resident(field: str) -> int:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)

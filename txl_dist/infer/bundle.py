@@ -12,6 +12,7 @@ Loading needs neither DeepSpeed nor a launcher.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import shutil
@@ -152,7 +153,9 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         train = {"data": {"document_border": border}, "model": model, "train": lengths}
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
-        written, _ = read_bundle(temporary)
+        check_folder(temporary, remedy="Choose a folder on another disk.")
+        _Content.model_validate_json(read_bytes(temporary / "config.json"))
+        written = dataclasses.replace(package, weights=stored_weights(temporary / WEIGHTS))
         error = written.proven(dtype, where=str(folder))
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as problem:

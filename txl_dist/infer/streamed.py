@@ -119,9 +119,13 @@ class _Table(NamedTuple):
         return torch.cat([column_losses(self._logits(hidden_rE), targets_r) for hidden_rE, targets_r in some])
 
     def _logits(self, hidden_rE: Tensor) -> Tensor:
-        parts = []
+        num_columns = sum(columns.high - columns.low for columns in self.columns)
+        logits_rV, start = hidden_rE.new_empty(len(hidden_rE), num_columns), 0
         for weight_VE, bias_V, low, high in self.columns:
             for piece in pieces(torch.Size((high - low, weight_VE.shape[1]))):
                 rows = slice(low + piece.start, low + piece.stop)
-                parts.append(F.linear(hidden_rE, self.reader.rows(weight_VE, rows), self.reader.rows(bias_V, rows)))
-        return torch.cat(parts, dim=1)
+                weight_vE, bias_v = self.reader.rows(weight_VE, rows), self.reader.rows(bias_V, rows)
+                # In place: small results between large buffers that come and go would keep the heap from shrinking.
+                logits_rV[:, start : start + len(bias_v)] = F.linear(hidden_rE, weight_vE, bias_v)
+                start += len(bias_v)
+        return logits_rV

@@ -23,7 +23,7 @@ from txl_dist.tensor_files import Stream, TensorFile, write_streams
 
 SCALE = ".scale"
 """What the name of a tensor's scales ends with."""
-_PIECE_VALUES = 1 << 20
+_PIECE_VALUES = 1 << 18
 _STEPS = 127
 
 
@@ -56,7 +56,7 @@ class Rows:
 
 
 def pieces(shape: torch.Size) -> Iterator[slice]:
-    """Consecutive rows, a few MiB at a time unless one row has more."""
+    """Consecutive rows, a MiB in fp32 at a time unless one row has more."""
     step = max(1, _PIECE_VALUES // max(1, shape[1:].numel()))
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
