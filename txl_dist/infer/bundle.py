@@ -45,11 +45,11 @@ WEIGHTS = "model.safetensors"
 FORMAT_VERSIONS = (1, 2)
 """2 where int8 occurs, which older programs do not know."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STORED = {**DTYPES, "int8": torch.int8}
-"""Types of weights in a bundle. The network of an int8 one runs in fp32, with weights of so few steps."""
+"""Types that a network runs in. That of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
 """Largest difference on the probe, by the coarser of the bundle's and the engine's type: in nats for fp32, else as a
-share of the largest loss on the probe (at least 5 nats), since half precisions round relative to it."""
+share of the largest loss on the probe (at least 5 nats), since half precisions round relative to it. int8 differs as
+much as bf16: of 14 kinds of random networks both by 0.02 % to 0.8 % of it, trained ones in int8 by up to 0.4 %."""
 
 
 class _Content(BaseModel):
@@ -146,7 +146,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     try:
         temporary.mkdir(parents=True)
         weights = {name: package.weights[name] for name in names}
-        write_weights(temporary / WEIGHTS, weights, dtype=STORED[dtype])
+        write_weights(temporary / WEIGHTS, weights, dtype=dtype)
         save_file(package.probe, temporary / "probe.safetensors")
         write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         package.tokenizer.save(temporary / "tokenizer.json")

@@ -21,6 +21,8 @@ from torch import Tensor
 from txl_dist.errors import CheckpointError
 from txl_dist.tensor_files import Stream, TensorFile, write_streams
 
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+"""Types of weights in a file."""
 SCALE = ".scale"
 """What the name of a tensor's scales ends with."""
 _PIECE_VALUES = 1 << 18
@@ -82,19 +84,19 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (flat / step).round_().clamp_(-_STEPS, _STEPS).to(torch.int8).view(rows.shape), scale
 
 
-def write_weights(path: Path, weights: Weights, *, dtype: torch.dtype) -> None:
+def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
     """Write tensors to a new file in this type, some rows at a time.
 
     Raises CheckpointError where a number is not finite in it, OSError, and what reading the weights raises.
     """
     streams: dict[str, Stream] = {}
     for name, weight in weights.items():
-        if dtype == torch.int8 and is_quantized(name, weight.shape):
+        if dtype == "int8" and is_quantized(name, weight.shape):
             streams[name] = _stream(name, weight, dtype, lambda rows: quantized(rows)[0])
-            scales = _stream(name, weight, torch.bfloat16, lambda rows: quantized(rows)[1])
+            scales = _stream(name, weight, "bf16", lambda rows: quantized(rows)[1])
             streams[name + SCALE] = scales._replace(shape=weight.shape[:1])
         else:
-            streams[name] = _stream(name, weight, torch.float32 if dtype == torch.int8 else dtype, lambda rows: rows)
+            streams[name] = _stream(name, weight, "fp32" if dtype == "int8" else dtype, lambda rows: rows)
     write_streams(path, streams)
 
 
@@ -118,15 +120,15 @@ def _stored(file: TensorFile, name: str) -> Rows:
     return Rows(shape, read)
 
 
-def _stream(name: str, weight: Sliced, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]) -> Stream:
+def _stream(name: str, weight: Sliced, dtype: str, convert: Callable[[Tensor], Tensor]) -> Stream:
     """`convert` gets rows in fp32, and gives what they are in a file of this type."""
 
     @torch.no_grad()
     def converted() -> Iterator[Tensor]:
         for rows in pieces(weight.shape):
-            piece = convert(weight[rows].float()).to(dtype)
+            piece = convert(weight[rows].float()).to(STORED[dtype])
             if not bool(piece.isfinite().all()):
                 raise CheckpointError(f"{name} holds numbers that are not finite in {dtype}. Choose another --dtype.")
             yield piece.contiguous().cpu()
 
-    return Stream(dtype, weight.shape, converted())
+    return Stream(STORED[dtype], weight.shape, converted())
