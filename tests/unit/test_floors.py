@@ -210,6 +210,7 @@ def test_each_library_stays_in_its_room() -> None:
     assert {folder_of(file) for file in files_importing("webdataset")} <= {"data"}
     assert rooms_importing("tensorboard") | rooms_importing("torch.utils.tensorboard") <= {"train/report"}
     assert rooms_importing("tyro") <= {"cli", "verbs"}
+    assert files_importing("lm_eval") <= {"infer/harness.py"}
     assert {file for file in FILES if folder_of(file) in ("text", "data")} & files_importing("torch") == set()
 
 
