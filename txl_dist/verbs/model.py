@@ -77,8 +77,10 @@ def export(
         say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
         return
     made = export_bundle(source, out, dtype=dtype)
-    say(f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats")
-    say(f"weights: {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32")
+    say(
+        f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
+        f"weights {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32"
+    )
 
 
 def import_(
