@@ -1,6 +1,6 @@
 """A network whose weights stay where they are: each part reads its own when it runs, and keeps none of them.
 
-It computes what `TransformerXL` does, by its code, and holds one layer, or a few MiB of a table, at a time. So a bundle
+It computes what `TransformerXL` does, by its code, and holds one matrix, or a MiB of a table, at a time. So a bundle
 of any size and type is proven by its probe in far less memory than it needs to be used. What it gives up is speed:
 every segment reads all weights again.
 """
@@ -36,8 +36,9 @@ class StreamedXL(TransformerXL):
             self.embedding = _Embedding(model, vocab_size=vocab_size, reader=reader)
             self.softmax = _Softmax(model, vocab_size=vocab_size, embedding=self.embedding, reader=reader)
         reader.sources.update({parameter: weights[name] for name, parameter in self.named_parameters()})
-        self.blocks = nn.ModuleList(_Part(block, reader) for block in self.blocks)
         self.final_norm = _Part(self.final_norm, reader)
+        for block in self.blocks:
+            _stream(block, reader)
         self._like = torch.empty(0, dtype=dtype)
         self.eval()
 
@@ -60,8 +61,19 @@ class _Reader(NamedTuple):
         return copy_rows(torch.empty(parameter.shape, dtype=self.dtype), self.sources[parameter])
 
 
+def _stream(module: nn.Module, reader: _Reader) -> None:
+    """Let each layer in a module read its weights when it runs. What stands beside layers, u and v, it has at once."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(reader.whole(parameter), requires_grad=False))
+    for name, child in list(module.named_children()):
+        if any(child.children()):
+            _stream(child, reader)
+        else:
+            setattr(module, name, _Part(child, reader))
+
+
 class _Part(nn.Module):
-    """A module that has its weights for as long as it runs."""
+    """A layer that has its weights for as long as it runs."""
 
     def __init__(self, part: nn.Module, reader: _Reader) -> None:
         super().__init__()
