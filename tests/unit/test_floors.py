@@ -69,7 +69,7 @@ BUDGETS = {
     "text": 800,
     "data": 4250,
     "model": 1350,
-    "infer": 1400,
+    "infer": 1420,
     "convert": 1100,
     "train": 4150,
     "ops": 3500,
