@@ -114,7 +114,9 @@ class TensorFile:
         return _DTYPES[known]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Values start ... stop - 1 of a tensor, flattened. Raises OSError, ValueError."""
+        """Values start ... stop - 1 of a tensor, flattened. Raises OSError, KeyError, ValueError."""
+        if stop > (num_values := self.shapes[name].numel()):
+            raise ValueError(f"{name} has {num_values} values, and {stop} are needed")
         values = torch.empty(stop - start, dtype=self.dtype(name))
         buffer = memoryview(values.view(torch.uint8).numpy().data)
         with open_regular(self._path) as stream:

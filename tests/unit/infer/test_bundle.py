@@ -125,6 +125,17 @@ def test_an_int8_bundle_is_read_as_fp32_and_says_what_it_is(tmp_path: Path, toke
     assert txl_dist.load(tmp_path / "bundle").generate("the ", max_tokens=3, seed=0).ids
 
 
+def test_an_int8_bundle_without_all_its_scales_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path / "bundle", tokenizer, dtype="int8")
+    path = tmp_path / "bundle" / "model.safetensors"
+    held, name = load_file(path), "blocks.1.ff_in.weight.scale"
+    for scales in ({}, {name: held[name][:-1].clone()}):
+        save_file({key: tensor for key, tensor in held.items() if key != name} | scales, path)
+        write_manifest(path.parent, {file: describe_file(path.parent / file) for file in files_of(path.parent)})
+        with pytest.raises(CheckpointError, match=rf"cannot be read: .*{name}"):
+            load_bundle(path.parent)
+
+
 @pytest.mark.parametrize("settings", [{}, {"cutoffs": (20, 100), "div_value": 2}])
 def test_int8_is_at_most_three_tenths_of_fp32(tmp_path: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     wide = {"width": 96, "num_heads": 3, "head_width": 32, "ff_width": 256, **settings}
