@@ -23,7 +23,7 @@ from txl_dist.model.memory import Memory, empty_memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 
-_MOST_LOGITS = 1 << 20
+_MOST_LOGITS = 1 << 19
 
 
 class StreamedXL(TransformerXL):
