@@ -352,7 +352,8 @@ def _read_checkpoint(folder: Path) -> bool:
         return False
     load_config(found / "config.toml")
     load_tokenizer(found / "tokenizer.json")
-    consolidated_weights(found)
+    for rows in consolidated_weights(found).values():
+        rows[:]
     load_memory(found, lanes=range(4))
     return True
 

@@ -26,9 +26,9 @@ from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.launch import train
 from txl_dist.config import config_from_dict, config_to_toml
 from txl_dist.run_files import checkpoint_folder
+from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.read import load_memory
 from txl_dist.train.checkpoint.soundness import read_state
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles
 
 STEP, LAST_STEP = 16, 20
 FAULTS = "nan:0:3,spike:0:10,spike:0:11"

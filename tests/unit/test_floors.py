@@ -22,7 +22,7 @@ PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
     "__init__ errors",
     "allocator console faults files meeting rng sections suggest tables",
-    "config dist log manifest processes run_files",
+    "config dist log manifest processes run_files tensor_files",
     "progress",
     "text",
     "data model",
@@ -65,11 +65,11 @@ BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 LAZY = "__init__.py"
 """The door for programs: it names what lies above it, and imports a name when that is first asked for."""
 BUDGETS = {
-    "top": 1600,
+    "top": 1700,
     "text": 800,
     "data": 4250,
     "model": 1350,
-    "infer": 1450,
+    "infer": 1720,
     "convert": 1850,
     "train": 4200,
     "ops": 3680,
@@ -219,6 +219,7 @@ def test_each_library_stays_in_its_room() -> None:
     assert rooms_importing("tyro") <= {"cli", "verbs"}
     for package in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
         assert rooms_importing(package) == {"serve"}
+    assert files_importing("lm_eval") <= {"infer/harness.py"}
     assert {file for file in FILES if folder_of(file) in ("text", "data")} & files_importing("torch") == set()
 
 

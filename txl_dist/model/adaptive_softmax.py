@@ -13,7 +13,7 @@ Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,13 @@ from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.sections import ModelSection
 from txl_dist.text.clusters import cluster_edges
+
+
+class Columned(Protocol):
+    """Whoever knows the losses of one cluster."""
+
+    def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """-log p of one column of each row, at least fp32, [R]."""
 
 
 class Table(NamedTuple):
@@ -39,6 +46,10 @@ class Table(NamedTuple):
         return F.linear(
             hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), self.weight_VE, self.bias_V
         )
+
+    def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """-log p of one column of each row, at least fp32, [R]."""
+        return column_losses(self.logits(hidden_RD), targets_R)
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -95,7 +106,7 @@ class AdaptiveSoftmax(nn.Module):
         targets_BT: Tensor,
         *,
         partition: Partition | None = None,
-        tables: Sequence[Table] | None = None,
+        tables: Sequence[Columned] | None = None,
     ) -> Tensor:
         """nll_BT: the loss of each token in nats, the plain twin of `fused_softmax.weighted_loss`.
 
@@ -105,11 +116,11 @@ class AdaptiveSoftmax(nn.Module):
             partition = partition_of(targets_BT, edges=self.edges)
         tables = self.tables() if tables is None else tables
         hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-        nll_S = _nll(tables[0].logits(hidden_SD), self._head_columns(targets_S))
+        nll_S = tables[0].losses(hidden_SD, self._head_columns(targets_S))
         nll_S = F.pad(nll_S, (0, 1))  # padded rows land in the last element
         for tail, table in zip((partition or ())[1:], tables[1:], strict=True):
             rows_RD = hidden_SD.index_select(0, tail.rows.clamp(max=hidden_SD.shape[0] - 1))
-            nll_S = nll_S.index_add(0, tail.rows, _nll(table.logits(rows_RD), tail.ids))
+            nll_S = nll_S.index_add(0, tail.rows, table.losses(rows_RD, tail.ids))
         return nll_S[:-1].view(targets_BT.shape)
 
     def _head_columns(self, targets_S: Tensor) -> Tensor:
@@ -160,9 +171,10 @@ class AdaptiveSoftmax(nn.Module):
         return cast(Tensor | None, getattr(self, f"projection_{i}"))
 
 
+def column_losses(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """-log p of one column of each row, at least fp32, [R]."""
+    return F.nll_loss(_log_softmax(logits_RV), targets_R, reduction="none")
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, dim=-1, dtype=at_least_fp32(logits.dtype))
-
-
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.nll_loss(_log_softmax(logits), targets, reduction="none")

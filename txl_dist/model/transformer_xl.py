@@ -57,7 +57,9 @@ class TransformerXL(nn.Module):
         self.blocks = nn.ModuleList(
             Block(model, biases=own, kernel=attention) for own in (biases * model.num_layers)[: model.num_layers]
         )
-        self.final_norm = nn.LayerNorm(model.width, eps=model.norm_eps) if model.final_norm else nn.Identity()
+        self.final_norm: nn.Module = (
+            nn.LayerNorm(model.width, eps=model.norm_eps) if model.final_norm else nn.Identity()
+        )
         self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
         initialize(self, model)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
@@ -14,7 +15,7 @@ from txl_dist.convert.huggingface_export import Written, export_huggingface_code
 from txl_dist.convert.onnx_graphs import export_onnx
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.files import path_of
-from txl_dist.infer.bundle import Package, check_device, load_bundle, write_bundle
+from txl_dist.infer.bundle import WEIGHTS, Package, check_device, load_bundle, read_bundle, write_bundle
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
 from txl_dist.run_files import SETTINGS, TRAINED, Kind, kind_of, list_checkpoints, require
@@ -22,6 +23,8 @@ from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.probe import read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
+
+T = TypeVar("T")
 
 
 class Trained(NamedTuple):
@@ -32,10 +35,29 @@ class Trained(NamedTuple):
     package: Package
 
 
-def read_trained(run: Path) -> Trained:
-    """Weights and settings of a run's newest whole checkpoint, or of a checkpoint folder. Raises CheckpointError.
+class Exported(NamedTuple):
+    """What an export made."""
 
-    The run may be training: what is read is kept from being pruned, and what was pruned before that was no choice.
+    source: Path
+    """The folder that it came from."""
+    error: float
+    """Largest difference to the source on the probe, in nats."""
+    num_bytes: int
+    """Of the file of weights."""
+    share: float
+    """The same, as a share of the weights in fp32."""
+
+
+def read_trained(run: Path) -> Trained:
+    """`use_trained`, with all weights in memory."""
+    return use_trained(run, _in_memory)
+
+
+def use_trained(run: Path, use: Callable[[Trained], T]) -> T:
+    """What `use` makes of a run's newest whole checkpoint, or of a checkpoint folder, whose weights it may read piece
+    by piece. Raises CheckpointError.
+
+    The run may be training: what is used is kept from being pruned, and what was pruned before that was no choice.
     """
     if kind_of(run) is Kind.CHECKPOINT:
         with kept(run):
@@ -43,7 +65,7 @@ def read_trained(run: Path) -> Trained:
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
                 )
-            return _read_checkpoint(run, name=run.name)
+            return use(_read_checkpoint(run, name=run.name))
     looked_at: list[Path] | None = None
     rejected: list[str] = []
     while (listed := list_checkpoints(run)) != looked_at:
@@ -52,10 +74,10 @@ def read_trained(run: Path) -> Trained:
             with kept(folder):
                 try:
                     if not (problems := checkpoint_problems(folder)):
-                        trained = _read_checkpoint(folder, name=run.name)
+                        used = use(_read_checkpoint(folder, name=run.name))
                         for reason in rejected:
                             logger.warning("passed over a damaged checkpoint, %s", reason)
-                        return trained
+                        return used
                 except (TxlError, OSError):
                     if os.path.lexists(folder):
                         raise
@@ -63,6 +85,11 @@ def read_trained(run: Path) -> Trained:
                     rejected.append(f"{folder.name}: {'; '.join(problems[:3])}")
     why = f" ({'; '.join(rejected[:3])})" if rejected else ""
     raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
+
+
+def _in_memory(trained: Trained) -> Trained:
+    weights = {name: rows[:] for name, rows in trained.package.weights.items()}
+    return trained._replace(package=dataclasses.replace(trained.package, weights=weights))
 
 
 def _read_checkpoint(folder: Path, *, name: str) -> Trained:
@@ -91,19 +118,31 @@ def _read(source: Path) -> tuple[Path, Package]:
         trained = read_trained(source)
         return trained.folder, trained.package
     bundle = load_bundle(source)
-    # Weights that were rounded once stay so.
-    return source, bundle if bundle.dtype == "fp32" else dataclasses.replace(bundle, probe_dtype=bundle.dtype)
+    return source, _rounded_once(bundle, bundle.dtype)
 
 
-def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> tuple[Path, float]:
-    """Write a bundle from a run, a checkpoint or another bundle.
+def _rounded_once(package: Package, dtype: str) -> Package:
+    """Weights that were rounded stay so, whatever type they are written in then."""
+    return package if dtype == "fp32" else dataclasses.replace(package, probe_dtype=dtype)
 
-    Returns (the folder it came from, the largest difference in nats to the engine on the probe).
+
+def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> Exported:
+    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time.
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """
-    folder, package = _read(source)
-    return folder, write_bundle(out, package, dtype=dtype)
+
+    def write(folder: Path, package: Package) -> Exported:
+        values = sum(weight.shape.numel() for weight in package.weights.values())
+        error = write_bundle(out, package, dtype=dtype)
+        num_bytes = (out / WEIGHTS).stat().st_size
+        return Exported(folder, error, num_bytes, num_bytes / (4 * values))
+
+    if kind_of(source) is not Kind.BUNDLE:
+        return use_trained(source, lambda trained: write(trained.folder, trained.package))
+    package, held = read_bundle(source)
+    package.proven(held, where=str(source))
+    return write(source, _rounded_once(package, held))
 
 
 def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Path:
@@ -138,5 +177,4 @@ def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     source, device = path_of(source), check_device(device)
     if require(source, *TRAINED) is Kind.BUNDLE:
         return LanguageModel(load_bundle(source, device=device))
-    trained = read_trained(source)
-    return LanguageModel(trained.package.open(device=device, where=str(trained.folder)))
+    return LanguageModel(use_trained(source, lambda one: one.package.open(device=device, where=str(one.folder))))

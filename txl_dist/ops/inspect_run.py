@@ -26,9 +26,9 @@ from txl_dist.run_files import CHECKPOINTS, DONE, SETTINGS, Kind, list_checkpoin
 from txl_dist.sections import DataSection, RunSection, TrainSection
 from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
+from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, reading
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {

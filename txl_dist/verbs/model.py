@@ -12,7 +12,10 @@ from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
+from txl_dist.tables import size
 from txl_dist.verbs.words import announce
+
+WeightType = Literal["fp32", "bf16", "fp16", "int8"]
 
 
 def evaluate(
@@ -50,7 +53,7 @@ def export(
     out: Positional[Path],
     /,
     format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    dtype: WeightType = "fp32",
 ) -> None:
     """Write an inference bundle, proven by the engine's own losses, or what other programs run.
 
@@ -59,12 +62,17 @@ def export(
         out: Folder to write; an older one of the same format is replaced.
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
-        dtype: Type of the weights; graphs are fp32.
+        dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
     """
     kind = require(source, *TRAINED)
     _require_output(out, _WRITES[format])
     if format == "onnx" and dtype != "fp32":
         raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
+    if dtype == "int8" and format != "bundle":
+        raise ConfigError(
+            f"int8 is a type of our bundles, which no reader of --format {format} knows. Give another --dtype, "
+            "or --format bundle."
+        )
     announce(f"exporting {source}, {kind.value}")
     from txl_dist.ops.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
@@ -83,8 +91,11 @@ def export(
         if not written.has_tokenizer:
             say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
-    folder, error = export_bundle(source, out, dtype=dtype)
-    say(f"{out}: written from {folder}; largest difference to its source on the probe {error:.2e} nats")
+    made = export_bundle(source, out, dtype=dtype)
+    say(
+        f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
+        f"weights {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32"
+    )
 
 
 def import_(
@@ -96,7 +107,7 @@ def import_(
     settings: Path | None = None,
     segment_len: int = 0,
     memory_len: int = -1,
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    dtype: WeightType = "fp32",
 ) -> None:
     """Make a bundle of another system's weights, without running any code in their files.
 
@@ -109,7 +120,7 @@ def import_(
         settings: JSON object, under the other system's names, of what its file does not tell: {"n_head": 8, ...}.
         segment_len: Tokens per segment; 0 means as the file says.
         memory_len: Tokens of memory; -1 means as the file says.
-        dtype: Type of the weights.
+        dtype: Type of the weights, as for `txl export`.
     """
     _require_foreign(path, format=format)
     _require_output(out, Kind.BUNDLE)

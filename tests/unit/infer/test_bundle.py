@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import txl_dist
 from tests.helpers.checkpoints import GOLDEN_CHECKPOINT
 from tests.helpers.models import tiny_section
+from txl_dist import tables
+from txl_dist.cli import main
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, load_bundle, write_bundle
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.probe import probe_of
+from txl_dist.infer.weights import STORED
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.ops.export import export_bundle
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
 from txl_dist.text.words import WordTokenizer
@@ -106,6 +111,78 @@ def test_writing_reports_the_largest_error_on_the_probe(tmp_path: Path, tokenize
     assert errors["fp16"] < errors["bf16"] <= PROBE_TOLERANCE["bf16"]
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_int8_bundle_is_read_as_fp32_and_says_what_it_is(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    model = write(tmp_path / "bundle", tokenizer, settings=VARIANTS[name], dtype="int8")
+    bundle = load_bundle(tmp_path / "bundle")
+    assert bundle.dtype == "int8"
+    for key, parameter in bundle.model.named_parameters():
+        original = dict(model.named_parameters())[key]
+        assert parameter.dtype == torch.float32
+        assert (parameter - original).abs().max() <= original.abs().max() / 127, key
+    content = json.loads((tmp_path / "bundle" / "config.json").read_text())
+    assert (content["dtype"], content["format_version"]) == ("int8", 2), "older programs refuse it by its version"
+    assert txl_dist.load(tmp_path / "bundle").generate("the ", max_tokens=3, seed=0).ids
+
+
+def test_an_int8_bundle_without_all_its_scales_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path / "bundle", tokenizer, dtype="int8")
+    path = tmp_path / "bundle" / "model.safetensors"
+    held, name = load_file(path), "blocks.1.ff_in.weight.scale"
+    for scales in ({}, {name: held[name][:-1].clone()}):
+        save_file({key: tensor for key, tensor in held.items() if key != name} | scales, path)
+        write_manifest(path.parent, {file: describe_file(path.parent / file) for file in files_of(path.parent)})
+        with pytest.raises(CheckpointError, match=rf"cannot be read: .*{name}"):
+            load_bundle(path.parent)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cutoffs": (20, 100), "div_value": 2}])
+def test_int8_is_at_most_three_tenths_of_fp32(tmp_path: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+    wide = {"width": 96, "num_heads": 3, "head_width": 32, "ff_width": 256, **settings}
+    sizes = []
+    for dtype in ("fp32", "int8"):
+        write(tmp_path / dtype, tokenizer, settings=wide, dtype=dtype)
+        sizes.append((tmp_path / dtype / "model.safetensors").stat().st_size)
+    assert sizes[1] <= 0.3 * sizes[0]
+
+
+def test_a_bundle_of_rounded_weights_stays_what_it_is_in_every_type(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path / "int8", tokenizer, dtype="int8")
+    for dtype in STORED:
+        export_bundle(tmp_path / "int8", tmp_path / f"again_{dtype}", dtype=dtype)
+    ours = dict(load_bundle(tmp_path / "int8").model.named_parameters())
+    for dtype in ("fp32", "int8"):
+        for key, parameter in load_bundle(tmp_path / f"again_{dtype}").model.named_parameters():
+            assert torch.equal(parameter, ours[key]), (dtype, key)
+    content = json.loads((tmp_path / "again_fp32" / "config.json").read_text())
+    assert (content["probe_dtype"], content["format_version"]) == ("int8", 2)
+
+
+def test_int8_is_for_bundles_and_the_export_says_its_size(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "bundle", tokenizer)
+    command = ["export", str(tmp_path / "bundle"), str(tmp_path / "out"), "--dtype", "int8"]
+    assert main([*command, "--format", "huggingface"]) == 2
+    assert "int8 is a type of our bundles" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    num_bytes = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert f"weights {tables.size(num_bytes)} in int8, 0." in said
+
+
+def test_a_bundle_that_does_not_reproduce_its_probe_is_not_exported(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write(tmp_path / "bundle", tokenizer)
+    path = tmp_path / "bundle" / "probe.safetensors"
+    probe = load_file(path)
+    save_file({**probe, "losses": probe["losses"] + 0.01}, path)  # within the tolerance of bf16, not of fp32
+    write_manifest(path.parent, {name: describe_file(path.parent / name) for name in files_of(path.parent)})
+    with pytest.raises(CheckpointError, match="does not reproduce its probe"):
+        export_bundle(tmp_path / "bundle", tmp_path / "out", dtype="bf16")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_bundle_scores_text_as_the_model_scores_its_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = write(tmp_path / "bundle", tokenizer)
     lm, text = txl_dist.load(tmp_path / "bundle"), "the dog sat \u00e9"
@@ -146,7 +223,7 @@ def test_a_missing_or_truncated_file_is_refused(tmp_path: Path, tokenizer: Token
         load_bundle(folder)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", STORED)
 def test_weights_that_do_not_reproduce_the_probe_are_refused_and_nothing_is_left(
     tmp_path: Path, tokenizer: Tokenizer, dtype: str
 ) -> None:

@@ -32,10 +32,11 @@ from txl_dist.data.read.position import StreamState, continued
 from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.faults import fault_point
+from txl_dist.infer.weights import Rows
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
+from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, lane_files, lanes_of, read_state
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, reading
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes
@@ -251,16 +252,25 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
     return Memory(torch.cat(hidden, dim=1), torch.cat(document))
 
 
-def consolidated_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's weights in fp32, the ones that the optimizer keeps, under their names; a tied one once.
+def consolidated_weights(folder: Path) -> dict[str, Rows]:
+    """The model's weights in fp32, the ones that the optimizer keeps, under their names; a tied one once. They are read
+    when they are asked for.
 
-    Needs neither ranks nor DeepSpeed. Raises CheckpointError.
+    Needs neither ranks nor DeepSpeed. Raises CheckpointError, as reading them may.
     """
     files = FragmentFiles(folder / "engine")
-    return {
-        name: files.read(WEIGHT, name, start=0, length=torch.Size(shape).numel()).view(shape)
-        for name, shape in read_state(folder).values["parameters"].items()
-    }
+
+    def rows_of(name: str, shape: torch.Size) -> Rows:
+        width = shape[1:].numel()
+
+        def read(start: int, stop: int) -> Tensor:
+            values = files.read(WEIGHT, name, start=start * width, length=(stop - start) * width)
+            return values.view(stop - start, *shape[1:])
+
+        return Rows(shape, read)
+
+    shapes = read_state(folder).values["parameters"]
+    return {name: rows_of(name, torch.Size(shape)) for name, shape in shapes.items()}
 
 
 def absolute_paths(corpora: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from txl_dist.errors import CheckpointError, explained
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
 from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, PROBE, SETTINGS, STATE, list_checkpoints, step_of
-from txl_dist.train.checkpoint.tensor_files import open_tensors
+from txl_dist.tensor_files import open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.health import Health
 

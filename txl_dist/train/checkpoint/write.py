@@ -31,9 +31,10 @@ from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
 from txl_dist.run_files import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.tables import size
+from txl_dist.tensor_files import file_bytes, write_tensors
+from txl_dist.train.checkpoint.fragments import fragment_tensors
 from txl_dist.train.checkpoint.read import absolute_paths
 from txl_dist.train.checkpoint.soundness import LANES_KEY, STATE_KEY, settings_hash
-from txl_dist.train.checkpoint.tensor_files import file_bytes, fragment_tensors, write_tensors
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.watch.watch import Watch

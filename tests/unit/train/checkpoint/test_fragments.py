@@ -1,88 +1,21 @@
-"""What is written is what the library reads, its hash is the file's, and pieces come together from any files."""
+"""Pieces of parameters come together from any files of fragments."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config import plan_batch
 from txl_dist.dist import Ranks
 from txl_dist.errors import CheckpointError
-from txl_dist.train.checkpoint.tensor_files import FragmentFiles, file_bytes, fragment_tensors, reading, write_tensors
+from txl_dist.tensor_files import write_tensors
+from txl_dist.train.checkpoint.fragments import FragmentFiles, fragment_tensors, reading
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.engine.zero import ZeroEngine
-
-
-def tensors_of_all_kinds() -> dict[str, Tensor]:
-    """Every type that is saved, in an order that would break alignment, with odd sizes and empty ones."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "half odd": torch.randn(7, generator=generator).half(),
-        "brain odd": torch.randn(3, 5, generator=generator).bfloat16(),
-        "empty": torch.empty(0),
-        "empty too": torch.empty(2, 0, 3, dtype=torch.int64),
-        "scalar": torch.tensor(2.5),
-        "single": torch.randn(1001, generator=generator),
-        "long": torch.randint(-(2**62), 2**62, (13, 3), generator=generator),
-        "view": torch.randn(40, generator=generator)[3:20],
-        'a "name" \u00e9 with/marks': torch.full((2,), float("nan")),
-    }
-
-
-def written(path: Path, tensors: dict[str, Tensor], **metadata: str) -> dict[str, int | str]:
-    return write_tensors(path, tensors, metadata=metadata)
-
-
-def test_the_library_reads_back_every_bit_of_every_type(tmp_path: Path) -> None:
-    tensors = tensors_of_all_kinds()
-    written(tmp_path / "f", tensors)
-    found = load_file(tmp_path / "f")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert bytes_of(found[name]) == bytes_of(tensor), name
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("tensors", [tensors_of_all_kinds(), {}, {"empty": torch.empty(0)}])
-def test_bytes_and_hash_are_those_of_the_file_and_no_more_than_announced(
-    tmp_path: Path, tensors: dict[str, Tensor]
-) -> None:
-    facts = written(tmp_path / "f", tensors, note="x")
-    content = (tmp_path / "f").read_bytes()
-    assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert len(content) <= file_bytes(tensors)
-
-
-def test_a_tensor_larger_than_a_chunk_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txl_dist.train.checkpoint.tensor_files._CHUNK_BYTES", 1000)
-    tensor = torch.arange(12_345, dtype=torch.int64)
-    facts = written(tmp_path / "f", {"large": tensor})
-    assert torch.equal(load_file(tmp_path / "f")["large"], tensor)
-    assert facts["sha256"] == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
-
-
-def test_every_tensor_begins_at_a_multiple_of_the_size_of_its_type(tmp_path: Path) -> None:
-    tensors = tensors_of_all_kinds()
-    written(tmp_path / "f", tensors)
-    content = (tmp_path / "f").read_bytes()
-    header_len = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + header_len])
-    for name, tensor in tensors.items():
-        start, end = header[name]["data_offsets"]
-        assert (8 + header_len + start) % tensor.element_size() == 0, name
-        assert end - start == tensor.nbytes
 
 
 def fragment(name: str, start: int, values: list[float], *, step: float = 3.0) -> Fragment:
@@ -189,14 +122,14 @@ def test_the_fragments_of_all_ranks_cover_every_value_of_every_parameter_exactly
     "metadata", [{}, {"starts": "{}"}, {"starts": "[]", "steps": "{}"}, {"starts": "{", "steps": "{}"}]
 )
 def test_a_file_that_does_not_say_what_it_holds_is_no_checkpoint(tmp_path: Path, metadata: dict[str, str]) -> None:
-    written(tmp_path / "00000.safetensors", {"weight/a": torch.ones(3)}, **metadata)
+    write_tensors(tmp_path / "00000.safetensors", {"weight/a": torch.ones(3)}, metadata=metadata)
     with pytest.raises(CheckpointError, match=r"00000\.safetensors does not say which parts of which parameters"):
         FragmentFiles(tmp_path)
 
 
 @pytest.mark.parametrize("defect", [KeyError("starts"), ValueError("no number")])
 def test_a_defect_of_the_program_is_not_told_as_damage_of_the_file(tmp_path: Path, defect: Exception) -> None:
-    written(tmp_path / "a.safetensors", {"hidden": torch.ones(3)})
+    write_tensors(tmp_path / "a.safetensors", {"hidden": torch.ones(3)})
     with pytest.raises(type(defect)), reading("the memories", tmp_path / "a.safetensors"):
         raise defect
     with pytest.raises(CheckpointError, match="cannot read the memories"), reading("the memories", tmp_path / "b"):

@@ -1,58 +1,24 @@
-"""Tensors on disk as safetensors: written as a stream that is hashed on its way, read in slices.
-
-The library writes a file in one call and leaves hashing to a second pass over it; here each chunk is hashed and written
-once, in whichever thread calls, and both let go of the interpreter lock, so that training runs on meanwhile.
-"""
+"""Files of fragments, the pieces of parameters and optimizer state that each rank wrote, and how values are put
+together from them: of any range of any parameter, for an engine of any stage on any number of ranks."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, explained
-from txl_dist.files import flush_to_disk, open_new, open_regular, parse_object
+from txl_dist.files import parse_object
+from txl_dist.tensor_files import TensorFile, open_tensors
 from txl_dist.train.engine.partitions import Fragment
 
-_CHUNK_BYTES = 16 << 20
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-
-
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
-) -> dict[str, Any]:
-    """Write contiguous host tensors to a new file and wait until the disk has it. Returns its bytes and sha256.
-
-    `on_progress` is told of each chunk how long it was. Raises OSError.
-    """
-    digest, num_bytes = hashlib.sha256(), 0
-    with open_new(path, buffering=0) as file:
-        for chunk in _chunks(tensors, metadata or {}):
-            digest.update(chunk)
-            written = 0
-            while written < len(chunk):  # an unbuffered file may take a part
-                written += file.write(chunk[written:])
-            num_bytes += len(chunk)
-            on_progress(len(chunk))
-        flush_to_disk(file)
-    return {"bytes": num_bytes, "sha256": digest.hexdigest()}
-
-
-def open_tensors(path: Path) -> Any:
-    """`safe_open` of a regular file: at a FIFO the library would wait for ever. Raises OSError or SafetensorError."""
-    open_regular(path).close()
-    return safe_open(path, "pt", device="cpu")
+_DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
 
 
 @contextmanager
@@ -61,33 +27,6 @@ def reading(what: str, path: Path) -> Iterator[Any]:
     damage = (OSError, RuntimeError, SafetensorError)
     with explained(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
         yield open_tensors(path)
-
-
-def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """About what `write_tensors` needs on the disk."""
-    return sum(tensor.nbytes + 256 for tensor in tensors.values()) + 4096
-
-
-def _chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    # Wide types first, so that every tensor begins at a multiple of its type's size.
-    in_order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    offset = 0
-    for name, tensor in in_order:
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for aligned data
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for _, tensor in in_order:
-        data = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
-        for start in range(0, len(data), _CHUNK_BYTES):
-            yield data[start : start + _CHUNK_BYTES]
 
 
 def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -151,24 +90,30 @@ class FragmentFiles:
 
 class _FragmentFile:
     def __init__(self, path: Path) -> None:
-        with reading("the weights", path) as self._file:
-            metadata = self._file.metadata() or {}
-            self.kinds = sorted({name.partition("/")[0] for name in self._file.keys()})  # noqa: SIM118  no mapping
+        self._path = path
+        with self._reading():
+            self._file = TensorFile(path)
+            self.kinds = sorted({name.partition("/")[0] for name in self._file.shapes})
         what = f"{path} does not say which parts of which parameters it holds"
         with explained(CheckpointError, what, "Use another checkpoint.", of=(KeyError, ValueError)):
-            self._starts: dict[str, int] = parse_object(metadata["starts"])
-            self.steps: dict[str, float] = parse_object(metadata["steps"])
+            self._starts: dict[str, int] = parse_object(self._file.metadata["starts"])
+            self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
         """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""
         if parameter not in self._starts:
             return 0
-        what, remedy = f"{parameter} has no {kind}", "Use another checkpoint."
-        with explained(CheckpointError, what, remedy, of=(SafetensorError,)):
-            saved = self._file.get_slice(f"{kind}/{parameter}")
+        name = f"{kind}/{parameter}"
+        if name not in self._file.shapes:
+            raise CheckpointError(f"{parameter} has no {kind} in {self._path}. Use another checkpoint.")
         first = start - self._starts[parameter]
-        count = min(len(values), int(saved.get_shape()[0]) - first)
+        count = min(len(values), self._file.shapes[name].numel() - first)
         if first < 0 or count <= 0:
             return 0
-        values[:count] = saved[first : first + count]
+        with self._reading():
+            values[:count] = self._file.read(name, first, first + count)
         return count
+
+    def _reading(self) -> AbstractContextManager[None]:
+        what = f"cannot read the weights in {self._path}"
+        return explained(CheckpointError, what, "Use another checkpoint.", of=_DAMAGE)
