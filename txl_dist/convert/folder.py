@@ -1,4 +1,4 @@
-"""What all exports to other programs' formats begin and end with: a source that is proven, a folder that is whole."""
+"""What all exports to other programs' formats end with: a folder that is whole."""
 
 from __future__ import annotations
 
@@ -9,22 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from txl_dist.errors import CheckpointError, explained
-from txl_dist.infer.bundle import Bundle, probe_tolerance
-from txl_dist.infer.probe import probe_error
 from txl_dist.manifest import describe_file, files_of, replace_folder, write_manifest
 from txl_dist.run_files import Kind, kind_of
-
-
-def require_proven(bundle: Bundle, *, where: str) -> None:
-    """Raises CheckpointError if a model does not reproduce the losses of the engine that trained it."""
-    largest_loss = float(bundle.probe["losses"].max())
-    tolerance = probe_tolerance({bundle.dtype, bundle.probe_dtype}, largest_loss=largest_loss)
-    worst = probe_error(bundle.model, bundle.probe, memory_len=bundle.memory_len)
-    if not worst <= tolerance:
-        raise CheckpointError(
-            f"{where} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than {tolerance}. "
-            "Export it again; if this stays, report it."
-        )
 
 
 @contextmanager

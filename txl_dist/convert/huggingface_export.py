@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from txl_dist.convert.folder import new_folder, require_proven
+from txl_dist.convert.folder import new_folder
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import write_bytes
-from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance
+from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance, prove
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.run_files import CODE, Kind
 from txl_dist.text.base import END_OF_TEXT, UNKNOWN
@@ -62,7 +62,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         raise ConfigError(
             f"a model with {section.positions} positions knows no memory, on which this code is built. Export a bundle."
         )
-    require_proven(bundle, where=str(out))
+    prove(bundle, bundle.model, bundle.dtype, where=str(out))
     with new_folder(out, kind=Kind.HUGGINGFACE_CODE) as folder:
         for name in MODULES:
             shutil.copyfile(SOURCE / name, folder / name)

@@ -33,11 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.convert.folder import new_folder, require_proven
+from txl_dist.convert.folder import new_folder
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.errors import CheckpointError, ConfigError, explained
-from txl_dist.files import write_bytes
-from txl_dist.infer.bundle import Bundle
+from txl_dist.files import open_new, write_bytes
+from txl_dist.infer.bundle import Bundle, prove
 from txl_dist.infer.cached import FrozenModel
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding
 from txl_dist.model.block import Block
@@ -73,7 +73,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
         import onnx_ir
         import onnxruntime  # noqa: F401 (used by the check: better told before the export than after it)
         import onnxscript  # noqa: F401 (used by torch.onnx)
-    require_proven(bundle, where=str(out))
+    prove(bundle, bundle.model, bundle.dtype, where=str(out))
     # As `txl generate` has it: no less than a segment saw; where the memory's length is the window, just that.
     memory_len = bundle.memory_len
     if section.same_length == "off":
@@ -235,7 +235,7 @@ def _move_weights(graphs: list[Any], folder: Path) -> None:
     import onnx_ir
 
     places: dict[tuple[str, str], tuple[int, int]] = {}
-    with (folder / WEIGHTS).open("wb") as file:
+    with open_new(folder / WEIGHTS) as file:
         for value in [value for graph in graphs for value in graph.graph.initializers.values()]:
             tensor = value.const_value
             if tensor.nbytes < 1024:  # sizes and lengths, which ONNX Runtime wants to see in the graph

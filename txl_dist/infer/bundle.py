@@ -106,7 +106,7 @@ class Package:
         with _readable(where):
             _fitting(self.section, vocab_size=vocab_size, weights=self.weights, where=where)
             network = StreamedXL(self.section, vocab_size=vocab_size, weights=self.weights, dtype=_compute_type(dtype))
-            return _proven(self, network, dtype, where=where)
+            return prove(self, network, dtype, where=where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
     package, dtype = read_bundle(folder)
     with _readable(folder):
         bundle = package.open(dtype, device=device, where=str(folder))
-        _proven(bundle, bundle.model, dtype, where=str(folder))
+        prove(bundle, bundle.model, dtype, where=str(folder))
     return bundle
 
 
@@ -228,7 +228,11 @@ def _readable(where: Path | str) -> Iterator[None]:
         raise CheckpointError(f"{where} cannot be read: {error!r}. Export it again.") from error
 
 
-def _proven(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
+def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
+    """The largest error of a network on a package's probe, in nats, or as `probe_error` has it.
+
+    Raises CheckpointError if it is more than the types explain: the network is not the one that was trained.
+    """
     tolerance = probe_tolerance({dtype, package.probe_dtype}, largest_loss=float(package.probe["losses"].max()))
     worst = probe_error(network, package.probe, memory_len=package.memory_len)
     if not worst <= tolerance:

@@ -23,7 +23,7 @@ from txl_dist.infer.settings import Writing, check_ids
 from txl_dist.serve import schema
 from txl_dist.serve.answer import Answer, ClientGoneError, num_tokens_of
 from txl_dist.serve.refusals import RefusalError, of_validation
-from txl_dist.serve.schema import CompletionRequest, MemoryRequest
+from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 from txl_dist.serve.service import Service
 
 PAGE = Path(__file__).parent / "page"
@@ -62,7 +62,7 @@ def create_app(service: Service) -> FastAPI:
 
     def openapi() -> dict[str, Any]:
         described = make_schema()
-        for model in (CompletionRequest, MemoryRequest):
+        for model in (CompletionRequest, MemoryRequest, TokenizeRequest, DetokenizeRequest):
             own = model.model_json_schema(ref_template="#/components/schemas/{model}")
             described["components"]["schemas"] |= {**own.pop("$defs", {}), model.__name__: own}
         for operations in described["paths"].values():
@@ -161,6 +161,38 @@ async def _forget_memory(request: Request, memory: str) -> Response:
     service = _service_of(request)
     service.memories.remove(service.memory(memory).id)
     return JSONResponse({"id": memory, "object": "memory", "deleted": True})
+
+
+async def _tokenize(request: Request) -> Response:
+    """The ids of a text."""
+    service = _service_of(request)
+    order = await _read(request, TokenizeRequest)
+    service.check_name(order.model)
+    model = service.model
+    make = (lambda: model.prompt(order.prompt).ids) if order.add_special_tokens else lambda: model.encode(order.prompt)
+    try:
+        ids = list(await run_in_threadpool(make))
+    except TxlError as error:
+        raise RefusalError(400, str(error), param="prompt", code="invalid_value") from error
+    return JSONResponse({"count": len(ids), "max_model_len": _model_of(service)["max_model_len"], "tokens": ids})
+
+
+async def _detokenize(request: Request) -> Response:
+    """The text of ids."""
+    service = _service_of(request)
+    order = await _read(request, DetokenizeRequest)
+    service.check_name(order.model)
+    try:
+        check_ids(order.tokens, vocab_size=service.model.tokenizer.vocab_size, what="tokens")
+    except TxlError as error:
+        raise RefusalError(400, str(error), param="tokens", code="invalid_value") from error
+    return JSONResponse({"prompt": await run_in_threadpool(service.model.decode, order.tokens)})
+
+
+async def _tokenizer_info(request: Request) -> Response:
+    """What harnesses ask of a tokenizer."""
+    tokenizer = _service_of(request).model.tokenizer
+    return JSONResponse({"vocab_size": tokenizer.vocab_size, "eos_token": None, "eos_token_id": tokenizer.end_of_text})
 
 
 async def _models(request: Request) -> Response:
@@ -406,6 +438,24 @@ _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
         "DELETE",
         _forget_memory,
         _described("Forget a memory", *_OF_MEMORY, answer=schema.Deleted),
+    ),
+    (
+        "/tokenize",
+        "POST",
+        _tokenize,
+        _described("Ids of a text", *_ALL, answer=schema.Tokens, openapi_extra=_body("TokenizeRequest")),
+    ),
+    (
+        "/detokenize",
+        "POST",
+        _detokenize,
+        _described("Text of ids", *_ALL, answer=schema.Detokenized, openapi_extra=_body("DetokenizeRequest")),
+    ),
+    (
+        "/tokenizer_info",
+        "GET",
+        _tokenizer_info,
+        _described("The tokenizer", 408, 413, 429, answer=schema.TokenizerInfo),
     ),
     ("/v1/models", "GET", _models, _described("Models", 408, 413, 429, 503, answer=schema.Models)),
     ("/v1/models/{model}", "GET", _model, _described("A model", *_OF_MEMORY, answer=schema.Model)),

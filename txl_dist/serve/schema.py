@@ -98,6 +98,21 @@ class MemoryRequest(_Request):
     memory: str = Field("", max_length=200, description="What was read before it.")
 
 
+class TokenizeRequest(_Request):
+    """A text whose ids are asked for, by vLLM's names."""
+
+    model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
+    prompt: str = Field(description="The text.")
+    add_special_tokens: bool = Field(True, description="With what is put before a text, where a document begins.")
+
+
+class DetokenizeRequest(_Request):
+    """Ids whose text is asked for."""
+
+    model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
+    tokens: list[Id]
+
+
 class Kept(BaseModel):
     """A memory that is kept."""
 
@@ -161,6 +176,28 @@ class Models(BaseModel):
 
     object: Literal["list"]
     data: list[Model]
+
+
+class Tokens(BaseModel):
+    """The ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(BaseModel):
+    """The text of ids."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """What harnesses ask of a tokenizer. No special token has a text that would be read as it."""
+
+    vocab_size: int
+    eos_token: None
+    eos_token_id: int | None = Field(description="Of the end-of-text, which also begins a document.")
 
 
 class Memory(Kept):

@@ -7,15 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
 
 import txl_dist
 from tests.helpers.bundles import make
+from tests.helpers.served import served
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.language_model import LanguageModel
@@ -112,7 +111,7 @@ def test_rolling_scores_of_a_local_file_are_those_of_txl_evaluate(setting: Setti
 
 def test_rolling_scores_over_http_are_the_same(setting: Setting, base_url: str, tmp_path: Path) -> None:
     lm = setting.lm
-    arguments = f"base_url={base_url}/v1/completions,model=any,tokenizer_backend=remote,max_length={MEMORY_LEN}"
+    arguments = f"base_url={base_url}/v1/completions,model=tiny,tokenizer_backend=remote,max_length={MEMORY_LEN}"
     arguments += f",custom_prefix_token_id={lm.tokenizer.end_of_text}"
     words = ["--model", "local-completions", "--model_args", arguments]
     rolling = rolling_of(setting, tmp_path / "out", *words, module="lm_eval")
@@ -202,42 +201,6 @@ def test_without_the_package_it_names_the_extra(tmp_path: Path) -> None:
 
 @pytest.fixture
 def base_url(setting: Setting) -> Iterator[str]:
-    """Of a server with the routes that the harness's client uses; a stand-in, of the Python standard library."""
-    lm = setting.lm
-
-    def scored(ids: list[int]) -> dict[str, Any]:
-        log_p = lm.score_batch([ids], memory_len=MEMORY_LEN)[0].tolist()
-        top = [None, *({str(i): p} for i, p in zip(ids[1:], log_p, strict=True)), {"next": 0.0}]
-        return {"token_logprobs": [None, *log_p, 0.0], "top_logprobs": top, "tokens": [*map(str, ids), "next"]}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer({"eos_token": None})
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/tokenize":
-                self.answer({"tokens": lm.encode(asked["prompt"])})
-                return
-            assert (asked["echo"], asked["logprobs"], asked["max_tokens"]) == (True, 1, 1)
-            prompts = [asked["prompt"]] if isinstance(asked["prompt"][0], int) else asked["prompt"]
-            choices = [{"index": i, "logprobs": scored(ids)} for i, ids in enumerate(prompts)]
-            self.answer({"choices": choices})
-
-        def answer(self, values: dict[str, Any]) -> None:
-            content = json.dumps(values).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *_: Any) -> None:
-            """Silent."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    """Of `txl serve`."""
+    with served(setting.lm, memory_len=MEMORY_LEN, max_prompt=100_000) as server:
+        yield server.url

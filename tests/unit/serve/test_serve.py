@@ -263,6 +263,20 @@ def test_the_page_may_run_its_own_scripts_only(server: Served) -> None:
     assert "unsafe" not in reply.headers["content-security-policy"]
 
 
+def test_ids_and_texts_are_told_as_prompts_are_read(server: Served) -> None:
+    lm = server.service.model
+    reply = server.ask("POST", "/tokenize", {"prompt": TEXT})
+    assert reply.json["tokens"] == list(lm.prompt(TEXT).ids)
+    assert reply.json["count"] == len(TEXT) + 1
+    assert server.ask("POST", "/tokenize", {"prompt": TEXT, "add_special_tokens": False}).json["tokens"] == lm.encode(
+        TEXT
+    )
+    assert server.ask("POST", "/detokenize", {"tokens": lm.encode(TEXT)}).json == {"prompt": TEXT}
+    assert server.ask("GET", "/tokenizer_info").json["eos_token_id"] == lm.tokenizer.end_of_text
+    refused = server.ask("POST", "/detokenize", {"tokens": [10**6]})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "tokens")
+
+
 def test_prometheus_is_told_what_was_done(server: Served) -> None:
     def value(name: str) -> float:
         lines = server.ask("GET", "/metrics").body.decode().splitlines()
