@@ -27,6 +27,7 @@ WHY_NOT = {
     "gpu": "needs a GPU",
     "your files": "names files that only its reader has",
     "root": "needs root",
+    "server": "needs a server that listens",
 }
 """Reasons for which a shell block need not be run."""
 OTHERS = {"pip", "torch", "torchrun", "DeepSpeed", "NCCL", "gloo", "kernel", "ssh", "SLURM", "no message"}
