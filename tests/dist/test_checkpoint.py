@@ -120,7 +120,7 @@ def save_and_continue(ranks: Ranks, folder: str) -> Results:
         loaded = resumed.load(checkpoint)
         assert (loaded.step, loaded.tokens_seen, loaded.stream.corpora[0].position) == (3, 96, 24)
         again = [resumed.step(step) for step in (3, 4, 5)]
-        error = export_bundle(run, run / "bundle")[1] if ranks.is_first else 0.0
+        error = export_bundle(run, run / "bundle").error if ranks.is_first else 0.0
         barrier()
         results.append((f"{stage} {precision}", going_on, again, error))
     return results

@@ -42,9 +42,9 @@ def test_its_weights_moments_memories_and_counts_are_those_that_were_saved() -> 
 
 
 def test_its_export_agrees_with_the_engine_that_wrote_it(tmp_path: Path) -> None:
-    folder, error = export_bundle(CHECKPOINT, tmp_path / "bundle")
-    assert folder == CHECKPOINT
-    assert error < 1e-4
+    made = export_bundle(CHECKPOINT, tmp_path / "bundle")
+    assert made.source == CHECKPOINT
+    assert made.error < 1e-4
     assert problems_of(tmp_path / "bundle") == []
 
 
