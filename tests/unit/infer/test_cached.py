@@ -78,7 +78,9 @@ def assert_same(
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["carried", "documents"])
-@pytest.mark.parametrize("memory_len", [0, 1, 6, 40])
+@pytest.mark.parametrize(
+    "memory_len", [0, pytest.param(1, marks=pytest.mark.slow), 6, pytest.param(40, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[name for name, _ in CASES])
 def test_every_variant_gives_what_the_plain_model_gives(
     name: str, settings: dict[str, Any], memory_len: int, is_masked: bool
@@ -152,7 +154,14 @@ def pasts_of(
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["carried", "documents"])
-@pytest.mark.parametrize("settings", [RECURRENT["relative"], VARIANTS["labml_like"], {"same_length": "memory"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(RECURRENT["relative"], marks=pytest.mark.slow),
+        pytest.param(VARIANTS["labml_like"], marks=pytest.mark.slow),
+        {"same_length": "memory"},
+    ],
+)
 @torch.no_grad()
 def test_rows_with_pasts_of_different_lengths_go_on_together_wherever_the_ring_stands(
     settings: dict[str, Any], is_masked: bool
