@@ -77,7 +77,7 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header.get("__metadata__", {})
+        metadata = header.get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError) as error:  # the last: a type of numbers that torch does not have
         raise CheckpointError(f"{called} cannot be read as a memory of a text: {error}. {_AGAIN}") from error
     if metadata.get("format_version") != FORMAT_VERSION:
@@ -87,7 +87,7 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
             f"{called} is a memory of another model: another one reads its numbers as something else. Use the model "
             f"that made it, or give the text. {_AGAIN}"
         )
-    if metadata.get("content") != _digest(tensors) or not _fits(tensors, model):
+    if not _fits(tensors, model) or metadata.get("content") != _digest(tensors):
         raise CheckpointError(f"{called} is damaged: its content is not what was written. {_AGAIN}")
     device = model.embedding.weight(0).device
     past = Past(tensors["key_value"].to(device), tensors["document"].to(device))

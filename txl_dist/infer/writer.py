@@ -73,6 +73,9 @@ class Piece(NamedTuple):
     """Why the prompt cannot be gone on with: the last piece of it and of all its samples."""
 
 
+_NO_NUMBERS = "the model's probabilities are no numbers. Load it in fp32, or take another one."
+
+
 class Writer:
     """Texts in work, of prompts that come and go. At most `num_rows` are written at once; `read_len` tokens of prompts
     are read between two tokens of those, so that a long prompt holds nobody up; None reads all that wait at once."""
@@ -127,10 +130,16 @@ class Writer:
     def cut(self, key: int) -> list[Piece]:
         """End the texts of a prompt as they are, with `length`."""
         pieces = [self._ended(work, work.cut()) for work in self._works_of(key)]
-        unwritten = [sample for job, sample in self._to_write if job.key == key]
-        unwritten += [sample for job in self._to_read if job.key == key for sample in range(job.writing.num_samples)]
+        cut = Ending("length", (), None)
+        pieces += [
+            Piece(key, sample, job.prompt.joint, cut, scored=job.scored)
+            for job, sample in self._to_write
+            if job.key == key
+        ]
+        unread = [job for job in self._to_read if job.key == key]
+        pieces += [Piece(key, sample, "", cut) for job in unread for sample in range(job.writing.num_samples)]
         self.remove(key)
-        return pieces + [Piece(key, sample, "", Ending("length", (), None)) for sample in unwritten]
+        return pieces
 
     def step(self) -> list[Piece]:
         """Read some of the prompts, and make a token of each text in work."""
@@ -150,6 +159,9 @@ class Writer:
             except TxlError as error:
                 yield Piece(job.key, 0, "", None, error=error)
             else:
+                if any(math.isnan(token.log_p) for token in chunk.scored):
+                    yield Piece(job.key, 0, "", None, error=CheckpointError(_NO_NUMBERS))
+                    continue
                 job.scored += chunk.scored
                 room -= max(LEAST_WORK, chunk.num_tokens)
                 (self._to_read.appendleft if room > 0 else self._to_read.append)(job)
@@ -185,8 +197,7 @@ class Writer:
                 continue
             if math.isnan(token.log_p):
                 self.remove(work.job.key)
-                problem = "the model's probabilities are no numbers. Load it in fp32, or take another one."
-                yield Piece(*work.key, "", None, error=CheckpointError(problem))
+                yield Piece(*work.key, "", None, error=CheckpointError(_NO_NUMBERS))
                 continue
             text = work.take(token)
             if work.finish is not None:

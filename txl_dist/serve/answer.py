@@ -16,7 +16,7 @@ from txl_dist.infer.writer import Ending, Piece, Prompt
 from txl_dist.serve.metrics import Metrics
 from txl_dist.serve.refusals import RefusalError
 from txl_dist.serve.schema import CompletionRequest
-from txl_dist.serve.worker import LateError
+from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.text.base import Tokenizer
 
 
@@ -72,6 +72,8 @@ class Inbox:
 def _refusal_of(error: TxlError) -> RefusalError:
     if isinstance(error, LateError):
         return RefusalError(408, f"{error} Ask for less, or again when there is less to do.", code="timeout")
+    if isinstance(error, StoppingError):
+        return RefusalError(503, f"{error} Ask another one, or again later.", code="draining")
     if isinstance(error, ConfigError):  # no room for a memory
         return RefusalError(503, str(error), code="no_room")
     return RefusalError(500, str(error), code="bad_numbers" if isinstance(error, CheckpointError) else "defect")
@@ -129,7 +131,7 @@ class Answer:
             for number, piece in await self._inbox.take():
                 self._add(number, piece)
         choices = [choice.told() for choice in self._choices]
-        return json.dumps({**self._head, "choices": choices, "usage": self._usage()}).encode()
+        return json.dumps({**self._head, "choices": choices, "usage": self._usage()}, allow_nan=False).encode()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Pieces of texts as they come; those of a text that came together are one. Raises ClientGoneError."""
@@ -236,4 +238,4 @@ def num_tokens_of(prompt: Prompt) -> int:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+    return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"

@@ -33,7 +33,7 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 """What the page may load and ask: this server alone."""
-MOST_TOLD = 2**19
+MOST_TOLD = 2**17
 """Log-probabilities of a request: to write more of them would hold up all others."""
 UPLOAD = "application/octet-stream"
 R = TypeVar("R", bound=BaseModel)
@@ -82,6 +82,7 @@ async def _completions(request: Request) -> Response:
     _check_limits(order, service)
     memory = service.memory(order.memory).memory if order.memory else None
     begun = [await service.prompt(text, memory) for text in _texts_of(order)]
+    _check_told(order, num_prompt=sum(len(one.prompt.ids) for one in begun))
     scores_prompt = order.echo and order.logprobs is not None
     if scores_prompt:
         for text, one in zip(_texts_of(order), begun, strict=True):
@@ -266,11 +267,6 @@ def _check_limits(order: CompletionRequest, service: Service) -> None:
         if asked > most:
             message = f"{name}: {asked:,} are asked for; this server makes at most {most:,} {what}. Ask for fewer."
             raise RefusalError(400, message, param=name, code="limit_exceeded")
-    num_prompt = sum(map(len, texts)) if order.echo else 0
-    num_told = (order.n * num_prompt + num_texts * order.max_tokens) * (1 + (order.logprobs or 0))
-    if order.logprobs is not None and num_told > MOST_TOLD:
-        message = f"logprobs: up to {num_told:,} would be told; a request may have {MOST_TOLD:,}. Ask for fewer."
-        raise RefusalError(400, message, param="logprobs", code="limit_exceeded")
     if not num_texts:
         raise RefusalError(400, "prompt: the list is empty. Give a prompt.", param="prompt", code="invalid_value")
     if order.keep_memory or order.memory:
@@ -279,6 +275,17 @@ def _check_limits(order: CompletionRequest, service: Service) -> None:
         check_ids(order.allowed_token_ids, vocab_size=service.model.tokenizer.vocab_size, what="allowed_token_ids")
     except TxlError as error:
         raise RefusalError(400, str(error), param="allowed_token_ids", code="invalid_value") from error
+
+
+def _check_told(order: CompletionRequest, *, num_prompt: int) -> None:
+    """Raises RefusalError for more log-probabilities than may be told, of prompts with so many tokens in all."""
+    if order.logprobs is None:
+        return
+    num_read = num_prompt if order.echo else 0
+    num_told = order.n * (num_read + len(_texts_of(order)) * order.max_tokens) * (1 + order.logprobs)
+    if num_told > MOST_TOLD:
+        message = f"logprobs: up to {num_told:,} would be told; a request may have {MOST_TOLD:,}. Ask for fewer."
+        raise RefusalError(400, message, param="logprobs", code="limit_exceeded")
 
 
 def _writing_of(order: CompletionRequest) -> Writing:

@@ -24,6 +24,8 @@ SEND_S = 60.0
 """Seconds that a client may leave a full buffer unread."""
 HEADER_BYTES = 2**14
 """Of a memory's file, more than its tensors."""
+MOST_UPLOADS = 4
+"""Files of memories that come in at a time: each is held whole."""
 SPARE_REQUESTS = 64
 """So many more than there are rows and places in the queue are listened to at a time."""
 
@@ -38,18 +40,21 @@ class Gate:
         self._max_requests = serving.rows + serving.queue + SPARE_REQUESTS
         self.num_active = 0
         """Requests that are being answered, but for health."""
+        self._num_uploads = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             return
         answer = _Answer(send)
-        is_open = scope["path"] in OPEN_PATHS
+        is_open, is_upload = scope["path"] in OPEN_PATHS, _is_upload(scope)
         self.num_active += not is_open
+        self._num_uploads += is_upload
         try:
+            body = b""  # of an open path it is not read: anybody may send one
             if not is_open:
                 self._admit(scope)
-            body = await self._body(scope, receive)
+                body = await self._body(scope, receive, most=self._max_upload if is_upload else self._max_body)
             await self._app(scope, _replay(body, receive), answer.send)
         except RefusalError as refusal:
             await self._refuse(refusal, scope, receive, answer)
@@ -63,25 +68,22 @@ class Gate:
             await self._refuse(defect, scope, receive, answer)
         finally:
             self.num_active -= not is_open
+            self._num_uploads -= is_upload
             self._service.metrics.requests.labels(answer.status or 499).inc()
 
     def _admit(self, scope: Scope) -> None:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
         if self._key and not (hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"):
             message = "this server asks for its key. Send the header `Authorization: Bearer KEY`."
             raise RefusalError(401, message, code="invalid_api_key")
         if self._service.is_draining and scope["path"].startswith("/v1/"):
             raise RefusalError(503, "the server is stopping. Ask another one, or again later.", code="draining")
-        if self.num_active > self._max_requests:
+        if self.num_active > self._max_requests or self._num_uploads > MOST_UPLOADS:
             raise RefusalError(429, "the server has too many requests. Come again later.", code="too_many_requests")
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        headers = dict(scope["headers"])
-        is_upload = headers.get(b"content-type", b"").startswith(b"application/octet-stream")
-        most = self._max_upload if is_upload and scope["path"] == "/v1/memories" else self._max_body
+    async def _body(self, scope: Scope, receive: Receive, *, most: int) -> bytes:
         too_long = RefusalError(413, f"the body has more than {most:,} bytes. Send less.", code="body_too_large")
-        if int(headers.get(b"content-length", b"0")) > most:
+        if int(_header(scope, b"content-length") or b"0") > most:
             raise too_long
         body = bytearray()
         try:
@@ -103,6 +105,16 @@ class Gate:
     async def _refuse(self, refusal: RefusalError, scope: Scope, receive: Receive, answer: _Answer) -> None:
         if answer.status is None:
             await refusal.response()(scope, receive, answer.send)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The first of this name, which is the one that routes see; empty without any."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _is_upload(scope: Scope) -> bool:
+    is_file = _header(scope, b"content-type").startswith(b"application/octet-stream")
+    return is_file and bool(scope["path"] == "/v1/memories")
 
 
 class _ClientGoneError(Exception):

@@ -99,21 +99,29 @@ class Service:
 
     async def prompt(self, text: Text, memory: TextMemory | None) -> Begun:
         """A prompt's ids. Raises RefusalError for one that the model cannot begin with, or that is too long."""
-        make = partial(self.model.prompt, text, memory)
-        try:
-            prompt = await run_in_threadpool(make) if len(text) > LONG_TEXT else make()
+
+        def begin() -> Begun:
             shown = text if isinstance(text, str) else self.model.decode(text)
+            return Begun(self.model.prompt(text, memory), shown)
+
+        if not isinstance(text, str):
+            self._check_length(len(text))
+        try:
+            begun = await run_in_threadpool(begin) if len(text) > LONG_TEXT else begin()
         except TxlError as error:
             raise RefusalError(400, str(error), param="prompt", code="invalid_value") from error
-        if num_tokens_of(prompt) > self.serving.max_prompt:
+        self._check_length(num_tokens_of(begun.prompt))
+        return begun
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self.serving.max_prompt:
             raise RefusalError(
                 400,
-                f"the prompt has {num_tokens_of(prompt):,} tokens; this server takes {self.serving.max_prompt:,}. "
+                f"the prompt has {num_tokens:,} tokens; this server takes {self.serving.max_prompt:,}. "
                 "Shorten it, or give its beginning to POST /v1/memories, and go on from there.",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        return Begun(prompt, shown)
 
     @asynccontextmanager
     async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[Inbox]:

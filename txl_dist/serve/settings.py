@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ class Serving:
             ("grace", self.grace >= 0, "0 or more seconds"),
             ("memories", self.memories >= 0, "0 or more"),
             ("memory_bytes", self.memory_bytes >= 0, "0 or more bytes"),
-            ("memory_age", self.memory_age > 0, "above 0 seconds"),
+            ("memory_age", 0 < self.memory_age < math.inf, "above 0 seconds"),
         ]
         for name, holds, rule in rules:
             if not holds:

@@ -37,6 +37,10 @@ class LateError(TxlError):
     """The time of a request was over before its text had begun."""
 
 
+class StoppingError(TxlError):
+    """The server ended before a text had begun."""
+
+
 class DefectError(TxlError):
     """A defect of ours."""
 
@@ -142,16 +146,22 @@ class Worker:
             unwanted, self._unwanted = self._unwanted, set()
             if unwanted:
                 self._waiting = deque(job for job in self._waiting if job.key not in unwanted)
-            for key in unwanted & self._jobs.keys():
-                self._writer.remove(key)
-                del self._jobs[key]
-            while self._waiting and self._writer.has_room:
-                job = self._waiting.popleft()
-                self._jobs[job.key], job.num_left = job, job.writing.num_samples
-                self._writer.add(
-                    job.key, job.prompt, job.writing, keeps_memory=job.keeps_memory, scores_prompt=job.scores_prompt
-                )
-            return not self._is_stopped
+            if self._is_stopped:
+                return False
+        # Without the lock, for the event loop waits for it: to drop a row may be to copy the others.
+        for key in unwanted & self._jobs.keys():
+            self._writer.remove(key)
+            del self._jobs[key]
+        while self._writer.has_room and (job := self._next()) is not None:
+            self._jobs[job.key], job.num_left = job, job.writing.num_samples
+            self._writer.add(
+                job.key, job.prompt, job.writing, keeps_memory=job.keeps_memory, scores_prompt=job.scores_prompt
+            )
+        return True
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            return self._waiting.popleft() if self._waiting else None
 
     def _cut_late(self) -> list[Piece]:
         now = time.monotonic()
@@ -166,7 +176,13 @@ class Worker:
             if job.has_begun:
                 pieces += ended
             else:
-                pieces.append(Piece(job.key, 0, "", None, error=LateError("the time of this request is over.")))
+                is_end = self._end_of_all < job.deadline
+                error = (
+                    StoppingError("the server is stopping.")
+                    if is_end
+                    else LateError("the time of this request is over.")
+                )
+                pieces.append(Piece(job.key, 0, "", None, error=error))
         return pieces
 
     def _is_late(self, job: Job, now: float) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import save
 
 from tests.helpers.bundles import make
 from tests.helpers.language import MEMORY_LEN, TEXT, random_model
@@ -261,6 +262,52 @@ def test_the_page_may_run_its_own_scripts_only(server: Served) -> None:
     assert reply.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
+
+
+def test_what_is_told_is_bounded_by_tokens_not_by_characters(server: Served) -> None:
+    emoji = "\N{GRINNING FACE}" * 1_000  # four bytes each, and a token a byte
+    asked = {"echo": True, "logprobs": 20, "n": 3, "max_tokens": 0}
+    assert "would be told" in server.complete(emoji, **asked).message
+    assert server.complete(emoji[:100], **asked).status == 200
+
+
+def test_paths_without_a_key_read_no_body_and_a_doubled_type_opens_no_wider_door(server: Served) -> None:
+    with served(random_model(), max_body=2_000) as small:
+        for start, status in (("GET /health", b" 200 "), ("POST /v1/memories", b" 413 ")):
+            head = f"{start} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            head += "Content-Type: application/octet-stream\r\nConnection: close\r\nContent-Length: 3000\r\n\r\n"
+            with socket.create_connection((small.address.hostname, small.address.port), timeout=30) as connection:
+                connection.sendall(head.encode() + b'{"prompt": "')  # and no more
+                assert status in connection.recv(4096)
+
+
+def test_forged_files_of_memories_are_refused(server: Served) -> None:
+    lm = server.service.model
+    forged = save({"key_value": torch.tensor(1.0)}, {"format_version": "1", "model": lm.fingerprint, "content": "x"})
+    header = json.dumps({"__metadata__": None, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    header += b" " * (-len(header) % 8)
+    for data in (forged, len(header).to_bytes(8, "little") + header + bytes(4)):
+        assert server.ask("POST", "/v1/memories", data, content_type="application/octet-stream").status == 400
+
+
+def test_a_prompt_whose_scores_are_no_numbers_is_a_defect_of_the_model_and_told_so() -> None:
+    lm = random_model()
+    with torch.no_grad():
+        next(iter(lm.network.parameters())).fill_(torch.nan)
+    with served(lm) as broken:
+        reply = broken.complete(TEXT, echo=True, logprobs=1, max_tokens=0)
+        assert (reply.status, reply.json["error"]["code"]) == (500, "bad_numbers")
+
+
+def test_who_waits_when_the_server_ends_is_told_that_it_ends() -> None:
+    with served(random_model(), rows=1, grace=0.3, max_tokens=1_000_000) as server, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.complete, TEXT, max_tokens=1_000_000)
+        wait_until(lambda: bool(server.service.worker.num_rows))
+        second = pool.submit(server.complete, TEXT)
+        wait_until(lambda: bool(server.service.worker.num_waiting))
+        server.server.stop()
+        assert first.result().json["choices"][0]["finish_reason"] == "length"
+        assert (second.result().status, second.result().json["error"]["code"]) == (503, "draining")
 
 
 def test_ids_and_texts_are_told_as_prompts_are_read(server: Served) -> None:

@@ -77,6 +77,8 @@ class MemoryLayer(CacheLayerMixin):
         """No limit: a text may have any length."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in the first releases of 5
+
     def reset(self):
         """Hold nothing."""
         self.keys = self.values = self.distances = None

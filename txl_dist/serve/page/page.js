@@ -70,7 +70,10 @@ async function goOn() {
     if (!model) await askForModel();
     const body = JSON.stringify(turnOf(find("ask").elements, prompt));
     const response = await fetch("v1/completions", { method: "POST", headers: headers(), body, signal: request.signal });
-    if (!response.ok) throw new Error(await messageOf(response));
+    if (!response.ok) {
+      const remedy = response.status === 404 && memory ? " Here: Begin anew." : "";
+      throw new Error((await messageOf(response)) + remedy);
+    }
     talk.append(spanOf(prompt, "asked"));
     find("prompt").value = "";
     const begun = performance.now();
