@@ -301,7 +301,7 @@ def test_a_prompt_whose_scores_are_no_numbers_is_a_defect_of_the_model_and_told_
 
 def test_who_waits_when_the_server_ends_is_told_that_it_ends() -> None:
     with served(random_model(), rows=1, grace=0.3, max_tokens=1_000_000) as server, ThreadPoolExecutor(2) as pool:
-        first = pool.submit(server.complete, TEXT, max_tokens=1_000_000)
+        first = pool.submit(server.complete, TEXT, max_tokens=1_000_000, allowed_token_ids=[1])  # which ends no text
         wait_until(lambda: bool(server.service.worker.num_rows))
         second = pool.submit(server.complete, TEXT)
         wait_until(lambda: bool(server.service.worker.num_waiting))
