@@ -530,7 +530,7 @@ def test_who_finds_the_queue_full_is_told_to_come_again() -> None:
 
 def begin_stream(server: Served, prompt: str = TEXT, **fields: Any) -> socket.socket:
     """A request whose answer nobody reads yet."""
-    body = json.dumps({"prompt": prompt, "stream": True, **fields}).encode()
+    body = json.dumps({"prompt": prompt, "stream": True, "temperature": 0, **fields}).encode()  # it does not end
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     connection = socket.create_connection((server.address.hostname, server.address.port))
     connection.sendall(head.encode() + b"\r\n\r\n" + body)
