@@ -81,7 +81,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     if memory_len == 0:
         raise ConfigError("a memory of 0 tokens leaves these graphs nothing to pass on. Export a bundle.")
     lengths = {"token": 1, "chunk": bundle.segment_len}
-    with new_folder(out, kind=Kind.ONNX) as folder:
+    with new_folder(out, kind=Kind.ONNX) as folder, _plain_attention(network):
         graphs = {
             name: _exported(Step(network, memory_len=memory_len, num_tokens=length), takes_count=name == "chunk")
             for name, length in lengths.items()
@@ -123,8 +123,6 @@ class Step(nn.Module):
         super().__init__()
         section = network.section
         self.network, self.memory_len, self.num_tokens = network, memory_len, num_tokens
-        for block in cast(list[Block], list(network.blocks)):
-            block.attention.kernel = "plain"  # the equation itself: the others are no operators of ONNX
         encoding = distance_encoding(
             memory_len + num_tokens, width=section.width, clamp_len=section.clamp_len, like=network.embedding.weight(0)
         )
@@ -214,6 +212,20 @@ def _exported(step: Step, *, takes_count: bool) -> Any:
         for node in function:
             node.metadata_props.clear()
     return graph
+
+
+@contextmanager
+def _plain_attention(network: TransformerXL) -> Iterator[None]:
+    """The equation itself: the other kernels are no operators of ONNX."""
+    attentions = [block.attention for block in cast(list[Block], list(network.blocks))]
+    kernels = [attention.kernel for attention in attentions]
+    try:
+        for attention in attentions:
+            attention.kernel = "plain"
+        yield
+    finally:
+        for attention, kernel in zip(attentions, kernels, strict=True):
+            attention.kernel = kernel
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from txl_dist.errors import TxlError
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
 from txl_dist.serve.app import create_app
@@ -52,16 +53,18 @@ class Server:
         return self._server.started
 
     async def run(self, *, heeds_signals: bool) -> None:
-        """Serve until somebody asks to stop."""
+        """Serve until somebody asks to stop. Raises TxlError where nothing can be written any more."""
         self._loop = loop = asyncio.get_running_loop()
         if heeds_signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._drain)
-        self.service.worker.start(loop)
+        self.service.worker.start(loop, on_failure=self._drain)
         try:
             await self._server.serve(sockets=[self._listening])
         finally:
             self.service.worker.stop()
+        if self.service.worker.has_failed:
+            raise TxlError("nothing can be written any more; the log says why. Start again, perhaps with fewer --rows.")
 
     def stop(self) -> None:
         """Drain and end; from any thread."""

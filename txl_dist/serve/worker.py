@@ -81,6 +81,9 @@ class Worker:
         self._writer = self._new_writer()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_failure: Callable[[], object] = lambda: None
+        self.has_failed = False
+        """Whether nothing can be written any more."""
 
     @property
     def num_waiting(self) -> int:
@@ -92,9 +95,9 @@ class Worker:
         """Texts that are written."""
         return self._writer.num_rows
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin; pieces are delivered in this loop."""
-        self._loop = loop
+    def start(self, loop: asyncio.AbstractEventLoop, *, on_failure: Callable[[], object]) -> None:
+        """Begin; pieces are delivered in this loop, and where nothing can be written any more it is told so."""
+        self._loop, self._on_failure = loop, on_failure
         self._thread.start()
 
     def stop(self) -> None:
@@ -134,10 +137,29 @@ class Worker:
                 pieces = [*self._cut_late(), *self._writer.step()]
             except Exception as error:  # noqa: BLE001  a defect, or no memory left: those in work are lost, the next are not
                 logger.exception("work on %d prompts failed", len(self._jobs))
-                failure = error if isinstance(error, TxlError) else DefectError("the server failed; its log says why.")
-                pieces = [Piece(key, 0, "", None, error=failure) for key in self._jobs]
-                self._writer = self._new_writer()
-            self._hand_out(pieces)
+                self._fail(error)
+                try:
+                    self._writer = self._new_writer()
+                except Exception as why:  # noqa: BLE001  who waits is told; then the server ends
+                    logger.exception("nothing can be written any more")
+                    self._end(why)
+                    return
+            else:
+                self._hand_out(pieces)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell those in work."""
+        failure = error if isinstance(error, TxlError) else DefectError("the server failed; its log says why.")
+        self._hand_out([Piece(key, 0, "", None, error=failure) for key in self._jobs])
+
+    def _end(self, error: Exception) -> None:
+        with self._changed:
+            self._jobs |= {job.key: job for job in self._waiting}
+            self._waiting.clear()
+        self._fail(error)
+        self.has_failed = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_failure)
 
     def _take_orders(self) -> bool:
         """Wait until there is something to do; whether there is. Who is unwanted leaves, who fits is begun."""

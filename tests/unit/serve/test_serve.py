@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import json
@@ -26,11 +27,12 @@ from tests.helpers.bundles import make
 from tests.helpers.language import MEMORY_LEN, TEXT, random_model
 from tests.helpers.served import Served, served, wait_until
 from txl_dist.cli import main
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.sampling import uniform_numbers
 from txl_dist.serve import gate
 from txl_dist.serve.listening import listen
+from txl_dist.serve.server import Server
 from txl_dist.serve.settings import Serving
 
 pytestmark = pytest.mark.slow
@@ -634,6 +636,20 @@ def test_a_defect_costs_those_in_work_their_texts_and_nobody_else(server: Served
         assert "its log says why" in reply.message
     assert server.complete(TEXT).status == 200
     assert threading.active_count() < 100
+
+
+def test_a_server_that_can_write_nothing_any_more_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving(port=0)
+    server = Server(random_model(), serving, listen(serving), name="tiny")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: asyncio.run(server.run(heeds_signals=False)))
+        wait_until(lambda: server.has_started)
+        worker = server.service.worker
+        monkeypatch.setattr(worker._writer, "step", lambda: 1 / 0)
+        monkeypatch.setattr(worker, "_new_writer", lambda: 1 / 0)
+        assert Served(server).complete(TEXT).status == 500
+        with pytest.raises(TxlError, match="nothing can be written any more"):
+            running.result(timeout=30)
 
 
 def test_hostile_requests_are_answered_as_its_own_page_says(tmp_path: Path) -> None:
