@@ -115,9 +115,11 @@ class KeyValueRing:
     def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
         """Put a chunk behind the past of a layer. Returns (key_NBKH, value_NBKH) of both, as views."""
         buffer, num_tokens = self.key_values[layer], key_value_2NBTH.shape[3]
-        first = (self._next - num_tokens) % self.size
-        buffer.narrow(3, first, num_tokens).copy_(key_value_2NBTH)
-        buffer.narrow(3, first + self.size, num_tokens).copy_(key_value_2NBTH)
+        first, position = (self._next - num_tokens) % self.size, buffer.stride(3)
+        both = buffer.as_strided(
+            (2, *key_value_2NBTH.shape), (self.size * position, *buffer.stride()), first * position
+        )  # its two places, as one view: a token is a handful of calls
+        both.copy_(key_value_2NBTH)
         key, value = buffer.narrow(3, first + self.size - past_len, past_len + num_tokens).unbind(0)
         return key, value
 
@@ -207,9 +209,9 @@ class _Layer(NamedTuple):
     query_bias_2N11H: Tensor
     """u, v; v is 0 where the model has none."""
 
-    def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
-        """As `Block.finish`, in evaluation."""
-        hidden, pre_norm = hidden_BTD + self.output(context_BTD), self.block.pre_norm
+    def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
+        """As `Block.finish`, in evaluation, of positions S of any rows."""
+        hidden, pre_norm = hidden_SD + self.output(context_SD), self.block.pre_norm
         if not pre_norm:
             hidden = self.attention_norm(hidden)
         hidden = hidden + self.ff_out(self.block.activation(self.ff_in(self.ff_norm(hidden) if pre_norm else hidden)))
@@ -347,7 +349,7 @@ class FrozenModel:
         assert num_tokens <= ring.chunk_len
         past_len = ring.past_len
         mask_BTK = ring.advance(num_tokens, document_BT)
-        hidden, known, hiddens = embedded_BTD, self._distances_of(ring.size), []
+        hidden_SD, known, hiddens = embedded_BTD.flatten(0, 1), self._distances_of(ring.size), []
         section = self.model.section
         num_keys = past_len + num_tokens
         shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
@@ -357,15 +359,15 @@ class FrozenModel:
             parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
             attend = partial(self._attend, parts=parts)
         for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
-            hiddens.append(hidden)
-            normed = layer.attention_norm(hidden) if section.pre_norm else hidden
+            hiddens.append(hidden_SD.view_as(embedded_BTD))
+            normed = layer.attention_norm(hidden_SD) if section.pre_norm else hidden_SD
             projected = F.linear(normed, layer.weight, layer.bias)
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
             query_2NBTH = projected_3NBTH[0] + layer.query_bias_2N11H
             context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, window=window)
-            hidden = layer.finish(hidden, context_NBTH.permute(1, 2, 0, 3).flatten(2))
-        return [*hiddens, self.model.final_norm(hidden)]
+            hidden_SD = layer.finish(hidden_SD, context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1))
+        return [*hiddens, self.model.final_norm(hidden_SD).view_as(embedded_BTD)]
 
     @torch.inference_mode()
     def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
@@ -443,13 +445,15 @@ class FrozenModel:
         """As `_attend`, of one query per row: few operations count for more than a cache."""
         (N, B, _, H), (distance_NHS, bias_NS) = query_2NB1H.shape[1:], distances
         K = min(key_NBKH.shape[2], window)
-        key_NBKH, value_NBKH = key_NBKH[:, :, -K:], value_NBKH[:, :, -K:]
-        scores_NBK = torch.bmm(query_2NB1H[1, :, :, 0], distance_NHS.narrow(2, distance_NHS.shape[2] - K, K))
+        if window < key_NBKH.shape[2]:
+            key_NBKH, value_NBKH = key_NBKH[:, :, -K:], value_NBKH[:, :, -K:]
+        content_query, position_query = query_2NB1H.unbind(0)
+        scores_NBK = torch.bmm(position_query.squeeze(2), distance_NHS.narrow(2, distance_NHS.shape[2] - K, K))
         if bias_NS is not None:
             scores_NBK += bias_NS[:, None, -K:]
         if mask_B1K is not None:
             scores_NBK.masked_fill_(~mask_B1K[:, 0, -K:], float("-inf"))
-        query, key, value = query_2NB1H[0].reshape(N * B, 1, H), key_NBKH.flatten(0, 1), value_NBKH.flatten(0, 1)
+        query, key, value = content_query.reshape(N * B, 1, H), key_NBKH.flatten(0, 1), value_NBKH.flatten(0, 1)
         scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
         probabilities = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
         return torch.bmm(probabilities, value).view(N, B, 1, H)
