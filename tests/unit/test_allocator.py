@@ -34,6 +34,7 @@ def run(program: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.skipif(not _has_huge_pages(), reason="without huge pages the allocator is left as it is")
+@pytest.mark.slow
 def test_freed_blocks_between_others_go_back_to_the_system() -> None:
     done, growth = run(PROGRAM)
     assert done == "True"

@@ -112,7 +112,9 @@ def random_settings(generator: random.Random, num_corpora: int) -> tuple[int, li
     return generator.randint(1, 12), weights if generator.random() < 0.7 else []
 
 
-@pytest.mark.parametrize("number", range(NUM_CORPORA))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] if n % 2 else []) for n in range(NUM_CORPORA)]
+)
 def test_a_reader_made_from_the_page_alone_reads_every_lane_of_a_run_that_changes(
     folders: list[Path], number: int
 ) -> None:

@@ -274,6 +274,7 @@ def test_a_cut_lies_behind_the_paragraph_else_the_line_else_the_word_that_ends_n
     assert cut_tails(text, {"valid": 0.05}) == [("train", text[: -len(end)]), ("valid", end)]
 
 
+@pytest.mark.slow
 def test_many_documents_are_held_out_whole_as_ever_and_the_search_ends_with_the_first_of_each_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

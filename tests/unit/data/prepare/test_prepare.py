@@ -106,6 +106,7 @@ def killed(output: Path, settings: dict[str, Any], where: str, after: int, **run
     return [int(pid) for pid in result.stdout.split()]
 
 
+@pytest.mark.slow
 def test_workers_and_the_size_of_parts_change_no_byte(tmp_path: Path, texts: Path) -> None:
     settings = {**SETTINGS, "inputs": [str(texts)], "duplicates": "drop"}
     expected = prepare_corpus(tmp_path / "one", **settings, num_workers=1)
@@ -154,6 +155,7 @@ def test_after_a_kill_the_same_command_goes_on_and_ends_as_if_nothing_had_happen
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "texts"]
 
 
+@pytest.mark.slow
 def test_an_output_inside_the_input_folder_is_no_input_after_a_kill_either(tmp_path: Path, texts: Path) -> None:
     settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "part_bytes": 5000}
     expected = prepare_corpus(tmp_path / "expected", **settings).corpus
@@ -253,6 +255,7 @@ def test_a_second_preparation_of_the_same_target_is_refused_and_says_whose_it_is
     prepare_corpus(tmp_path / "out", inputs=[texts], **SETTINGS)
 
 
+@pytest.mark.slow
 def test_other_settings_discard_what_was_finished_and_say_so(tmp_path: Path, texts: Path) -> None:
     settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "part_bytes": 5000}
     killed(tmp_path / "out", settings, "write_planned", 2)

@@ -196,6 +196,7 @@ def test_a_cut_anywhere_is_refused(tar_format: int, tmp_path: Path, tokenizer: P
             reindex_corpus(path.parent, tokenizer_path=tokenizer)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_in_a_header_is_more_than_an_error(tmp_path: Path, tokenizer: Path) -> None:
     path = write_tar(tmp_path / "tars" / "a.tar", [("a.npy", npy([0] * 9)), ("b.npy", npy([1] * 9))])
     content = path.read_bytes()

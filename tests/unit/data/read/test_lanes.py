@@ -268,6 +268,7 @@ def test_epochs_are_counted_over_cuts() -> None:
     is_cut_anew=st.booleans(),
 )
 @settings(deadline=None)
+@pytest.mark.slow
 def test_the_shard_after_is_the_one_that_the_lane_reads_next(
     shards: list[list[int]], num_lanes: int, is_cut_anew: bool
 ) -> None:

@@ -182,7 +182,7 @@ def test_evaluation_scores_each_target_exactly_once(
 
 
 @pytest.mark.parametrize("overlap_len", [1, 6, 7, 40, 5000])
-@pytest.mark.parametrize("segment_len", [1, 7, 64, 5000])
+@pytest.mark.parametrize("segment_len", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 5000])
 @pytest.mark.parametrize("num_lanes", [1, 5])
 def test_an_overlap_gives_context_and_scores_the_same_targets(
     corpus: Corpus, num_lanes: int, segment_len: int, overlap_len: int

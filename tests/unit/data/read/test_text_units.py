@@ -54,7 +54,10 @@ def scored_in_evaluation(split: Split, maker: BatchMaker, *, world_size: int, **
     return sorted(found)
 
 
-@pytest.mark.parametrize("seed", range(12))
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 6 else []) for seed in range(12)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_masks_score_the_same_targets_as_carrying_in_every_cut_of_an_evaluation(tmp_path: Path, seed: int) -> None:
     chance, split = random.Random(seed), random_corpus(tmp_path, seed).split("train")
     for _ in range(6):
@@ -64,7 +67,7 @@ def test_masks_score_the_same_targets_as_carrying_in_every_cut_of_an_evaluation(
         assert scored == scored_in_evaluation(split, CARRY, **cut) == list(range(1, split.tokens))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_masks_train_on_the_same_targets_as_carrying_but_where_a_piece_begins_inside_a_document(
     tmp_path: Path, seed: int
 ) -> None:

@@ -372,6 +372,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_run_is_read(tmp_pat
         write_report(tmp_path, out=tmp_path / "nowhere" / "x.html")
 
 
+@pytest.mark.slow
 def test_a_link_is_followed_and_stays(run: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "old.html").symlink_to("real/page.html")

@@ -55,7 +55,7 @@ def plain(line: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_a_line_of_numbers_fits_the_terminal_and_log_txt_has_the_whole_line(tmp_path: Path, columns: int) -> None:
     lines, log = show(tmp_path, columns=columns)
     assert len(lines) == 4
@@ -65,13 +65,14 @@ def test_a_line_of_numbers_fits_the_terminal_and_log_txt_has_the_whole_line(tmp_
     assert format_record("look", LOOK, max_steps=1000) in log
 
 
-@pytest.mark.parametrize("columns", [300, None])
+@pytest.mark.parametrize("columns", [300, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_wide_terminal_and_a_pipe_get_everything(tmp_path: Path, columns: int | None) -> None:
     lines, log = show(tmp_path, columns=columns, **({} if columns else {"COLUMNS": "40"}))
     assert plain(lines[0])[11:] == format_record("train", FULL, max_steps=1000)
     assert [plain(line).strip() for line in lines] == log.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "no_color", "is_coloured"), [(80, "", True), (80, "1", False), (None, "", False)])
 def test_warnings_have_a_colour_on_a_terminal_only(
     tmp_path: Path, columns: int | None, no_color: str, is_coloured: bool
