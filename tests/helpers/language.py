@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.helpers.models import tiny_section
 from txl_dist.infer.bundle import Package
 from txl_dist.infer.language_model import LanguageModel
+from txl_dist.infer.sampling import uniform_numbers
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.text.training import train_tokenizer
 
@@ -32,3 +34,16 @@ def random_model(*, seed: int = 0, document_border: str = "carry", kind: str = "
         probe={},
     )
     return LanguageModel(package.open(where="a test"))
+
+
+def distance_to_border(lm: LanguageModel, text: str, written: list[int], seed: int) -> float:
+    """Of the two random numbers of the next draw, without limits: the nearer one's to its nearest border."""
+    ids = [*lm.prompt(text).ids, *written]
+    hidden, _ = lm.network(torch.tensor([ids]), lm.network.empty_memory(num_lanes=1, memory_len=0))
+    p_V = lm.network.softmax.log_probabilities(hidden[:, -1])[0].double().exp()
+    groups = p_V.split(1 + math.isqrt(len(p_V) - 1))
+    first, second = uniform_numbers(seed).random((len(written) + 1, 2))[-1].tolist()
+    group_borders = torch.stack([group.sum() for group in groups]).cumsum(0)
+    group = groups[int((group_borders > first).nonzero()[0])]
+    borders = group.cumsum(0) / group.sum()
+    return min(float((group_borders - first).abs().min()), float((borders - second).abs().min()))

@@ -69,7 +69,7 @@ BUDGETS = {
     "text": 800,
     "data": 4250,
     "model": 1350,
-    "infer": 1750,
+    "infer": 1760,
     "convert": 1850,
     "train": 4200,
     "ops": 3680,

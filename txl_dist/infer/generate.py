@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,11 +185,11 @@ class Decoder:
         rows, texts = [row for row, _ in group], [text for _, text in group]
         if len(group) < len(self._texts):
             log_p_BV = log_p_BV[rows]
-        uniform_B = torch.tensor([text.numbers.random() for text in texts], dtype=torch.float64, device=self._device)
+        uniform_B2 = torch.from_numpy(np.stack([text.numbers.random(2) for text in texts])).to(self._device)
         seen_BV = None
         if sampling.repetition_penalty != 1 and self._seen_BV is not None:
             seen_BV = self._seen_BV if len(group) == len(self._texts) else self._seen_BV[rows]
-        ids_B = choose(log_p_BV, uniform_B, sampling, seen_BV=seen_BV)
+        ids_B = choose(log_p_BV, uniform_B2, sampling, seen_BV=seen_BV)
         if seen_BV is not None and self._seen_BV is not None:
             self._seen_BV[rows, ids_B] = True
         log_ps = log_p_BV.gather(1, ids_B[:, None])[:, 0].tolist()

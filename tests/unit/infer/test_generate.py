@@ -30,8 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def drawn(log_p: torch.Tensor, *, count: int = 400, seed: int = 0, **changes: Any) -> Counter[int]:
     values: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **changes}
-    uniform_B = torch.from_numpy(uniform_numbers(seed).random(count))
-    return Counter(choose(log_p.expand(count, -1), uniform_B, Sampling(**values)).tolist())
+    uniform_B2 = torch.from_numpy(uniform_numbers(seed).random((count, 2)))
+    return Counter(choose(log_p.expand(count, -1), uniform_B2, Sampling(**values)).tolist())
 
 
 @pytest.fixture
@@ -50,6 +50,23 @@ def test_sampling_follows_the_probabilities(log_p: torch.Tensor) -> None:
     for token, p in enumerate(log_p.exp().tolist()):
         # Five standard deviations of a binomial count.
         assert abs(counts[token] - 4000 * p) <= 5 * (4000 * p * (1 - p)) ** 0.5
+
+
+def test_rounding_of_many_probabilities_changes_next_to_no_draw() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p_BV = torch.randn(200, 4_096, generator=generator).mul(2).log_softmax(-1)
+    rounded_BV = log_p_BV + 1e-4 * torch.rand(log_p_BV.shape, generator=generator)
+    limits, numbers = Sampling(temperature=1.0, top_k=0), uniform_numbers(0)
+    draws = [torch.from_numpy(numbers.random((200, 2))) for _ in range(20)]
+    changed = sum(int((choose(log_p_BV, u, limits) != choose(rounded_BV, u, limits)).sum()) for u in draws)
+    assert changed <= 6, "of 4,000; with one border for each token they were 13"
+
+
+def test_the_largest_random_number_draws_no_token_whose_probability_is_0() -> None:
+    p_BV = torch.rand(20_000, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p_BV[:, 17:] = 0
+    uniform_B2 = torch.full((len(p_BV), 2), 1 - 2.0**-53, dtype=torch.float64)
+    assert set(choose(p_BV.log(), uniform_B2, Sampling(temperature=1.0, top_k=0)).tolist()) == {16}
 
 
 def test_limits_keep_the_likeliest_tokens_only(log_p: torch.Tensor) -> None:
@@ -112,7 +129,7 @@ def test_generating_with_a_cache_is_rerunning_the_whole_text(name: str, prompt_l
         for _ in range(20):
             hidden, _ = model(torch.tensor([text]), model.empty_memory(num_lanes=1, memory_len=0))
             log_p_1V = model.softmax.log_probabilities(hidden[:, -1])
-            text.append(int(choose(log_p_1V, torch.tensor([numbers.random()], dtype=torch.float64), limits)))
+            text.append(int(choose(log_p_1V, torch.from_numpy(numbers.random((1, 2))), limits)))
     for segment_len in (1, 8, 50):
         assert run(model, prompt, segment_len=segment_len, temperature=temperature) == text[prompt_len:]
     if temperature:  # the likeliest token of a random network is often the same for ever
@@ -129,7 +146,7 @@ def test_absolute_positions_generate_from_a_segment_that_is_run_anew_for_each_to
             window = torch.tensor([text[-8:]])
             hidden, _ = model(window, model.empty_memory(num_lanes=1, memory_len=0))
             log_p_1V = model.softmax.log_probabilities(hidden[:, -1])
-            text.append(int(choose(log_p_1V, torch.tensor([numbers.random()], dtype=torch.float64), limits)))
+            text.append(int(choose(log_p_1V, torch.from_numpy(numbers.random((1, 2))), limits)))
     assert generated == text[5:]
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import txl_dist
+from tests.helpers.language import distance_to_border
 from tests.helpers.models import random_tokens, tiny_section
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import Package
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.language_model import LanguageModel
-from txl_dist.infer.sampling import uniform_numbers
 from txl_dist.infer.settings import Sampling, Writing
 from txl_dist.infer.text_memory import TextMemory
 from txl_dist.model.transformer_xl import TransformerXL
@@ -92,15 +92,6 @@ def test_a_batch_of_prompts_equals_single_runs_but_for_draws_at_a_border(
                 num_at_border += 1
     assert num_draws > 1500
     assert num_at_border <= num_draws / 10_000
-
-
-def distance_to_border(lm: LanguageModel, text: str, written: list[int], seed: int) -> float:
-    """Of the random number of the next draw, without limits."""
-    ids = [*lm.prompt(text).ids, *written]
-    hidden, _ = lm.network(torch.tensor([ids]), lm.network.empty_memory(num_lanes=1, memory_len=0))
-    cumulated = lm.network.softmax.log_probabilities(hidden[:, -1])[0].double().exp().cumsum(0)
-    number = uniform_numbers(seed).random(len(written) + 1)[-1]
-    return float((cumulated - number).abs().min())
 
 
 def test_texts_of_every_length_and_setting_in_one_batch_are_those_of_single_runs(lm: LanguageModel) -> None:

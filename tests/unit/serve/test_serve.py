@@ -24,12 +24,11 @@ import torch
 from safetensors.torch import save
 
 from tests.helpers.bundles import make
-from tests.helpers.language import MEMORY_LEN, TEXT, random_model
+from tests.helpers.language import MEMORY_LEN, TEXT, distance_to_border, random_model
 from tests.helpers.served import Served, served, wait_until
 from txl_dist.cli import main
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.language_model import LanguageModel
-from txl_dist.infer.sampling import uniform_numbers
 from txl_dist.serve import gate
 from txl_dist.serve.listening import listen
 from txl_dist.serve.server import Server
@@ -189,14 +188,6 @@ def test_64_streams_at_once_are_those_of_single_runs_but_for_draws_at_a_border(s
 def spelt(lm: LanguageModel, i: int) -> str:
     (byte,) = lm.tokenizer.spellings[i]  # type: ignore[index]
     return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
-
-
-def distance_to_border(lm: LanguageModel, text: str, written: list[int], seed: int) -> float:
-    ids = [*lm.prompt(text).ids, *written]
-    hidden, _ = lm.network(torch.tensor([ids]), lm.network.empty_memory(num_lanes=1, memory_len=0))
-    cumulated = lm.network.softmax.log_probabilities(hidden[:, -1])[0].double().exp().cumsum(0)
-    number = uniform_numbers(seed).random(len(written) + 1)[-1]
-    return float((cumulated - number).abs().min())
 
 
 REFUSED: list[tuple[Any, int, str]] = [

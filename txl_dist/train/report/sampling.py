@@ -49,8 +49,8 @@ def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: tor
         if log_p_V.isnan().any():  # a model that has diverged: that is for `guard` to say
             written.append(_NOT_A_NUMBER)
             continue
-        uniform_1 = torch.tensor([numbers.random()], dtype=torch.float64)
-        past.append(int(choose(log_p_V[None], uniform_1, sampling)))
+        uniform_12 = torch.from_numpy(numbers.random((1, 2)))
+        past.append(int(choose(log_p_V[None], uniform_12, sampling)))
         written.append(past[-1])
         pieces = [past[-1:]]
     return written
