@@ -34,6 +34,11 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
     assert float(str(ours["loss error"])) < 1e-6
 
 
+def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit() -> None:
+    counted = [float(row.split("│")[2]) for row in run("bench_softmax.py", "--count").splitlines() if row[:1] == "│"]
+    assert counted == [52.0, 10.0]
+
+
 def test_without_transformers_its_peer_says_what_to_install() -> None:
     program = "import sys; sys.modules['transformers'] = None; import peers; peers.huggingface()"
     command = [sys.executable, "-c", program]

@@ -87,15 +87,21 @@ def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) ->
 
 def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
     """Why the kernels cannot compute attention of these queries; None if they can."""
-    if not query_BTNH.is_cuda:
-        return f"it runs on a CUDA device and the model is on {query_BTNH.device}"
+    unfit = mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
+    return device_obstacle(query_BTNH) or unfit
+
+
+def device_obstacle(on_device: Tensor) -> str | None:
+    """Why Triton's kernels cannot run where this tensor is; None if they can."""
+    if not on_device.is_cuda:
+        return f"it runs on a CUDA device and the model is on {on_device.device}"
     if not _has_triton():
         return "triton is not installed"
     if lacking := lacks_compiler():
         return lacking
-    if torch.cuda.get_device_capability(query_BTNH.device) < (8, 0):
-        return f"{torch.cuda.get_device_name(query_BTNH.device)} is older than Ampere (compute capability 8.0)"
-    return mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
+    if torch.cuda.get_device_capability(on_device.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(on_device.device)} is older than Ampere (compute capability 8.0)"
+    return None
 
 
 @functools.cache

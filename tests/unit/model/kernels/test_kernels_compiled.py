@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from txl_dist.model import fused_softmax
+from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
 from txl_dist.model.kernels.launch import triton_relative_attention
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
@@ -39,6 +41,7 @@ KERNELS = {
     "distance_gradients",
 }
 MAX_SHARED_BYTES = 227 * 1024
+NUM_REGISTERS, SOFTMAX_THREADS = 64 * 1024, 256
 
 
 class Problem(NamedTuple):
@@ -156,6 +159,31 @@ def test_machine_code_is_what_the_design_promises(name: str, compiled: dict[str,
             assert machine.count(r"\bHMMA\b") == 0, kernel
         if kernel not in ("prepare_backward", "distance_scores"):
             assert machine.count(r"\bLDGSTS\.\S*128\b") > 0, f"{kernel} loads nothing ahead"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_columns", [204, 20_003], ids=["bytes", "words"])
+def test_the_softmax_moves_vectors_and_keeps_all_in_registers(
+    dtype: torch.dtype,
+    num_columns: int,
+    compiled: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_softmax, "runs_kernel", lambda hidden_SD: True)
+    weight, bias = torch.zeros(num_columns, 16, dtype=dtype), torch.zeros(num_columns, dtype=dtype)
+    targets, share = torch.zeros(64, dtype=torch.int64), torch.ones(64)
+    clusters = [Cluster(None, targets, (Columns(weight, bias, 0, num_columns),), None)]
+    weighted_loss(torch.zeros(64, 16, dtype=dtype), clusters, weight_S=share)
+    machine = machine_of(compiled["logits_to_gradient"], tmp_path)
+    print(machine._replace(code=""))
+    assert machine.stack_bytes == 0
+    assert machine.count(r"\b(LDL|STL)\b") == 0
+    assert machine.registers * SOFTMAX_THREADS * 3 <= NUM_REGISTERS  # three programs on a multiprocessor
+    assert machine.count(r"\b(LDG|STG)\.\S*U?16\b") == 0
+    assert machine.count(r"\bLDG\.\S*128\b") > 0
+    assert machine.count(r"\bSTG\.\S*128\b") > 0
+    assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0
 
 
 def test_importing_the_launcher_does_not_import_triton() -> None:
