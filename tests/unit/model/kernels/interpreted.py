@@ -132,11 +132,11 @@ def drawn_mask(case: Case, seed: Tensor) -> Tensor:
 
 
 def use_tiles(case: Case) -> None:
+    tiles = launch.tiles(64)
     launch.SCORE_BUFFER_BYTES = case.buffer_bytes
     if case.rows is not None:
-        tile = launch.Tile(case.rows, case.columns, 1, 1)
-        small = {name: tile if known.columns else tile._replace(columns=0) for name, known in launch.tiles(64).items()}
-        launch.tiles = lambda head_width: small
+        tile = launch.Tile(case.rows, case.columns, 1, 1, resident=1)
+        launch.tiles = lambda head_width: dict.fromkeys(tiles, tile)
 
 
 def relative_errors(name: str) -> dict[str, float]:
