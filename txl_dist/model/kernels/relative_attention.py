@@ -25,9 +25,11 @@ too, and span few queries, so that few of their numbers are wasted beyond the en
               over n  distance_query_gradients  dq <- dq + dS R, and parts of dv_bias
               over n  distance_gradients        dR, for each residue and part of the rows its own
 
-No atomics, so the result is always the same. Tiles that no query sees are skipped everywhere. Sums are in fp32. Masked
-scores are -inf while the running maximum begins at a finite number, so a tile that a query does not see gives
-exp(-inf) = 0 and never NaN. Dropout is a function of (seed, lane, head, i, j), made again wherever it is needed.
+No atomics, so the result is always the same. Tiles that no query sees are skipped everywhere. Those that all see are
+not masked: a program asks once whether documents end among its rows, and then only tiles on the edge of what is seen
+are masked, by a branch, since a loop of their own would take more registers. Sums are in fp32. Masked scores are -inf
+while the running maximum begins at a finite number, so a tile that a query does not see gives exp(-inf) = 0 and never
+NaN. Dropout is a function of (seed, lane, head, i, j), made again wherever it is needed.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Queries, contexts and
 their gradients are contiguous BTNH; keys and values are rows `key_stride` apart; the documents are BT and BK, int64.
@@ -95,6 +97,16 @@ def visible(i, j, query_document, key_document, shape):
 def load_documents(POINTER, lane, row, length):
     """int32 [rows] of one lane; zeros (which an asynchronous copy makes by itself) beyond its end."""
     return tl.load(POINTER + lane * length + row, mask=row < length, other=0).to(tl.int32)
+
+
+@triton.jit
+def has_border(POINTER, start, stop, document, others):
+    """Whether any row from `start` to `stop`, or any of `others` [rows], is of another document than this one."""
+    found = tl.zeros([128], tl.int32)
+    for first in range(start, stop, 128):
+        row = first + tl.arange(0, 128)
+        found |= (tl.load(POINTER + row, mask=row < stop, other=document) != document).to(tl.int32)
+    return (tl.max(found, 0) > 0) | (tl.max((others != document).to(tl.int32), 0) > 0)
 
 
 @triton.jit
@@ -205,6 +217,8 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
     start, stop = 0, tl.minimum(K, K - T + (tile + 1) * ROWS)
     if shape.oldest is not None:
         start = (tile * ROWS + shape.oldest) // COLUMNS * COLUMNS
+    document = tl.load(QUERY_DOCUMENT + lane * T + tile * ROWS)
+    border = has_border(KEY_DOCUMENT + lane * K, start, stop, document, tl.where(i < T, query_document, document))
     # Said here too, so that the score tile, which is no factor of a product, is loaded ahead as keys and values are.
     for j0 in tl.range(start, stop, COLUMNS, num_stages=STAGES):
         j = j0 + tl.arange(0, COLUMNS)
@@ -214,8 +228,12 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
         key = load_rows(KEY + key_base, j, j < K, shape.key_stride, H, BLOCK_H)
         score = dot(query, tl.trans(key), score, CAST)
         key_document = load_documents(KEY_DOCUMENT, lane, j, K)
-        seen = visible(i[:, None], j[None, :], query_document[:, None], key_document[None, :], shape)
-        score = tl.where(seen, score, float("-inf"))
+        is_masked = border | (j0 + COLUMNS > tile * ROWS + 1 + (K - T))
+        if shape.oldest is not None:
+            is_masked |= j0 < (tile + 1) * ROWS - 1 + shape.oldest
+        if is_masked:
+            seen = visible(i[:, None], j[None, :], query_document[:, None], key_document[None, :], shape)
+            score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1) * (scale * LOG2_E))
         probability = tl.exp2(score * (scale * LOG2_E) - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -257,6 +275,9 @@ def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_D
     start, stop = tl.maximum(0, first_key - (K - T)) // ROWS * ROWS, T
     if shape.oldest is not None:
         stop = tl.minimum(T, first_key + COLUMNS - shape.oldest)
+    document = tl.load(KEY_DOCUMENT + lane * K + first_key)
+    others = tl.where(j < K, key_document, document)
+    border = has_border(QUERY_DOCUMENT + lane * T, start, stop, document, others)
     d_key, d_value = tl.zeros([COLUMNS, BLOCK_H], tl.float32), tl.zeros([COLUMNS, BLOCK_H], tl.float32)
     for i0 in range(start, stop, ROWS):
         i = i0 + tl.arange(0, ROWS)
@@ -271,8 +292,12 @@ def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_D
         query_document = load_documents(QUERY_DOCUMENT, lane, i, T)
         # Transposed, [keys, queries], so that what one product makes in registers is the left factor of the next.
         score = dot(key, tl.trans(query), tl.trans(tl.load(pointer, mask=mask, other=0.0)).to(tl.float32), CAST)
-        seen = visible(i[None, :], j[:, None], query_document[None, :], key_document[:, None], shape)
-        score = tl.where(seen, score, float("-inf"))
+        is_masked = border | (first_key + COLUMNS > i0 + 1 + (K - T)) | (i0 + ROWS > T)
+        if shape.oldest is not None:
+            is_masked |= first_key < i0 + ROWS - 1 + shape.oldest
+        if is_masked:
+            seen = visible(i[None, :], j[:, None], query_document[None, :], key_document[:, None], shape)
+            score = tl.where(seen, score, float("-inf"))
         probability = tl.exp2(score * (scale * LOG2_E) - lse[None, :])
         d_probability = dot(value, tl.trans(d_context), tl.zeros([COLUMNS, ROWS], tl.float32), CAST)
         used = probability
