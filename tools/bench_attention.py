@@ -293,7 +293,7 @@ def launch_table(buffer_mib: float) -> list[dict[str, object]]:
         planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
         fewest: dict[str, float] = {}
         for one in planned:
-            fewest[one.kernel] = min(launch.waves(one, sizes), fewest.get(one.kernel, math.inf))
+            fewest[one.kernel] = min(one.waves, fewest.get(one.kernel, math.inf))
         seen = sizes.N * (sizes.K - sizes.T + (sizes.T + 1) / 2)
         row: dict[str, object] = {"recipe": recipe, "lanes": sizes.B, "launches": len(planned)}
         table.append(
@@ -306,7 +306,7 @@ def launch_table(buffer_mib: float) -> list[dict[str, object]]:
 
 def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[dict[str, object]]:
     """Milliseconds of a layer's attention with all gradients, by buffer; on a GPU."""
-    B, T, K, N, H, _ = sizes = recipe_sizes()[recipe]
+    B, T, K, N, H, *_ = sizes = recipe_sizes()[recipe]
     shapes = [(B, T, N, H), (B, K, 2, N, H), (K, N, H), (N, H), (N, H)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     query, key_value, distance, u, v = leaves

@@ -73,13 +73,15 @@ class Sizes(NamedTuple):
     N: int
     H: int
     """Of the padded head."""
+    has_dropout: bool = False
     value_bytes: int = 2
 
     @classmethod
     def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
         """Of a micro-batch of so many lanes, the memory full, in half precision."""
         head_width = _ceil_div(model.head_width, HEAD_WIDTH_MULTIPLE) * HEAD_WIDTH_MULTIPLE
-        return cls(lanes, train.segment_len, train.memory_len + train.segment_len, model.num_heads, head_width)
+        num_keys, has_dropout = train.memory_len + train.segment_len, model.attention_dropout > 0
+        return cls(lanes, train.segment_len, num_keys, model.num_heads, head_width, has_dropout)
 
     @property
     def row_len(self) -> int:
@@ -119,9 +121,15 @@ class Launch(NamedTuple):
     """One launch of a kernel of `kernels/relative_attention.py`."""
 
     kernel: str
+    tile: Tile
     grid: tuple[int, ...]
     """Of programs."""
     chunk: Chunk
+
+    @property
+    def waves(self) -> float:
+        """How many times over its programs fill an H100 or H200."""
+        return math.prod(self.grid) / (NUM_MULTIPROCESSORS * self.tile.resident)
 
 
 def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
@@ -188,10 +196,10 @@ def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: flo
     return context[..., :head_width] if padding else context
 
 
-def tiles(head_width: int) -> dict[str, Tile]:
-    """By kernel, for heads of this width: chosen so that no registers spill on sm_90, with dropout or without."""
+def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
+    """By kernel, for heads of this width, the largest first: chosen so that no registers spill on sm_90."""
     narrow, whole = head_width <= 64, head_width in (32, 64)
-    return {
+    small = {
         "distance_scores": Tile(64, 128, 4, 1, resident=3 if narrow else 2),
         "attend": Tile(64, 64, 4, 2, resident=3 if whole else 2, max_registers=168 if whole else None),
         "key_value_gradients": Tile(32, 64, 4, 3, resident=2) if narrow else Tile(32, 64, 8, 2, resident=1),
@@ -199,26 +207,55 @@ def tiles(head_width: int) -> dict[str, Tile]:
         "distance_query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
         "distance_gradients": Tile(64, 64, 4, 3, resident=4 if narrow else 2),
     }
+    large: dict[str, Tile] = {}
+    if head_width == 64:
+        large = {
+            "key_value_gradients": Tile(32, 128, 8, 3, resident=1),
+            "query_gradients": Tile(128, 64, 4, 3, resident=3),
+            "distance_query_gradients": Tile(128, 64, 4, 3, resident=3),
+            "distance_gradients": Tile(64, 128, 8, 3, resident=2),
+        }
+        if not has_dropout:
+            large["attend"] = Tile(128, 64, 4, 2, resident=2)
+    elif head_width == 128:
+        large = {
+            "attend": Tile(128, 64, 8, 2, resident=1),
+            "query_gradients": Tile(128, 64, 8, 3, resident=2),
+            "distance_query_gradients": Tile(128, 64, 8, 3, resident=2),
+            "distance_gradients": Tile(64, 128, 8, 3, resident=1),
+        }
+    return {kernel: (large[kernel], tile) if kernel in large else (tile,) for kernel, tile in small.items()}
 
 
 def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
     """What is launched for one layer, in order: the whole plan, which knows no device."""
-    all_chunks = list(chunks(sizes))
-    kernels = BACKWARD if backward else FORWARD
+    all_chunks, kernels = list(chunks(sizes)), BACKWARD if backward else FORWARD
+    chosen = {kernel: _tile(kernel, sizes, all_chunks[0]) for kernel in kernels}
     return [
-        Launch(kernel, _grid(kernel, sizes, chunk, all_chunks[0]), chunk) for chunk in all_chunks for kernel in kernels
+        Launch(kernel, chosen[kernel], _grid(kernel, chosen[kernel], sizes, chunk, all_chunks[0]), chunk)
+        for chunk in all_chunks
+        for kernel in kernels
     ]
 
 
-def waves(launch: Launch, sizes: Sizes) -> float:
-    """How many times over its programs fill an H100 or H200."""
-    return math.prod(launch.grid) / (NUM_MULTIPROCESSORS * tiles(sizes.H)[launch.kernel].resident)
+def _tile(kernel: str, sizes: Sizes, largest: Chunk) -> Tile:
+    """The largest whose programs fill a device, and hardly compute more that is not there than the smallest's."""
+    *_, smallest = options = tiles(sizes.H, has_dropout=sizes.has_dropout)[kernel]
+
+    def covered(tile: Tile) -> int:
+        across = tile.columns if kernel in ("key_value_gradients", "distance_gradients") else tile.rows
+        return across * _grid(kernel, tile, sizes, largest, largest)[0]
+
+    for tile in options:
+        fills = Launch(kernel, tile, _grid(kernel, tile, sizes, largest, largest), largest).waves >= 1
+        if fills and covered(tile) <= covered(smallest) * 9 / 8:
+            return tile
+    return smallest
 
 
-def _grid(kernel: str, sizes: Sizes, chunk: Chunk, largest: Chunk) -> tuple[int, ...]:
+def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: Chunk, largest: Chunk) -> tuple[int, ...]:
     """Programs along each axis, as the kernel's docstring has them."""
-    tile, matrices, residues = tiles(sizes.H)[kernel], chunk.num_lanes * chunk.num_heads, 8 * chunk.num_heads
-    classes = _ceil_div(sizes.T, 8)
+    matrices, residues, classes = chunk.num_lanes * chunk.num_heads, 8 * chunk.num_heads, _ceil_div(sizes.T, 8)
     class_tiles = _ceil_div(classes * chunk.num_lanes, tile.rows)
     distance_tiles = _ceil_div(8 * classes + sizes.K - sizes.T + 8, tile.columns)  # n from -8 ceil(T / 8) to M + 7
     if kernel == "distance_scores":
@@ -227,8 +264,7 @@ def _grid(kernel: str, sizes: Sizes, chunk: Chunk, largest: Chunk) -> tuple[int,
         return class_tiles, residues
     if kernel == "distance_gradients":
         # Rows are split into the same parts in all chunks: where one would be less than a wave, so many that it is one.
-        wave = NUM_MULTIPROCESSORS * tile.resident
-        most = _ceil_div(classes * largest.num_lanes, tile.rows)
+        wave, most = NUM_MULTIPROCESSORS * tile.resident, _ceil_div(classes * largest.num_lanes, tile.rows)
         return distance_tiles, min(_ceil_div(wave, distance_tiles * 8 * largest.num_heads), most), residues
     return _ceil_div(sizes.K, tile.columns) if kernel == "key_value_gradients" else _ceil_div(
         sizes.T, tile.rows
@@ -257,14 +293,14 @@ def _ceil_div(number: int, divisor: int) -> int:
 class _Kernels:
     """The kernels for one set of inputs: what is common to their launches."""
 
-    def __init__(self, query: Tensor, key: Tensor, *, oldest: int | None, backward: bool) -> None:
+    def __init__(self, query: Tensor, key: Tensor, *, oldest: int | None, has_dropout: bool, backward: bool) -> None:
         from txl_dist.model.kernels import relative_attention
 
         self.source = relative_attention
         B, T, N, self.head_width = query.shape
         K = key.shape[1]
-        sizes = Sizes(B, T, K, N, self.head_width, query.element_size())
-        self.tiles, self.launches = tiles(self.head_width), launches(sizes, backward=backward)
+        sizes = Sizes(B, T, K, N, self.head_width, has_dropout, query.element_size())
+        self.launches = launches(sizes, backward=backward)
         self.shape = Shape(T, K, sizes.row_len, N, key.stride(1), oldest)
         largest = self.launches[0].chunk  # the first is
         self.scores = query.new_empty(largest.num_lanes * largest.num_heads * sizes.matrix_len)
@@ -275,25 +311,24 @@ class _Kernels:
 
     def run(self, launch: Launch, *arguments: Any) -> None:
         """Launch one kernel with these arguments and the chunk's."""
-        name, tile, chunk = launch.kernel, self.tiles[launch.kernel], launch.chunk
-        kernel: Any = getattr(self.source, name)
+        tile, chunk = launch.tile, launch.chunk
+        kernel: Any = getattr(self.source, launch.kernel)
         kernel[launch.grid](
             *arguments,
             chunk.num_lanes,
             chunk.first_lane,
             chunk.first_head,
-            **self._constants(name),
+            **self._constants(launch),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=tile.max_registers,
         )
 
-    def _constants(self, name: str) -> dict[str, int]:
+    def _constants(self, launch: Launch) -> dict[str, int]:
         """What is compiled in, besides `Shape`."""
-        tile = self.tiles[name]
-        block_h = 1 << (self.head_width - 1).bit_length()
+        tile, block_h = launch.tile, 1 << (self.head_width - 1).bit_length()
         constants = {"H": self.head_width, "BLOCK_H": block_h, "ROWS": tile.rows, "COLUMNS": tile.columns}
-        if name == "attend":
+        if launch.kernel == "attend":
             constants["STAGES"] = tile.num_stages
         return constants | {"CAST": self.source.IS_INTERPRETED}
 
@@ -321,7 +356,7 @@ class _Attention(torch.autograd.Function):
         # A number of two bytes for each thread would be a load of two bytes.
         content_bias, position_bias = content_bias.float().contiguous(), position_bias.float().contiguous()
         key, value = _alike(key, value)
-        kernels = _Kernels(query, key, oldest=oldest, backward=False)
+        kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=False)
         (B, T, N, _), shape, scores = query.shape, kernels.shape, kernels.scores
         context, lse = torch.empty_like(query), query.new_empty(B, N, T, dtype=torch.float32)
         documents = (query_document, key_document, seed)
@@ -341,7 +376,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
         oldest, scale, threshold = ctx.settings
         d_context = gradients[0].contiguous()
-        kernels = _Kernels(query, key, oldest=oldest, backward=True)
+        kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=True)
         (B, _, N, H), K, shape, scores = query.shape, key.shape[1], kernels.shape, kernels.scores
         content_query, position_query, delta = torch.empty_like(query), torch.empty_like(query), torch.empty_like(lse)
         d_query, d_key, d_value = torch.empty_like(query), key.new_empty(B, K, N, H), value.new_empty(B, K, N, H)

@@ -51,6 +51,8 @@ class Case(NamedTuple):
     oldest: int | None = None
     dropout: float = 0.0
     buffer_bytes: int = launch.SCORE_BUFFER_BYTES
+    num_multiprocessors: int = launch.NUM_MULTIPROCESSORS
+    """With few, a small problem has the largest tiles."""
     dtype: torch.dtype = torch.float32
 
 
@@ -67,6 +69,8 @@ CASES = {
     "window": Case(33, 20, B=2, rows=16, documents="borders", oldest=1),
     "window_over_many_tiles": Case(300, 20, B=3, documents="borders", oldest=0),
     "window_longer_than_memory": Case(70, 5, rows=16, documents="borders", oldest=0),
+    "large_tiles": Case(128, 128, B=2, N=2, H=64, documents="borders", num_multiprocessors=1),
+    "large_tiles_of_one_document": Case(128, 384, H=128, num_multiprocessors=1),
     "dropout": Case(37, 23, B=2, rows=16, columns=32, dropout=0.3, buffer_bytes=SMALL_BUFFER),
     "bf16": Case(24, 16, rows=16, documents="borders", dropout=0.2, dtype=torch.bfloat16),
 }
@@ -132,11 +136,10 @@ def drawn_mask(case: Case, seed: Tensor) -> Tensor:
 
 
 def use_tiles(case: Case) -> None:
-    tiles = launch.tiles(64)
-    launch.SCORE_BUFFER_BYTES = case.buffer_bytes
+    launch.SCORE_BUFFER_BYTES, launch.NUM_MULTIPROCESSORS = case.buffer_bytes, case.num_multiprocessors
     if case.rows is not None:
         tile = launch.Tile(case.rows, case.columns, 1, 1, resident=1)
-        launch.tiles = lambda head_width: dict.fromkeys(tiles, tile)
+        launch.tiles = lambda head_width, has_dropout: dict.fromkeys([*launch.FORWARD, *launch.BACKWARD], (tile,))
 
 
 def relative_errors(name: str) -> dict[str, float]:

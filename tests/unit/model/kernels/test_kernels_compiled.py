@@ -16,6 +16,7 @@ import torch
 
 from txl_dist.model import fused_softmax
 from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
+from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.launch import BACKWARD, FORWARD, tiles, triton_relative_attention
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
@@ -33,6 +34,10 @@ pytestmark = [
 
 MAX_SHARED_BYTES, MULTIPROCESSOR_SHARED_BYTES = 227 * 1024, 228 * 1024
 NUM_REGISTERS, SOFTMAX_THREADS = 64 * 1024, 256
+
+
+LARGE = 512
+"""Queries that the largest tiles are for."""
 
 
 class Problem(NamedTuple):
@@ -54,6 +59,12 @@ PROBLEMS = {
     "wide_dropout": Problem(128, dropout=0.1),
     "nothing_divides": Problem(41, dropout=0.1, T=37, M=24),
     "window": Problem(64, oldest=0),
+    "narrow_large_tiles": Problem(64, T=LARGE, M=LARGE),
+    "narrow_large_tiles_dropout": Problem(64, dropout=0.1, T=LARGE, M=LARGE),
+    "narrow_large_tiles_window": Problem(64, oldest=0, T=LARGE, M=LARGE),
+    "wide_large_tiles": Problem(128, T=LARGE, M=LARGE),
+    "wide_large_tiles_dropout": Problem(128, dropout=0.1, T=LARGE, M=LARGE),
+    "wide_large_tiles_window": Problem(128, oldest=0, T=LARGE, M=LARGE),
 }
 
 
@@ -137,7 +148,13 @@ def machine_of(kernel: Any, folder: Path) -> Machine:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_machine_code_is_what_the_design_promises(name: str, compiled: dict[str, Any], tmp_path: Path) -> None:
+def test_machine_code_is_what_the_design_promises(
+    name: str, compiled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_width, _, dropout, oldest, T, _ = PROBLEMS[name]
+    fills = T >= LARGE
+    if fills:
+        monkeypatch.setattr(launch, "NUM_MULTIPROCESSORS", 1)
     launch_all(PROBLEMS[name])
     assert set(compiled) == {*FORWARD, *BACKWARD}
     for kernel, built in compiled.items():
@@ -154,8 +171,10 @@ def test_machine_code_is_what_the_design_promises(name: str, compiled: dict[str,
         assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0, f"{kernel} sums in no fixed order"
         assert machine.count(r"\bHGMMA\b") > 0, f"{kernel} does not use Hopper's tensor cores"
         assert machine.count(r"\bHMMA\b") == 0, kernel
-        tile = tiles(-(-PROBLEMS[name].head_width // 16) * 16)[kernel]
-        if PROBLEMS[name].oldest is None:
+        options = tiles(-(-head_width // 16) * 16, has_dropout=dropout > 0)[kernel]
+        tile = options[0 if fills else -1]
+        assert (built.metadata.num_warps, built.metadata.num_stages) == (tile.num_warps, tile.num_stages)
+        if oldest is None:
             assert machine.resident(tile.num_warps) == tile.resident, f"a wave of {kernel} is not what is counted"
         if kernel != "distance_scores":
             assert machine.count(r"\bLDGSTS\.\S*128\b") > 0, f"{kernel} loads nothing ahead"

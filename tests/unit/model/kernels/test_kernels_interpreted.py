@@ -23,9 +23,11 @@ def obstacle() -> str | None:
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 
 ROOT = Path(__file__).parents[4]
-FP32 = ["odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "no_memory", "whole_eights", "empty_memory",
-        "borders", "many_tiles",
-        "window", "window_over_many_tiles", "window_longer_than_memory", "dropout"]  # fmt: skip
+FP32 = [
+    *("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "no_memory", "whole_eights", "empty_memory"),
+    *("borders", "many_tiles", "large_tiles", "large_tiles_of_one_document"),
+    *("window", "window_over_many_tiles", "window_longer_than_memory", "dropout"),
+]
 FOUND = dict[str, dict[str, float]]
 
 

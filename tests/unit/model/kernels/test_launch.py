@@ -11,7 +11,7 @@ import torch
 
 from txl_dist.config import load_config
 from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import Sizes, chunks, launches, obstacle, waves
+from txl_dist.model.kernels.launch import Sizes, chunks, launches, obstacle
 
 RECIPES = ("enwik8_base", "enwik8_large", "wt103_base", "nvidia_wt103_base", "wt103_large")
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -79,7 +79,7 @@ def test_a_layer_of_a_recipe_is_few_launches_of_at_least_one_wave(recipe: str, l
     sizes = Sizes.of(config.model, config.train, lanes=lanes or config.train.microbatch_lanes)
     planned = [one for backward in (False, True) for one in launches(sizes, backward=backward)]
     assert len(planned) <= 16
-    assert {one.kernel: round(waves(one, sizes), 2) for one in planned if waves(one, sizes) < 1} == {}
+    assert {one.kernel: round(one.waves, 2) for one in planned if one.waves < 1} == {}
 
 
 def test_where_a_layer_does_not_fit_the_default_it_is_twice_as_many_launches() -> None:
