@@ -34,6 +34,19 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
     assert float(str(ours["loss error"])) < 1e-6
 
 
+def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit() -> None:
+    counted = [float(row.split("│")[2]) for row in run("bench_softmax.py", "--count").splitlines() if row[:1] == "│"]
+    assert counted == [52.0, 10.0]
+
+
+def test_what_attention_launches_is_listed_by_recipe(tmp_path: Path) -> None:
+    run("bench_attention.py", "--launches", "--buffer-mib", "128", "--json", str(tmp_path / "launches.json"))
+    (table,) = tables_in(tmp_path / "launches.json").values()
+    assert {row["recipe"]: row["launches"] for row in table} == {
+        **{"enwik8_base": 14, "enwik8_large": 14, "wt103_base": 7, "nvidia_wt103_base": 7, "wt103_large": 14}
+    }
+
+
 def test_without_transformers_its_peer_says_what_to_install() -> None:
     program = "import sys; sys.modules['transformers'] = None; import peers; peers.huggingface()"
     command = [sys.executable, "-c", program]
