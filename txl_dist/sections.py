@@ -276,8 +276,9 @@ class EngineSection(Section):
 
     zero_stage: Annotated[int, Field(ge=0, le=3), WARNED] = 1
     """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], WARNED] = "fp32"
-    """Type of weights and activations in the step; fp16 needs a GPU."""
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
+    """Type of weights and activations in the step; fp16 and tf32 need a GPU. tf32 is fp32 but for its matrix products,
+    made of operands with 10 bits behind the point (Ampere or later); its checkpoints are those of fp32."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: Annotated[bool, WARNED] = False
@@ -301,6 +302,11 @@ class EngineSection(Section):
     one that is missing, write their stacks and end."""
     timeout_s: Annotated[Seconds, FREE] = 600
     """The same from the first finished step on; longer than the longest step, and than a segment of evaluation."""
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """What numbers are stored in while the model computes."""
+        return "fp32" if self.precision == "tf32" else self.precision
 
 
 class EvalSection(Section):

@@ -114,7 +114,7 @@ def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
         yield f"  as configured it cannot run: {given}"
     elif chosen.flags:
         # There fused attention is counted as plain attention, which needs more.
-        bound = "at most " if given.attention == "fused" and given.engine.precision == "fp32" else ""
+        bound = "at most " if given.attention == "fused" and given.engine.dtype == "fp32" else ""
         fits = "" if given.fits else ", more than there is"
         needs = f"{bound}{given.needed_gib:.2f} GiB per GPU{fits}"
         yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"

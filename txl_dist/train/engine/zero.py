@@ -53,6 +53,8 @@ class ZeroEngine(Engine):
     ) -> None:
         """`weights` to begin with, the same on every rank; None draws them."""
         deepspeed = import_deepspeed()
+        # Of products of fp32 alone; containers for GPUs may allow TF32 where nobody has asked for it.
+        torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
         torch.manual_seed(derive_seed(config.run.seed, "init"))
         model = TransformerXL(

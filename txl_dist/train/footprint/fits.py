@@ -68,7 +68,7 @@ def check_fits(config: Config, *, plan: BatchPlan, vocab_size: int, device: torc
 
 def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool) -> float:
     """Of a rank: no sharding, nothing recomputed, every score and activation kept, and the heap's waste."""
-    model, train, size = config.model, config.train, DTYPES[config.engine.precision].itemsize
+    model, train, size = config.model, config.train, DTYPES[config.engine.dtype].itemsize
     lanes, keys = plan.microbatch_lanes, train.segment_len + train.memory_len
     inner, rows = model.num_heads * model.head_width, lanes * keys
     memories = 3 * model.num_layers * train.memory_len * model.width * plan.lanes_per_rank

@@ -40,9 +40,9 @@ def bytes_per_rank(
     start that is fuller than any step.
     """
     engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
-    size, lengths = DTYPES[engine.precision].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
+    size, lengths = DTYPES[engine.dtype].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
     parameters, own = sum(lengths), sum(lengths) / (world if stage >= 1 else 1)
-    has_masters = stage >= 1 or engine.precision != "fp32"
+    has_masters = stage >= 1 or engine.dtype != "fp32"
     lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
     state = own * (config.optim.kind.state_bytes(config.optim) + (4 if has_masters else 0))
     # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
@@ -105,7 +105,7 @@ def _micro_step_peak(
         lanes=plan.microbatch_lanes,
         segment_len=train.segment_len,
         memory_len=train.memory_len,
-        dtype=DTYPES[engine.precision],
+        dtype=DTYPES[engine.dtype],
         attention=engine.attention,
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
         is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,

@@ -22,7 +22,7 @@ from txl_dist.config import changed as with_settings
 from txl_dist.errors import ConfigError
 from txl_dist.ops.plan import plan
 from txl_dist.ops.plan.hardware import GPUS, Cluster
-from txl_dist.ops.plan.plan import Choice, Plan, Question, attention_kind, make_plan, usable_gpus
+from txl_dist.ops.plan.plan import Choice, Option, Plan, Question, attention_kind, make_plan, usable_gpus
 from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.text import plan_lines
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -130,6 +130,20 @@ def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
     assert attention_kind(CONFIG, gpu=GPUS["h100"]) == "fused"  # fp32
     as_bf16 = make_plan(changed(CONFIG, engine={"precision": "bf16"}), question=question("t4"))
     assert as_bf16.as_configured == "T4 has no bf16."
+
+
+def test_tf32_is_as_large_as_fp32_and_faster() -> None:
+    fp32, tf32 = (
+        make_plan(changed(CONFIG, engine={"precision": precision}), question=question())
+        for precision in ("fp32", "tf32")
+    )
+    assert isinstance(fp32.as_configured, Option)
+    assert isinstance(tf32.as_configured, Option)
+    assert tf32.as_configured.needed_gib == fp32.as_configured.needed_gib
+    assert tf32.as_configured.step.products < fp32.as_configured.step.products
+    assert choice(tf32).engine.precision == "bf16"
+    old = make_plan(changed(CONFIG, engine={"precision": "tf32"}), question=question("t4"))
+    assert old.as_configured == "T4 has no tf32."
 
 
 def test_lamb_leaves_stage_0_alone() -> None:
