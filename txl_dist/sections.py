@@ -8,9 +8,9 @@ with a diff. `config` loads, checks and compares them. This module imports no to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Resume(NamedTuple):
@@ -271,6 +271,11 @@ class TrainSection(Section):
     """Optimizer steps in the whole run; the schedule ends here."""
 
 
+def _word_of(value: Any) -> Any:
+    """Files of earlier versions say true or false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 class EngineSection(Section):
     """DeepSpeed and the hardware."""
 
@@ -286,9 +291,10 @@ class EngineSection(Section):
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """How attention with relative positions is computed. plain: the equation in plain torch. fused: one function with a
     hand-written backward, anywhere. triton: kernels for GPUs in half precision. auto: the fastest that fits."""
-    cuda_graph: Annotated[bool, FREE] = False
-    """Record forward, loss and backward of a micro-batch once and replay them: for models so small that the host is
-    slower than the GPU (stages 0 to 2, without activation_checkpointing)."""
+    cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
+    """Record forward, loss and backward of a micro-batch once per shape and replay them: for models so small that the
+    host is slower than the GPU (stages 0 to 2, without activation_checkpointing). auto: wherever that can be, which is
+    never on a CPU. In a file true and false mean on and off."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute blocks in the backward pass; bit-identical, slower, smaller."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
@@ -302,6 +308,16 @@ class EngineSection(Section):
     one that is missing, write their stacks and end."""
     timeout_s: Annotated[Seconds, FREE] = 600
     """The same from the first finished step on; longer than the longest step, and than a segment of evaluation."""
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether a micro-batch can be a CUDA graph: ZeRO-3 gathers weights within it, and blocks that are computed
+        again ask for the generator's state."""
+        return self.zero_stage < 3 and not self.activation_checkpointing
+
+    def replays(self, *, on_gpu: bool) -> bool:
+        """Whether micro-batches are CUDA graphs."""
+        return self.cuda_graph == "on" or (self.cuda_graph == "auto" and on_gpu and self.is_replayable)
 
     @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:

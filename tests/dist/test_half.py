@@ -35,7 +35,8 @@ def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
     norms: dict[str, list[float]] = {}
     for name in ("fp32", "fp16", "fp16 graphed")[: 2 if stage == 3 else 3]:
         precision = name.split()[0]
-        config = tiny_config(engine={"zero_stage": stage, "precision": precision, "cuda_graph": "graphed" in name})
+        graph_of = "on" if "graphed" in name else "off"
+        config = tiny_config(engine={"zero_stage": stage, "precision": precision, "cuda_graph": graph_of})
         engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks)
         if precision == "fp16":
             _loss_scaler(engine._optimizer).cur_scale = SCALE

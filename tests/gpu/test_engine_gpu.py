@@ -55,7 +55,7 @@ def graphs_worker(ranks: Ranks, stage: int, precision: str) -> list[list[float]]
         train_engine(
             ranks,
             tiny_config(
-                engine={"zero_stage": stage, "precision": precision, "cuda_graph": is_graphed},
+                engine={"zero_stage": stage, "precision": precision, "cuda_graph": "on" if is_graphed else "off"},
                 model={"dropout": 0.1, "attention_dropout": 0.1},
             ),
             num_steps=20,

@@ -96,8 +96,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
             "engine.precision=tf32 needs a GPU of compute capability 8.0 (Ampere) or later. "
             "Use --engine.precision fp32, whose checkpoints are the same."
         )
-    if config.engine.cuda_graph and device.type == "cpu":
-        raise ConfigError("engine.cuda_graph=True needs a GPU. Leave it out on a CPU.")
+    if config.engine.cuda_graph == "on" and device.type == "cpu":
+        raise ConfigError("engine.cuda_graph=on needs a GPU. Leave it out on a CPU, or let it be auto.")
     if config.engine.attention == "triton":
         model, dtype = config.model, DTYPES[config.engine.dtype]
         unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)

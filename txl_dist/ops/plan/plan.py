@@ -17,14 +17,14 @@ from typing import Any
 from txl_dist.config import Config, changed, check_config, check_vocabulary, config_changes, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
-from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
+from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.ops.plan import scaling
 from txl_dist.ops.plan.hardware import Cluster, Gpu
 from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.sections import EngineSection
-from txl_dist.text.clusters import cluster_edges
+from txl_dist.text.clusters import cluster_edges, typical_shares
 from txl_dist.train.footprint.rank import bytes_per_rank
 
 ENOUGH = 0.98
@@ -222,7 +222,8 @@ class _Planner:
         precision = config.engine.precision
         if config.engine.dtype == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
             precision = "bf16" if self.gpu.has_bf16 else "fp16"
-        self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": False})
+        graphs = "auto" if config.engine.cuda_graph == "auto" else "off"
+        self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
 
     def work(self, config: Config) -> Work:
         """Of a rank, by these settings. Raises ConfigError if the lanes do not divide."""
@@ -242,7 +243,7 @@ class _Planner:
             precision=engine.precision,
             attention=attention_kind(config, gpu=self.gpu),
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
-            graphed=engine.cuda_graph,
+            graphed=engine.replays(on_gpu=True),
             needs_whole_tensors=config.optim.kind.needs_whole_tensors,
         )
 
@@ -301,15 +302,15 @@ class _Planner:
     def choose(self, options: list[Option]) -> Choice | None:
         """The best that fits, with a CUDA graph where that helps."""
         fitting = [option for option in options if option.fits]
-        for option in list(fitting):
-            graphed = changed(option.config, {"engine.cuda_graph": True})
+        for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
+            graphed = changed(option.config, {"engine.cuda_graph": "on"})
             if _is_valid(graphed):
                 fitting.append(self.option(graphed, option.needed_gib * 2**30))
         if not fitting:
             return None
         enough = ENOUGH * max(option.tokens_per_s for option in fitting)
         good = [option for option in fitting if option.tokens_per_s >= enough]
-        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph))
+        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph == "on"))
         return self._details(best.config)
 
     def _details(self, config: Config) -> Choice:

@@ -104,7 +104,7 @@ def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
         yield f"  {what}: of what fits the fastest, or within 2 % of it and with least memory"
     if chosen.engine.activation_checkpointing:
         yield "  recomputing blocks: what would be faster without does not fit"
-    if chosen.engine.cuda_graph:
+    if chosen.engine.cuda_graph == "on":
         yield "  a CUDA graph: without one the host issues work more slowly than the GPU does it"
     if chosen.attention != "kernels":
         yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"

@@ -74,7 +74,7 @@ class ZeroEngine(Engine):
         else:
             module = FlatModule(module, prefix=_PREFIX)
             self.stored = module.stored
-        if config.engine.cuda_graph:
+        if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer

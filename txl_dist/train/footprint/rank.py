@@ -5,7 +5,8 @@ on tensors without storage), the exchange of what they left, the norm, the updat
 and the copy that a checkpoint is written from are counted; they only depend on the ZeRO stage.
 
 On a CPU that is host memory besides what a process holds once it has imported everything, and the C library must be
-told to give memory back (`allocator`; training does). On a GPU it is device memory. Not predicted: fragmentation, on a
+told to give memory back (`allocator`; training does). On a GPU it is device memory, where a CUDA graph keeps what a
+micro-batch needs from everything else. Not predicted: fragmentation, on a
 GPU the CUDA context, with offload what then lies in host memory, and evaluation larger than training.
 """
 
@@ -17,8 +18,8 @@ import torch
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.infer.bundle import DTYPES
-from txl_dist.model.flops import typical_shares
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.text.clusters import typical_shares
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
 
@@ -61,8 +62,14 @@ def bytes_per_rank(
             held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
         held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
     peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
+    recorded = 0.0
+    if engine.replays(on_gpu=on_gpu):
+        # All that it needs stays reserved, with the memory that it is given; gradients are handed on as copies.
+        recorded = peak.alive + lane_memory * plan.microbatch_lanes
+        copies = size * (max(lengths) if stage == 2 else parameters * (plan.num_microbatches == 1))
+        peak = peak._replace(alive=copies, large=copies, small=0.0)
     fullest = max(
-        _fullest_phase(plan, peak, lengths, size=size, stage=stage, buckets=held["buckets"], on_gpu=on_gpu),
+        recorded + _fullest_phase(plan, peak, lengths, size=size, stage=stage, buckets=held["buckets"], on_gpu=on_gpu),
         # Before the first step: each rank draws all weights, and they are copied into flat tensors.
         (4 + size) * parameters + 4 * own - sum(held.values()) + held["gradients"] + held["buckets"],
     )
@@ -113,7 +120,8 @@ def _micro_step_peak(
     )
     whole: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
     exchanges: tuple[Exchange, ...] = (whole, whole, "sharded", "gathered")
-    return replay(follow(step), exchange=exchanges[stage], num_owners=plan.world_size if stage == 2 else 1)
+    exchange = "stays" if engine.replays(on_gpu=on_gpu) else exchanges[stage]
+    return replay(follow(step), exchange=exchange, num_owners=plan.world_size if stage == 2 else 1)
 
 
 def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:

@@ -32,7 +32,7 @@ from txl_dist.model.kernels.launch import mismatch
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
-from txl_dist.text.clusters import ClusterRows
+from txl_dist.text.clusters import ClusterRows, sizes_for
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
 
@@ -313,12 +313,16 @@ class _KernelLike(torch.autograd.Function):
 def _batch(model: TransformerXL, step: MicroStep) -> Batch:
     """Ids without values, and partitions of the size that these shares make."""
     shape, num_tokens = (step.lanes, step.segment_len), step.lanes * step.segment_len
-    multiple = ROWS_MULTIPLE["cuda" if step.on_gpu else "cpu"]
+    counts = [int(num_tokens * share) for share in step.cluster_shares]
 
     def partition(num_clusters: int) -> tuple[ClusterRows, ...] | None:
         if num_clusters == 1:
             return None
-        sizes = [multiple * max(1, -(-int(num_tokens * share) // multiple)) for share in step.cluster_shares]
+        if step.on_gpu:
+            sizes = sizes_for(counts, edges=model.softmax.edges, num_tokens=num_tokens)
+        else:
+            multiple = ROWS_MULTIPLE["cpu"]
+            sizes = tuple(multiple * max(1, -(-count // multiple)) for count in counts)
         return tuple(ClusterRows(*(torch.empty(size, dtype=torch.int64) for _ in range(2))) for size in sizes)
 
     ids_BT = torch.empty(shape, dtype=torch.int64)

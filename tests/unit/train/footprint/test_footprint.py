@@ -150,6 +150,23 @@ def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> No
     assert off["optimizer"] == 0.0
 
 
+def test_what_a_graph_needs_stays_beside_everything_else() -> None:
+    train = {"num_lanes": 4, "microbatch_lanes": 2, "segment_len": 8, "memory_len": 12}
+    for stage in (0, 1, 2):
+        eager, graphed, auto = (
+            held(
+                tiny_config(train=train, engine={"precision": "bf16", "zero_stage": stage, "cuda_graph": choice}),
+                on_gpu=True,
+            )
+            for choice in ("off", "on", "auto")
+        )
+        assert graphed == auto
+        gradients = 2 * count_parameters(tiny_config().model, vocab_size=300)
+        memory = 2 * 2 * 12 * 32 * 2  # of the two lanes at work
+        more = sum(graphed.values()) - sum(eager.values())
+        assert more >= gradients / 2 + memory, "its gradients, and the memory that it is given"
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> None:
     wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
