@@ -36,8 +36,8 @@ from txl_dist.text.clusters import ClusterRows, sizes_for
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
 
-Exchange = Literal["stays", "dropped", "sharded", "gathered"]
-"""What becomes of a gradient. dropped: it is added to others, which the caller counts."""
+Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
+"""What becomes of a gradient. dropped: it is added to others, which the caller counts; added: that, once exchanged."""
 
 
 class MicroStep(NamedTuple):
@@ -173,11 +173,11 @@ def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
                 live.add(-bytes_made, is_large=bytes_made >= MAPPED_BYTES, is_score=is_score)
             case Complete(key, length) if stays:
                 kept.add(key)
-            case Complete(key, length) if exchange in ("sharded", "gathered"):
+            case Complete(key, length) if exchange in ("sharded", "added", "gathered"):
                 if filled + length > BUCKET_LEN:
                     flush()
                 filled += length
-    if exchange in ("sharded", "gathered"):
+    if exchange in ("sharded", "added", "gathered"):
         flush()
     return live.peak
 

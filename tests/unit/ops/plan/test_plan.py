@@ -64,8 +64,9 @@ def test_bytes_grow_with_the_micro_batch(facts: Plan) -> None:
 
 
 def test_bytes_fall_with_the_stage_where_parameters_are_most_of_them() -> None:
-    config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 16})
-    rows = make_plan(config, question=question(gpus=16)).options
+    config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 32})
+    # Of two micro-batches: of one, stage 2 holds its sums in fp32 besides what it exchanges.
+    rows = [row for row in make_plan(config, question=question(gpus=16)).options if row.lanes == 1]
     states = [row.needed_gib for row in rows]
     assert [row.engine.zero_stage for row in rows] == [0, 1, 2, 3]
     assert states[1] > states[2] > states[3]

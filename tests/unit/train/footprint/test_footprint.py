@@ -171,11 +171,27 @@ def test_what_a_graph_needs_stays_beside_everything_else() -> None:
 def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> None:
     wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
     train = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
-    config = tiny_config(model=wide, train=train, engine={"precision": "bf16", "zero_stage": stage})
+    config = tiny_config(model=wide, train=train, engine={"precision": "fp16", "zero_stage": stage})
     bytes_by = held(config, on_gpu=True)
     parameters = count_parameters(config.model, vocab_size=300)
     temporary = bytes_by["activations"] + bytes_by["scores"]
     assert temporary == pytest.approx((4 + 2) * parameters)  # the gradients in fp32, and a flat copy
+
+
+@pytest.mark.parametrize(("stage", "size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
+def test_gradients_of_bf16_are_summed_in_fp32_from_stage_2_on(stage: int, size: int) -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    assert held(tiny_config(engine={"precision": "bf16", "zero_stage": stage}))["gradients"] == size * parameters
+    assert held(tiny_config(engine={"precision": "fp16", "zero_stage": stage}))["gradients"] == 2 * parameters
+
+
+def test_the_update_of_half_precision_without_sharding_has_gradients_in_fp32() -> None:
+    wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
+    train = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
+    config = tiny_config(model=wide, train=train, engine={"precision": "bf16", "zero_stage": 0})
+    bytes_by = held(config, on_gpu=True)
+    temporary = bytes_by["activations"] + bytes_by["scores"]
+    assert temporary == pytest.approx(4 * count_parameters(config.model, vocab_size=300))
 
 
 def test_what_saves_memory_is_foreseen_to() -> None:
