@@ -71,7 +71,7 @@ BUDGETS = {
     "model": 1350,
     "infer": 1750,
     "convert": 1850,
-    "train": 4220,
+    "train": 4240,
     "ops": 3680,
     "serve": 1280,
     "verbs": 700,

@@ -23,6 +23,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.log import logger
 from txl_dist.model.flops import count_parameters
+from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
@@ -76,7 +77,9 @@ def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: boo
     per_layer = rows * (24 * model.width + 10 * inner + 5 * model.ff_width) + keys * 6 * inner
     num_kept = 7 if config.engine.attention == "plain" or not model.scheme.has_distance_terms else 3
     scores = num_kept * lanes * model.num_heads * train.segment_len * keys
-    logits = 4 * max(2**22, 64 * (vocab_size + 16 * 8)) + 16 * lanes * train.segment_len * model.width
+    kind = "cuda" if on_gpu else "cpu"
+    chunk = max(CHUNK_LOGITS[kind], CHUNK_ROWS[kind] * (vocab_size + 16 * 8))
+    logits = 4 * chunk + 16 * lanes * train.segment_len * model.width
     values = memories + 2 * (model.num_layers * (per_layer + scores) + logits)
     fixed = 6.0 * BUCKET_LEN * size if on_gpu else LIBRARY_BYTES["partitioned"]
     return 64.0 * count_parameters(model, vocab_size=vocab_size) + 4.0 * values + fixed

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.read.stream import plain_segment
+from txl_dist.model import fused_softmax
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares
@@ -178,6 +179,26 @@ def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> N
     assert temporary == pytest.approx((4 + 2) * parameters)  # the gradients in fp32, and a flat copy
 
 
+def test_chunks_of_logits_and_scores_are_as_large_as_on_a_gpu() -> None:
+    step = MicroStep(
+        model=tiny_config(model={"cutoffs": []}).model,
+        vocab_size=50_000,
+        cluster_shares=(1.0,),
+        lanes=4,
+        segment_len=512,
+        memory_len=0,
+        dtype=torch.bfloat16,
+        attention="auto",
+        recompute_every=0,
+        is_flat=True,
+        on_gpu=True,
+    )
+    made = [event.size for event in footprint_step.follow(step).events if isinstance(event, footprint_step.Made)]
+    assert 2 * 1024 * 50_000 in made, "two bytes for each logit of a chunk of 1,024 tokens"
+    assert made.count(2 * 4 * 2 * 512 * 512) == 4, "all scores, in each pass of both layers"
+    assert fused_softmax.CHUNK_ROWS["cpu"] == 64
+
+
 @pytest.mark.parametrize(("stage", "size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
 def test_gradients_of_bf16_are_summed_in_fp32_from_stage_2_on(stage: int, size: int) -> None:
     parameters = count_parameters(tiny_config().model, vocab_size=300)
@@ -195,10 +216,11 @@ def test_the_update_of_half_precision_without_sharding_has_gradients_in_fp32() -
 
 
 def test_what_saves_memory_is_foreseen_to() -> None:
-    long = {"train": {"segment_len": 64, "memory_len": 256}}
+    long = {"train": {"segment_len": 256, "memory_len": 256}}
+    deep = {"num_layers": 4}  # what the kernels need for one layer at a time counts once
 
     def activations(**engine: Any) -> float:
-        config = tiny_config(**long, engine={"precision": "bf16", "zero_stage": 0, **engine})
+        config = tiny_config(model=deep, **long, engine={"precision": "bf16", "zero_stage": 0, **engine})
         bytes_by = held(config, on_gpu=True)
         return bytes_by["activations"] + bytes_by["scores"]
 
