@@ -57,6 +57,7 @@ def graphs_worker(ranks: Ranks, stage: int, precision: str) -> list[list[float]]
             tiny_config(
                 engine={"zero_stage": stage, "precision": precision, "cuda_graph": "on" if is_graphed else "off"},
                 model={"dropout": 0.1, "attention_dropout": 0.1},
+                train={"segment_len": 64},  # two sizes of clusters, so two graphs
             ),
             num_steps=20,
             evaluates=True,
