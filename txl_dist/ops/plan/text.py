@@ -76,10 +76,12 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
         fits = f"lanes fits at ZeRO {listed}, in {most:.2f} GiB at most of {usable:.1f}"
         yield f"memory: every micro-batch of {sizes[0]:,} to {sizes[-1]:,} {fits}"
     else:
+        is_auto = plan.options[0].engine.cuda_graph == "auto"
+        graphs = "" if is_auto else " (without CUDA graphs, which the choice below may have)"
         yield (
             f"memory: {full:.1f} GiB, less {CONTEXT_GIB:.1f} for CUDA and its libraries and "
-            f"{full - CONTEXT_GIB - usable:.1f} for fragments: {usable:.1f} GiB. GiB per GPU needed, and tokens/s "
-            "(without CUDA graphs, which the choice below may have):"
+            f"{full - CONTEXT_GIB - usable:.1f} for fragments: {usable:.1f} GiB. "
+            f"GiB per GPU needed, and tokens/s{graphs}:"
         )
         table: dict[str, list[str]] = {}
         for option in plan.options:  # by stage, and in it by size
