@@ -17,7 +17,9 @@ import importlib.util
 import math
 import os
 import shutil
+import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -170,11 +172,24 @@ def _has_triton() -> bool:
 @functools.cache
 def lacks_compiler() -> str:
     """What is missing to compile what starts a kernel, as Triton does when the first one runs; empty if nothing."""
-    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
         return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").is_file():
         return "Triton needs Python.h, the headers of Python, to compile, and it is missing"
-    return ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text("#include <Python.h>\n")
+        command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(source.with_suffix(".so"))]
+        try:
+            tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"Triton needs a C compiler, and {compiler} does not run ({error})"
+    if tried.returncode == 0:
+        return ""
+    why = next(filter(None, tried.stderr.splitlines()), f"exit code {tried.returncode}")
+    return f"Triton needs a C compiler, and {compiler} cannot compile with Python.h ({why})"
 
 
 def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:

@@ -130,8 +130,20 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
     launch.lacks_compiler.cache_clear()
     assert "needs Python.h" in (obstacle(queries, has_position_bias=True) or "")
     (tmp_path / "Python.h").touch()
+    for script, found in (
+        ("#!/bin/sh\necho 'fatal error: stdio.h is not there' >&2\nexit 1\n", "(fatal error: stdio.h is not there)"),
+        ("#!/bin/sh\nexit 3\n", "(exit code 3)"),
+        ("#!/no/such/shell\n", "does not run"),
+    ):
+        compiler.write_text(script)
+        launch.lacks_compiler.cache_clear()
+        assert found in (obstacle(queries, has_position_bias=True) or "")
+    compiler.write_text("#!/bin/sh\nexit 0\n")
     launch.lacks_compiler.cache_clear()
     assert launch.lacks_compiler() == ""
+    monkeypatch.setenv("CC", "no-such-compiler")  # which Triton would call all the same
+    launch.lacks_compiler.cache_clear()
+    assert "there is none" in launch.lacks_compiler()
     launch.lacks_compiler.cache_clear()
 
 
