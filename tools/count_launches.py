@@ -139,11 +139,13 @@ class Counter:
         if isinstance(result, Tensor) and result.shape[-1] in self.logit_columns:
             self.num_logits += result.numel()
             self._logit_storages.add(result.untyped_storage()._cdata)
-            self._logit_lens.add(result.numel())
+            self._logit_lens |= {result.shape[0] * columns for columns in self.logit_columns}
 
     def _is_of_logits(self, tensor: Tensor) -> bool:
-        is_known = tensor.untyped_storage()._cdata in self._logit_storages
-        return self.region == "softmax" and (is_known or tensor.numel() in self._logit_lens)
+        if self.region != "softmax":
+            return False
+        is_copy = tensor.shape[-1:].numel() in self.logit_columns and tensor.numel() in self._logit_lens
+        return is_copy or tensor.untyped_storage()._cdata in self._logit_storages
 
 
 def launches_of(function: Any, arguments: tuple[Any, ...]) -> int:
