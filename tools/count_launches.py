@@ -4,8 +4,9 @@ The engine runs two steps of each recipe, at its real sizes, on a device that co
 is counted. A row per quantity:
 
     launches, micro-step    forward and backward of one micro-batch. An operation that torch dispatches is one launch,
-                            if it is no view and makes no empty tensor; layer norm's backward is two; one over a list
-                            of tensors (`_foreach_*`, fused Adam) as many as CUDA's 320 blocks of 65,536 values need.
+                            if it is no view and makes no empty tensor; padding, and the backward of slices and of
+                            layer norm, are two; one over a list of tensors (`_foreach_*`, fused Adam) is as many as
+                            CUDA's 320 blocks of 65,536 values need.
     Triton                  of these, kernels of ours. `attention` has its kernels alone
     a layer                 the difference between the recipe and the same with one layer less
     update                  norm, decision, clipping and optimizer, without the exchange, of which one GPU has none
@@ -15,8 +16,9 @@ is counted. A row per quantity:
                             in the L2 cache where it is small, at each launch (`of these scores`)
     waves                   smallest number of programs of a kernel over what 132 multiprocessors of an H100 hold at
                             once, by the registers and shared memory of its machine code (sm_90), compiled here
-    graphs                  different shapes of micro-batches in so many steps of independent words by Zipf's law: each
-                            is a CUDA graph of its own; `padded` are rows that only fill up
+    graphs                  different shapes of micro-batches in so many steps of independent words by Zipf's law, and
+                            with --text of a text's words in order: each is a CUDA graph of its own; `padded` are rows
+                            that only fill up
 
 What it gives up: times. What a kernel reads twice counts once (but for the score buffer); libraries may launch more
 than one kernel for an operation (splitting a product, sorting ids). In bf16, at the recipe's stage, on one GPU.
@@ -39,6 +41,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from fake_gpu import MULTIPROCESSORS, fake_gpu
 from measuring import print_table
@@ -71,6 +74,8 @@ WRITTEN_BESIDES_READ = {
 """Operands that a Triton kernel of attention both reads and writes: two passes over them."""
 SELECTING = ("embedding", "index_select", "index", "gather", "scatter", "index_add", "index_put", "index_copy")
 """Operations that touch of their largest operand only as much as there is of the others."""
+IN_TWO = ("native_layer_norm_backward", "constant_pad_nd", "slice_backward", "select_backward")
+"""Operations that ATen makes of two kernels: gradients of inputs and of weights; zeros, then a copy into them."""
 BLOCKS, BLOCK_LEN, MOST_TENSORS = 320, 65_536, (110, 64, 48, 36, 30)
 """Of ATen's MultiTensorApply.cuh: in one launch, and the tensors of a list by the number of lists."""
 
@@ -161,7 +166,7 @@ def launches_of(function: Any, arguments: tuple[Any, ...]) -> int:
         # The steps that fused Adam counts are no list of their own.
         lists = [x for x in lists if x[0].dim() or name.startswith("_foreach")]
         return multi_tensor_launches(lists) + (name == "_foreach_norm")
-    return 2 if name == "native_layer_norm_backward" else 1
+    return 2 if name in IN_TWO else 1
 
 
 def multi_tensor_launches(lists: list[Any]) -> int:
@@ -315,9 +320,23 @@ def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[
     }
     if waves:
         row |= {f"waves, {name}": value for name, value in waves_of(counter).items()}
+    row["operations"] = operations_of(step, "micro-step") + operations_of(update, "update")
     row["edges"] = [list(edges) for edges in (maker.embedding_edges, maker.softmax_edges)]
     row["rows_multiple"] = maker.rows_multiple
     return row
+
+
+def operations_of(events: list[Event], phase: str) -> list[dict[str, Any]]:
+    """A row per kind of operation or kernel, those that move most first."""
+    launches, moved = dict[str, int](), dict[str, int]()
+    for event in events:
+        name = f"{event.name} (softmax)" if event.region else event.name
+        launches[name] = launches.get(name, 0) + event.launches
+        moved[name] = moved.get(name, 0) + event.num_bytes
+    return [
+        {"phase": phase, "operation": name, "launches": launches[name], "MB": moved[name] / 1e6}
+        for name in sorted(moved, key=lambda name: -moved[name])
+    ]
 
 
 def operands_once(attention: list[Event]) -> int:
@@ -376,19 +395,36 @@ def resident_programs(registers: int, shared_bytes: int, warps: int) -> int:
     return max(1, min(by_registers, by_memory, 64 // warps, 32))
 
 
-def graphs_of(maker: BatchMaker, sizes: Sizes, *, steps: int) -> dict[str, Any]:
+def graphs_of(
+    maker: BatchMaker, sizes: Sizes, segments: Iterator[np.ndarray], *, steps: int, where: str
+) -> dict[str, Any]:
     """Different shapes of a step's batch, and rows that are padding."""
+    graphs, padded = f"graphs, {where}", f"padded rows, {where}, %"
     if len(maker.embedding_edges) == len(maker.softmax_edges) == 2:
-        return {"graphs": 1, "padded rows, %": 0.0}
+        return {graphs: 1, padded: 0.0}
     shapes, rows, needed = set(), 0, 0
-    segments = zipf_segments(sizes)
     for _ in range(steps):
         batch = maker.batch(plain_segment(next(segments)))
         partitions = [p for p in (batch.token_partition, batch.target_partition) if p is not None]
         shapes.add(tuple(len(cluster.ids) for partition in partitions for cluster in partition))
         rows += sum(shapes_sum(partition) for partition in partitions)
         needed += sizes.tokens * len(partitions)
-    return {"graphs": len(shapes), "padded rows, %": 100 * (rows / needed - 1)}
+    return {graphs: len(shapes), padded: 100 * (rows / needed - 1)}
+
+
+def text_segments(path: Path, sizes: Sizes) -> Iterator[np.ndarray]:
+    """Endless ids [lanes, T + 1] of a text's words in order, the most frequent word being 0; each lane reads a piece of
+    its own, again and again."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    words, inverse, counts = np.unique(
+        [word for line in lines for word in (*line.split(), "<eos>")], return_inverse=True, return_counts=True
+    )
+    ids = np.empty(len(words), np.int64)
+    ids[np.argsort(-counts, kind="stable")] = np.arange(len(words))
+    length = len(inverse) // sizes.num_lanes
+    lanes = ids[inverse][: length * sizes.num_lanes].reshape(sizes.num_lanes, length)
+    for start in itertools.count(0, sizes.segment_len):
+        yield lanes[:, np.arange(start, start + sizes.segment_len + 1) % length]
 
 
 def shapes_sum(partition: Any) -> int:
@@ -406,7 +442,7 @@ def recipe_of(name: str, *, layers_less: int = 0) -> Config:
     return Config.model_validate(config)
 
 
-def measured(name: str, *, steps: int, waves: bool) -> dict[str, Any]:
+def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[str, Any]:
     """All quantities of a recipe: counted in processes of their own."""
     whole, less = (in_fresh_process(name, layers_less=n, waves=waves and not n) for n in (0, 1))
     layer = {
@@ -417,7 +453,10 @@ def measured(name: str, *, steps: int, waves: bool) -> dict[str, Any]:
     }
     config, (vocab_size, lanes) = recipe_of(name), RECIPES[name]
     maker = BatchMaker(*map(tuple, whole.pop("edges")), False, whole.pop("rows_multiple"))
-    graphs = graphs_of(maker, Sizes.of(config, vocab_size=vocab_size, num_lanes=lanes), steps=steps)
+    sizes = Sizes.of(config, vocab_size=vocab_size, num_lanes=lanes)
+    graphs = graphs_of(maker, sizes, zipf_segments(sizes), steps=steps, where="Zipf")
+    if text is not None:
+        graphs |= graphs_of(maker, sizes, text_segments(text, sizes), steps=steps, where="text")
     kept = {
         key: value for key, value in whole.items() if key not in ("attention, MB of scores", "attention, MB besides")
     }
@@ -455,6 +494,8 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--steps", type=int, default=5000, help="in which graphs are counted")
     parser.add_argument("--no-waves", dest="waves", action="store_false", help="compile no kernels")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="count graphs of its words in order, too")
+    parser.add_argument("--operations", action="store_true", help="also a table of all operations and kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--before", type=Path, metavar="FILE", help="such a file of an earlier commit")
     parser.add_argument("--child", choices=RECIPES, help=argparse.SUPPRESS)
@@ -470,8 +511,11 @@ def main() -> int:
     before = json.loads(arguments.before.read_text(encoding="utf-8"))["recipes"] if arguments.before else {}
     found: dict[str, dict[str, Any]] = {}
     for name in arguments.recipes:
-        found[name] = measured(name, steps=arguments.steps, waves=arguments.waves)
+        found[name] = measured(name, steps=arguments.steps, waves=arguments.waves, text=arguments.text)
+        operations = found[name].pop("operations")
         print_table(name, compared(found[name], before.get(name, {})))
+        if arguments.operations:
+            print_table(f"{name}: operations", operations)
         if arguments.json:
             content = {"torch": torch.__version__, "steps": arguments.steps, "recipes": found}
             arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -35,6 +35,7 @@ from gpu_sections import (
 )
 from torch import Tensor
 
+from txl_dist.config import Config, config_to_toml, load_config
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels.launch import triton_relative_attention
 from txl_dist.model.memory import Visibility
@@ -188,8 +189,7 @@ def _resumed(setting: Setting, engine: dict[str, Any]) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepared(tiny=setting.rehearse)
         whole, copied = Path(folder, "whole"), Path(folder, "copied")
-        more = {"checkpoint.every_steps": half}
-        words = {"steps": 2 * half, "engine": engine, "cpu": setting.rehearse, "more": more}
+        words: dict[str, Any] = {"steps": 2 * half, "engine": engine, "cpu": setting.rehearse, "save_every": half}
         _finish(_start(corpus, whole, **words))
         shutil.copytree(whole, copied)
         last, middle = (sorted((copied / "checkpoints").glob("step_*"))[place] for place in (-1, 0))
@@ -222,24 +222,24 @@ def _start(
     steps: int,
     engine: dict[str, Any],
     cpu: bool,
-    more: dict[str, Any] | None = None,
+    save_every: int = 0,
     resume: str = "auto",
 ) -> subprocess.Popen[str]:
-    settings: dict[str, Any] = {
-        "data.path": corpus,
-        "run.dir": run,
-        "train.max_steps": steps,
-        "train.num_lanes": 8,
-        "train.microbatch_lanes": 8,
-        "metrics.log_every_steps": 1,
-        "metrics.sample_every_steps": 0,
-        "eval.every_steps": 0,
-        "checkpoint.every_steps": steps,
-        **{f"engine.{name}": value for name, value in engine.items()},
-        **(more or {}),
+    path = run.with_suffix(f".{resume == 'auto'}.toml")
+    values = load_config(ROOT / "configs/quickstart.toml").model_dump(mode="json")
+    changes = {
+        "data": {"path": str(corpus)},
+        "run": {"dir": str(run)},
+        "train": {"max_steps": steps, "num_lanes": 8, "microbatch_lanes": 8},
+        "engine": engine,
+        "metrics": {"log_every_steps": 1, "sample_every_steps": 0},
+        "eval": {"every_steps": 0},
+        "checkpoint": {"every_steps": save_every or steps},
     }
-    words = [f"--{name}={value}" for name, value in settings.items()]
-    return _txl("train", str(ROOT / "configs/quickstart.toml"), *words, f"--resume={resume}", cpu=cpu)
+    for section, fields in changes.items():
+        values[section] |= fields
+    path.write_text(config_to_toml(Config.model_validate(values)), encoding="utf-8")
+    return _txl("train", str(path), f"--resume={resume}", cpu=cpu)
 
 
 def _txl(*words: str, cpu: bool = False) -> subprocess.Popen[str]:

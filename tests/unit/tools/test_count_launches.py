@@ -36,7 +36,7 @@ def test_the_whole_step_of_a_recipe_is_counted(counted: tuple[dict[str, Any], st
     # Made by a product, read by two others, all in bf16: no softmax moves less.
     assert found["softmax, bytes per logit"] >= 3 * 2
     assert found["attention, MB a layer"] > found["of these scores"] > 0
-    assert found["graphs"] == 1
+    assert found["graphs, Zipf"] == 1
     assert all(title in printed for title in ("before", "now / before"))
 
 
