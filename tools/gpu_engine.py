@@ -7,6 +7,7 @@ always the same ids. It takes half a minute on one core. A change that means to 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import time
@@ -14,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gpu_jobs import Setting
 from gpu_rows import Row
@@ -25,6 +25,7 @@ from txl_dist.config import Config, load_config, plan_batch
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks, Votes, joined_ranks
 from txl_dist.model.flops import flops_by_part, peak_tflops
+from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, pinned, to_device
 from txl_dist.train.engine.zero import ZeroEngine
@@ -65,14 +66,13 @@ class Training:
         self.sizes = Sizes.of(config, vocab_size=VOCAB_SIZE, num_lanes=lanes)
         self.segments, self.number = zipf_segments(self.sizes), 0
 
-    def batch(self, ids: np.ndarray) -> Any:
-        """On its way to the device."""
-        device = self.ranks.device
-        return to_device(pinned(self.maker.batch(plain_segment(ids)), device), device)
+    def batch(self) -> Batch:
+        """The next one, as the reader thread has it."""
+        return pinned(self.maker.batch(plain_segment(next(self.segments))), self.ranks.device)
 
-    def step(self, ids: np.ndarray | None = None) -> tuple[float, float]:
+    def step(self, batch: Batch) -> tuple[float, float]:
         """(loss, norm before clipping) of one step; the device is waited for once."""
-        batch = self.batch(next(self.segments) if ids is None else ids)
+        batch = to_device(batch, self.ranks.device)
         torch.manual_seed(derive_seed(1, "dropout", self.number, 0))
         self.number += 1
         loss, self.memory = self.engine.forward(batch, self.memory, normalizer=float(self.sizes.tokens))
@@ -85,7 +85,7 @@ class Training:
 def first_steps(config: Config, ranks: Ranks) -> dict[str, list[float]]:
     """Losses and norms of the first steps without dropout, on the lanes of the reference."""
     training = Training(config, ranks, lanes=REFERENCE_LANES)
-    told = [training.step() for _ in range(REFERENCE_STEPS)]
+    told = [training.step(training.batch()) for _ in range(REFERENCE_STEPS)]
     return {"losses": [loss for loss, _ in told], "norms": [norm for _, norm in told]}
 
 
@@ -110,6 +110,7 @@ def measured(
         f"{name} off by": max(abs(a - b) / abs(b) for a, b in zip(told[name], wanted[name], strict=True))
         for name in ("losses", "norms")
     }
+    gc.collect()  # engines hold themselves in circles, and the next one's peak is to be its own
     yield {**told, "CPU losses": wanted["losses"], "CPU norms": wanted["norms"], **off}
     yield timed(Training(recipe(**given, lanes=lanes), ranks, lanes=lanes), precision=precision, tiny=tiny)
 
@@ -117,7 +118,7 @@ def measured(
 def timed(training: Training, *, precision: str, tiny: bool) -> Row:
     """Median of 20 steps behind 5."""
     cuda = training.ranks.device.type == "cuda"
-    given = [next(training.segments) for _ in range(8)]
+    given = [training.batch() for _ in range(8)]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     taken = []
@@ -153,9 +154,9 @@ def profiled(training: Training, *, steps: int, rows: int) -> Iterator[Row]:
 
     cuda = training.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    given = [next(training.segments) for _ in range(4)]
-    for ids in given * 2:
-        training.step(ids)
+    given = [training.batch() for _ in range(4)]
+    for batch in given * 2:
+        training.step(batch)
     began = time.perf_counter()
     for number in range(steps):
         training.step(given[number % 4])
