@@ -466,7 +466,8 @@ def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[s
 def in_fresh_process(name: str, *, layers_less: int, waves: bool) -> dict[str, Any]:
     """What `row_of` finds. Raises RuntimeError with the child's last words."""
     words = ["--child", name, "--layers-less", str(layers_less), *([] if waves else ["--no-waves"])]
-    child = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, __file__, *words], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         raise RuntimeError(f"{' '.join(words)} ended with {child.returncode}:\n{child.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
