@@ -55,32 +55,6 @@ def test_without_transformers_its_peer_says_what_to_install() -> None:
     assert "Install transformers==4.46.3" in result.stderr.splitlines()[-1]
 
 
-def test_everything_for_a_gpu_can_be_rehearsed_and_a_section_that_fails_is_recorded(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    sections = ("ceilings", "exact", "kernels", "step:wt103_large", "precision")
-    words = [word for section in sections for word in ("--only", section)]
-    printed = run("bench_gpu.py", "--rehearse", *words, "--json", str(file))
-    tables = tables_in(file)
-    assert set(tables) == set(sections)
-    assert all(value < 1e-5 for row in tables["exact"] for value in row.values() if isinstance(value, float))
-    assert {row["variant"] for row in tables["kernels"]} == {"plain", "fused", "sdpa"}
-    codes = {row["code"]: row for row in tables["step:wt103_large"]}
-    assert "--peer-nvidia was not given" in str(codes["nvidia fp16"]["error"])
-    ours = [codes[name] for name in ("ours plain", "ours fused")]
-    assert ours[0]["first loss"] == pytest.approx(ours[1]["first loss"], rel=1e-5)
-    assert len(tables["precision"]) == 4
-    assert "peer-nvidia was not given" in printed
-
-
-def test_a_later_run_adds_to_the_file_and_one_without_time_says_so(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    run("bench_gpu.py", "--rehearse", "--only", "ceilings", "--json", str(file))
-    run("bench_gpu.py", "--rehearse", "--only", "precision", "--minutes", "0", "--json", str(file))
-    tables = tables_in(file)
-    assert len(tables["ceilings"]) == 2
-    assert tables["precision"] == [{"code": "", "error": "no time was left"}]
-
-
 def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:
     checkout = str(TOOLS.parent)
     file = tmp_path / "decode.json"
