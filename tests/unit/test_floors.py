@@ -68,7 +68,7 @@ BUDGETS = {
     "top": 1700,
     "text": 800,
     "data": 4250,
-    "model": 1350,
+    "model": 1390,
     "infer": 1750,
     "convert": 1850,
     "train": 4200,
