@@ -68,7 +68,7 @@ BUDGETS = {
     "top": 1700,
     "text": 815,
     "data": 4250,
-    "model": 1500,
+    "model": 1560,
     "infer": 1760,
     "convert": 1850,
     "train": 4240,
