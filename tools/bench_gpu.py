@@ -32,10 +32,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpu_rows import Journal, Row, entries, rows
-from measuring import print_table
+from gpu_rows import Journal, entries, print_rows, rows
 
 FAULTS = ("kill", "raise", "hang")
 SPOILED = 3
@@ -69,7 +68,7 @@ CLOSING_S = 1.0
 
 
 def main() -> int:
-    """See the module's docstring. Returns 1 if there is no GPU to measure, or the file cannot be written."""
+    """See the module's docstring. A section without a GPU is a row that says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=int, choices=RUNS, default=1)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
@@ -97,7 +96,10 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
     """All sections, as far as the time goes; then the tables."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends it; the child is killed on the way out
     began, due_s = time.time(), 0.0
+    facts = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S")}
+    Journal(arguments.json, section="", began=began).opens(facts)
     for section in sections:
         due_s += section.limit_s
         ends = began + min(due_s, arguments.seconds - CLOSING_S)
@@ -106,8 +108,7 @@ def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
         found = rows(arguments.json, began=began).get(section.name, [])
         errors = sum("error" in row for row in found)
         print(f"{time.time() - began:6.0f} s  {section.name}: {len(found)} rows, {errors} errors", flush=True)
-    for name, table in rows(arguments.json, began=began).items():
-        print_table(name, aligned(table))
+    print_rows(arguments.json, began=began)
     return 0
 
 
@@ -144,19 +145,20 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
         why, last, since = "", 0, time.time()
-        while process.poll() is None and not why:
-            time.sleep(0.1)
-            told = sum("state" in entry for entry in entries(journal.path, began=journal.began, section=name))
-            if told != last:
-                last, since = told, time.time()
-            if time.time() > ends:
-                why = "the section's time ended"
-            elif time.time() - since > job_s:
-                why = f"took longer than {job_s:.0f} s"
+        try:
+            while process.poll() is None and not why:
+                time.sleep(0.1)
+                told = sum("state" in entry for entry in entries(journal.path, began=journal.began, section=name))
+                if told != last:
+                    last, since = told, time.time()
+                if time.time() > ends:
+                    why = "the section's time ended"
+                elif time.time() - since > job_s:
+                    why = f"took longer than {job_s:.0f} s"
+        finally:
+            kill_group(process)  # also what it has started and left behind, or if this process is to end
         if why:
-            kill_group(process)
             return why
-        kill_group(process)  # what it has started and left behind
         if process.returncode == 0:
             return ""
         said.seek(0)
@@ -198,18 +200,6 @@ def child(arguments: argparse.Namespace) -> int:
     setting = Setting("cpu" if arguments.rehearse else "cuda", arguments.rehearse, peers, fault)
     is_sound = work(SECTIONS[arguments.child], setting, journal)
     return 0 if is_sound else SPOILED
-
-
-def aligned(table: list[Row]) -> list[dict[str, Any]]:
-    """The same columns in every row, lists as text."""
-    columns = list(dict.fromkeys(column for row in table for column in row))
-    return [{column: _short(row.get(column, "")) for column in columns} for row in table]
-
-
-def _short(value: object) -> object:
-    if isinstance(value, list):
-        return " ".join(f"{one:.5g}" if isinstance(one, float) else str(one) for one in value)
-    return value
 
 
 if __name__ == "__main__":

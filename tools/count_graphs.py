@@ -1,6 +1,6 @@
 """How many shapes, each a CUDA graph, the micro-batches of the recipes have on a GPU, and how many rows are padding.
 
-    python tools/count_graphs.py [--text FILE] [--steps 5000]
+    python tools/count_graphs.py [--text FILE] [--steps 5000] [--multiple 128]
 
 Makes the batches of one rank as training does (`BatchMaker`) from three kinds of ids, and prints a table:
 
@@ -8,8 +8,9 @@ Makes the batches of one rank as training does (`BatchMaker`) from three kinds o
     text    the words of FILE in order, lanes beginning at equal distances, each by its rank in FILE
     spread  the same, each word where its share of FILE lies in the recipe's whole vocabulary
 
-`rows` are padded rows beside those of tokens, of all clusters; `softmax` is what they add to its operations. A spread
-text has as many rare words as the zipf, in clumps as texts have them. Needs no GPU.
+Padded rows are counted beside those of tokens, of all clusters, and with what they add to the softmax's operations. A
+spread text has as many rare words as the zipf, in clumps as texts have them. `--multiple` pads each cluster to a
+multiple of that in place of a rung of the ladder. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ def microbatches(source: Ids | None, config: Config, *, vocab_size: int, num_ste
             yield np.take(source, places, mode="wrap")
 
 
-def count(batches: Iterator[Ids], config: Config, *, vocab_size: int) -> Found:
+def count(batches: Iterator[Ids], config: Config, *, vocab_size: int, multiple: int = 0) -> Found:
     """Make the batches and look at their shapes."""
     model = config.model
     edges, whole = cluster_edges(model.cutoffs, vocab_size=vocab_size), (0, vocab_size)
-    maker = BatchMaker(edges if model.div_value > 1 else whole, edges, mask_documents=False)
+    maker = BatchMaker(edges if model.div_value > 1 else whole, edges, mask_documents=False, rows_multiple=multiple)
     widths = np.diff(edges) // model.div_value ** np.arange(len(edges) - 1)
     shapes: Counter[tuple[tuple[int, ...], ...]] = Counter()
     rows = tokens = softmax = useful = 0
@@ -116,6 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Count shapes and padded rows of the recipes on a GPU.")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--multiple", type=int, default=0)
     arguments = parser.parse_args()
     ranks = word_ids(arguments.text) if arguments.text else None
     table = [["recipe", "ids", "graphs", "padded rows", "added to softmax", "most frequent"]]
@@ -128,7 +130,7 @@ def main() -> int:
             sources |= {"text": ranks, "spread": spread(ranks, vocab_size=vocab_size)}
         for kind, source in sources.items():
             batches = microbatches(source, config, vocab_size=vocab_size, num_steps=arguments.steps)
-            found = count(batches, config, vocab_size=vocab_size)
+            found = count(batches, config, vocab_size=vocab_size, multiple=arguments.multiple)
             shares = [f"{found.padded_rows:.1%}", f"{found.padded_softmax:.1%}"]
             table.append([name, kind, str(found.num_shapes), *shares, " ".join(map(str, found.most_frequent))])
     print(*aligned(table), sep="\n")

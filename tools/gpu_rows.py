@@ -1,24 +1,27 @@
 """The file that `bench_gpu.py` writes: a JSON object a line, on the disk before anything else happens.
 
+    {"began": .., "section": "", "state": "opens", "command": ..}      a run of the program
     {"began": .., "section": .., "state": "plans", "jobs": [..]}       what a section is about to do
     {"began": .., "section": .., "job": .., "state": "begins"}
     {"began": .., "section": .., "job": .., .. what was found ..}      any number of rows
     {"began": .., "section": .., "job": .., "state": "ends"}
 
 `began` tells runs of the program apart that share a file; `at_s` are seconds since. A job that begins and does not end
-was killed, hung or ran out of time: the parent adds a row that says which.
+was killed, hung or ran out of time: the parent adds a row that says which. `python tools/gpu_rows.py FILE` prints all
+that a file holds, as tables.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from measuring import without_nan
+from measuring import print_table, without_nan
 
 Row = dict[str, object]
 
@@ -29,6 +32,10 @@ class Journal:
     def __init__(self, path: Path, *, section: str, began: float, skip: Iterable[str] = ()) -> None:
         """`skip` are jobs that an earlier process of this section has begun."""
         self.path, self.section, self.began, self.skip = path, section, began, frozenset(skip)
+
+    def opens(self, facts: Mapping[str, object]) -> None:
+        """Note what the run is, and that the file can be written. Raises OSError."""
+        self._append({"state": "opens", **facts})
 
     def plans(self, jobs: Iterable[str]) -> list[str]:
         """Note all jobs of the section; those that are left are returned."""
@@ -59,16 +66,21 @@ class Journal:
             os.close(handle)
 
 
-def entries(path: Path, *, began: float, section: str = "") -> Iterator[dict[str, Any]]:
-    """What one run of the program wrote, of all sections or of one; half a line is passed over."""
+def all_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Of every run that the file knows; half a line is passed over."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            entry = json.loads(line)
+            yield json.loads(line)
         except json.JSONDecodeError:
             continue
-        if entry.get("began") == began and section in ("", entry["section"]):
+
+
+def entries(path: Path, *, began: float, section: str = "") -> Iterator[dict[str, Any]]:
+    """What one run of the program wrote, of all sections or of one."""
+    for entry in all_entries(path):
+        if entry["began"] == began and section in ("", entry["section"]):
             yield entry
 
 
@@ -80,3 +92,28 @@ def rows(path: Path, *, began: float) -> dict[str, list[Row]]:
             row = {key: value for key, value in entry.items() if key not in ("began", "at_s", "section")}
             found.setdefault(entry["section"], []).append(row)
     return found
+
+
+def print_rows(path: Path, *, began: float) -> None:
+    """A table per section, with the same columns in every row, lists as text."""
+    for section, found in rows(path, began=began).items():
+        columns = list(dict.fromkeys(column for row in found for column in row))
+        print_table(section, [{column: _short(row.get(column, "")) for column in columns} for row in found])
+
+
+def _short(value: object) -> object:
+    if isinstance(value, list):
+        return " ".join(f"{one:.5g}" if isinstance(one, float) else str(one) for one in value)
+    return value
+
+
+def main() -> None:
+    """Print every run of a file."""
+    path = Path(sys.argv[1])
+    for opened in [entry for entry in all_entries(path) if entry.get("state") == "opens"]:
+        print(opened["date"], opened["command"])
+        print_rows(path, began=opened["began"])
+
+
+if __name__ == "__main__":
+    main()

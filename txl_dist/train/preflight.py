@@ -189,6 +189,7 @@ def describe_batch(job: Job) -> Iterator[str]:
     yield (
         f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
         f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
+        f"{', CUDA graphs' if engine.replays(on_gpu=uses_gpu()) else ''}"
     )
 
 

@@ -199,6 +199,11 @@ def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(m
         "model: 869,732 parameters, vocabulary 100, memory 128 tokens; ZeRO-1, bf16, "
         "attention fused (not by Triton: Triton needs Python.h)"
     ]
+    monkeypatch.setattr(preflight, "uses_gpu", lambda: True)
+    monkeypatch.setattr(preflight, "_attention", lambda config: "triton")
+    for choice, ends in (("auto", "triton, CUDA graphs"), ("off", "triton")):
+        job.config = config_from_dict({"engine": {"cuda_graph": choice}}, source="test")
+        assert list(describe_batch(job))[1].endswith(f"attention {ends}")
     terms = Terms(*(torch.zeros(1, 2, 3, 4) for _ in range(3)), torch.zeros(2, 3, 4))
     assert implementation("auto", terms) is fused_relative_attention
 
