@@ -94,7 +94,7 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
     return TextMemory(past, int(tensors["last"]), fingerprint)
 
 
-_AGAIN = "Make it again with --save-memory."
+_AGAIN = "Make it again from its text, with --save-memory or by a server."
 
 
 def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:

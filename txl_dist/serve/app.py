@@ -95,9 +95,10 @@ async def _completions(request: Request) -> Response:
                     code="invalid_value",
                 )
     service.metrics.prompt_tokens.inc(sum(num_tokens_of(one.prompt) for one in begun))
-    shared = {"writing": _writing_of(order), "keeps_memory": order.keep_memory, "scores_prompt": scores_prompt}
+    shared = {"keeps_memory": order.keep_memory, "scores_prompt": scores_prompt}
     async with AsyncExitStack() as stack:
-        work = service.at_work([{"prompt": one.prompt, **shared} for one in begun], request.receive)
+        jobs = [{"prompt": one.prompt, "writing": _writing_of(order), **shared} for one in begun]
+        work = service.at_work(jobs, request.receive)
         inbox = await stack.enter_async_context(work)
         answer = Answer(
             order,
@@ -237,6 +238,8 @@ async def _read(request: Request, form: type[R]) -> R:
     if kind != "application/json":  # which no page of another site may send
         given = f"not {kind}" if kind else "and none is given"
         raise RefusalError(415, f"the content type must be application/json, {given}. Send the header Content-Type.")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RefusalError(415, "bodies are taken as they are. Send it without Content-Encoding.")
     try:
         return form.model_validate_json(await request.body())
     except ValidationError as error:
@@ -289,6 +292,7 @@ def _check_told(order: CompletionRequest, *, num_prompt: int) -> None:
 
 
 def _writing_of(order: CompletionRequest) -> Writing:
+    """Of one prompt: without a seed each has its own, so that equal ones differ."""
     return Writing(
         max_tokens=order.max_tokens,
         temperature=order.temperature,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
@@ -38,22 +39,31 @@ class RefusalError(Exception):
         return Response(content, self.status, headers.get(self.status), media_type="application/json")
 
 
-def of_validation(error: ValidationError, *, known: Iterable[str]) -> RefusalError:
-    """Of the first thing that is wrong with a body; `known` are the names of its fields."""
-    first = error.errors(include_url=False)[0]
+def of_validation(error: ValidationError, *, known: Mapping[str, FieldInfo]) -> RefusalError:
+    """Of the first thing that is wrong with a body; `known` are its fields."""
+    found = error.errors(include_url=False)
+    # Where a value may have several forms, of the one that it fits best.
+    first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         return RefusalError(400, f"the body is no JSON: {first['ctx']['error']}. Mend it.", code="invalid_json")
     if first["type"] == "value_error" and not first["loc"]:
-        return RefusalError(400, f"{_reason(first)}.", code="invalid_value")
+        reason = _reason(first)
+        param = reason.partition(" ")[0]
+        return RefusalError(400, f"{reason}.", param=param if param in known else None, code="invalid_value")
     if not first["loc"]:
         return RefusalError(400, "the body must be a JSON object, {...}.", code="invalid_json")
     param = str(first["loc"][0])
+    if first["type"] == "extra_forbidden" and len(first["loc"]) > 1:
+        message = f"{param}: unknown field {str(first['loc'][-1])!r}. Leave it out."
+        return RefusalError(400, message, param=param, code="unknown_parameter")
     if first["type"] == "extra_forbidden":
         names = sorted(known)
         hint = did_you_mean(param, names)
         message = f"unknown field {param!r}.{hint} There are {', '.join(names)}."
         return RefusalError(400, message, param=param, code="unknown_parameter")
-    return RefusalError(400, f"{param}: {_reason(first)}.", param=param, code="invalid_value")
+    about = known[param].description or "" if param in known else ""
+    reason = f"n{about[1:]} Leave it out" if about.startswith("Not supported") else _reason(first)
+    return RefusalError(400, f"{param}: {reason}.", param=param, code="invalid_value")
 
 
 def _reason(found: ErrorDetails) -> str:

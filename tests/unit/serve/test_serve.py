@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import importlib.util
 import itertools
 import json
@@ -218,9 +219,11 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "stop": ""}, 400, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options are for streams"),
-    ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
-    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options: unknown field 'x'. Leave it"),
+    ({"prompt": "a", "stop": [""]}, 400, "stop: string should have at least 1 character, not ''"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix: not supported: nothing can be put into a text. Leave it out."),
+    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: not supported: there is repetition_penalty."),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias: not supported: there is allowed_token_ids."),
     ({"prompt": "a", "model": "\x1b[2J"}, 404, r"there is no model '\x1b[2J' here, but 'tiny'"),
     ({"prompt": "a", "memory": "mem_x"}, 404, "there is no memory 'mem_x': it expired"),
 ]
@@ -232,6 +235,22 @@ def test_what_cannot_be_done_is_refused_with_the_remedy(server: Served, body: An
     assert reply.status == status, reply.body
     assert message in reply.message
     assert "\x1b" not in reply.body.decode()
+
+
+def test_a_body_that_was_packed_is_not_taken_for_another(server: Served) -> None:
+    body = gzip.compress(json.dumps({"prompt": "a", "max_tokens": 1}).encode())
+    reply = server.ask("POST", "/v1/completions", body, content_type="application/json", content_encoding="gzip")
+    assert reply.status == 415
+    assert "without Content-Encoding" in reply.message
+
+
+def test_without_a_seed_equal_prompts_have_texts_of_their_own_and_with_one_the_same(server: Served) -> None:
+    def texts(**fields: Any) -> set[str]:
+        reply = server.complete(["a"] * 4, temperature=1.0, max_tokens=40, **fields)
+        return {choice["text"] for choice in reply.json["choices"]}
+
+    assert len(texts()) == 4
+    assert len(texts(seed=1)) == 1
 
 
 def test_fields_that_openai_knows_and_that_change_nothing_are_taken(server: Served) -> None:
