@@ -23,11 +23,16 @@ PIECE = 2**17
 """Numbers; divisible by those that share a word."""
 
 
+def torch_draws(x: Tensor) -> bool:
+    """Whether torch's own dropout, which is one kernel on a GPU, is taken for `x`."""
+    return x.is_cuda
+
+
 def dropout(x: Tensor, rate: float) -> Tensor:
     """`x` with each number set to 0 with probability `rate` (0 <= rate < 1), and the others scaled to keep the mean."""
     if rate == 0:
         return x
-    return F.dropout(x, rate) if x.device.type != "cpu" else _Dropout.apply(x, rate)  # type: ignore[no-untyped-call]
+    return F.dropout(x, rate) if torch_draws(x) else _Dropout.apply(x, rate)  # type: ignore[no-untyped-call]
 
 
 def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
@@ -37,7 +42,7 @@ def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
     """
     if rate == 0:
         return torch.relu_(x)
-    if x.device.type != "cpu":
+    if torch_draws(x):
         return F.dropout(torch.relu_(x), rate)
     return _ReluDropout.apply(x, rate)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -54,9 +59,10 @@ def draw_kept_(keep: Tensor, rate: float) -> Tensor:
     return keep.lt_(min(round((1 - rate) * 2 * most) - most, most - 1))
 
 
-def _room_for_mask(x: Tensor) -> Tensor:
-    """int16 [n] for the n numbers of `x`, and up to three more: whole words."""
-    return torch.empty(math.ceil(x.numel() * BITS / 64) * 64 // BITS, dtype=torch.int16)
+def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
+    """int16 [n] for the n numbers of `x`, or `most` of them, and up to three more: whole words."""
+    length = x.numel() if most is None else min(x.numel(), most)
+    return torch.empty(math.ceil(length * BITS / 64) * 64 // BITS, dtype=torch.int16, device=x.device)
 
 
 def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -86,7 +92,7 @@ class _ReluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
         assert x.is_contiguous()
-        ctx.scale, keep = 1 / (1 - rate), _room_for_mask(x)[:PIECE]
+        ctx.scale, keep = 1 / (1 - rate), _room_for_mask(x, most=PIECE)
         for (x_n,) in _pieces(x):
             x_n.relu_().mul_(draw_kept_(keep, rate)[: len(x_n)]).mul_(ctx.scale)
         ctx.mark_dirty(x)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from txl_dist.allocator import MAPPED_BYTES
-from txl_dist.model import fused_softmax
+from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
 from txl_dist.model.relative_attention import Terms
@@ -112,7 +112,7 @@ def follow(step: MicroStep) -> Trace:
     has_position_bias = step.model.scheme.has_position_bias
     unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
-    with _without_storage(step.model), _made_in(step.dtype), _chunks_of_gpu() if step.on_gpu else nullcontext():
+    with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu() if step.on_gpu else nullcontext():
         model = TransformerXL(
             step.model,
             vocab_size=step.vocab_size,
@@ -291,15 +291,17 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _chunks_of_gpu() -> Iterator[None]:
-    """Logits in as large chunks as on a GPU: tensors without storage are on none."""
+def _as_on_gpu() -> Iterator[None]:
+    """Logits in as large chunks as on a GPU, and torch's dropout: tensors without storage are on none."""
     sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS)
-    before = [size["cpu"] for size in sizes]
+    before, draws = [size["cpu"] for size in sizes], dropout.torch_draws
     try:
         for size in sizes:
             size["cpu"] = size["cuda"]
+        dropout.torch_draws = lambda x: True
         yield
     finally:
+        dropout.torch_draws = draws
         for size, value in zip(sizes, before, strict=True):
             size["cpu"] = value
 
