@@ -123,6 +123,8 @@ def precisions_worker(ranks: Ranks, stage: int) -> dict[str, list[Tensor]]:
             )
             engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks)
             engine._update_divides = divides
+            if divides and stage:
+                engine._take_over_gradients()  # as on a GPU too
             if precision == "fp16":
                 _loss_scaler(engine._optimizer).cur_scale = 2.0**8
             memory = engine.empty_memory(num_lanes=2, memory_len=12)

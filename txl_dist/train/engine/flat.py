@@ -152,12 +152,8 @@ class _Unflatten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        pieces, end = [], 0
+        pieces, end, gap = [], 0, gradients[0].new_zeros(ALIGNMENT)
         for slot, gradient in zip(ctx.slots, gradients, strict=True):
-            if slot.start > end:
-                pieces.append(gradient.new_zeros(slot.start - end))
-            pieces.append(gradient.reshape(-1))
+            pieces += [gap[: slot.start - end], gradient.reshape(-1)]
             end = slot.stop
-        if ctx.size > end:
-            pieces.append(gradients[0].new_zeros(ctx.size - end))
-        return torch.cat(pieces), None
+        return torch.cat([*pieces, gap[: ctx.size - end]]), None

@@ -114,16 +114,31 @@ class ZeroEngine(Engine):
         elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
             _replace(optimizer, "step", self._step_masters)
         if self._stage and self._device.type == "cuda" and not self._offloads:
-            self._take_over_norm()
+            self._take_over_gradients()
         if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
-    def _take_over_norm(self) -> None:
-        """On a GPU DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. On a CPU it
-        stays: where steps are clipped, losses would differ in the last bits from those of earlier versions."""
+    def _take_over_gradients(self) -> None:
+        """On a GPU DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group, and it joins
+        gradients before it converts them. On a CPU that stays: where steps are clipped, losses would differ in the last
+        bits from those of earlier versions."""
         self._compute_norm = lambda: norm_over_ranks(
             [part for group in self._optimizer.averaged_gradients.values() for part in group]
         )
+        if self._stage in (1, 2):
+            self._joined = _replace(self._optimizer, "_get_preflattened_grad_partition", self._join_gradients)
+
+    def _join_gradients(self, index: int) -> Tensor:
+        """This rank's gradients of a group of parameters as one tensor in fp32."""
+        joined: Tensor | None = self._joined(index)
+        if joined is None:
+            joined = torch.empty_like(self._optimizer.single_partition_of_fp32_groups[index].detach())
+            pieces = [piece.view(-1) for piece in self._optimizer.averaged_gradients[index]]
+            lengths = [piece.numel() for piece in pieces]
+            *parts, padding = joined.split([*lengths, joined.numel() - sum(lengths)])
+            torch._foreach_copy_(parts, pieces)
+            padding.zero_()
+        return joined
 
     @override
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
