@@ -49,6 +49,8 @@ BACKWARD = (
     *("distance_query_gradients", "distance_gradients"),
 )
 """The kernels in order, for each chunk."""
+SUM = "sum_parts"
+"""The one behind all chunks of the backward."""
 KEEP_LEVELS = 65_536
 """Dropout's rate is a multiple of one part in so many."""
 
@@ -221,6 +223,7 @@ def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
         "query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
         "distance_query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
         "distance_gradients": Tile(64, 64, 4, 3, resident=4 if narrow else 2),
+        SUM: Tile(32, 64, 4, 1, resident=16),
     }
     large: dict[str, Tile] = {}
     if head_width == 64:
@@ -246,11 +249,16 @@ def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
     """What is launched for one layer, in order: the whole plan, which knows no device."""
     all_chunks, kernels = list(chunks(sizes)), BACKWARD if backward else FORWARD
     chosen = {kernel: _tile(kernel, sizes, all_chunks[0]) for kernel in kernels}
-    return [
+    planned = [
         Launch(kernel, chosen[kernel], _grid(kernel, chosen[kernel], sizes, chunk, all_chunks[0]), chunk)
         for chunk in all_chunks
         for kernel in kernels
     ]
+    if backward:
+        (tile,), bias_len = tiles(sizes.H, has_dropout=sizes.has_dropout)[SUM], sizes.N * sizes.H
+        grid = (2 * _ceil_div(bias_len, tile.columns) + _ceil_div(sizes.K * bias_len, tile.columns),)
+        planned.append(Launch(SUM, tile, grid, all_chunks[-1]))
+    return planned
 
 
 def _tile(kernel: str, sizes: Sizes, largest: Chunk) -> Tile:
@@ -328,11 +336,10 @@ class _Kernels:
         """Launch one kernel with these arguments and the chunk's."""
         tile, chunk = launch.tile, launch.chunk
         kernel: Any = getattr(self.source, launch.kernel)
+        where = () if launch.kernel == SUM else (chunk.num_lanes, chunk.first_lane, chunk.first_head)
         kernel[launch.grid](
             *arguments,
-            chunk.num_lanes,
-            chunk.first_lane,
-            chunk.first_head,
+            *where,
             **self._constants(launch),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -342,7 +349,10 @@ class _Kernels:
     def _constants(self, launch: Launch) -> dict[str, int]:
         """What is compiled in, besides `Shape`."""
         tile, block_h = launch.tile, 1 << (self.head_width - 1).bit_length()
-        constants = {"H": self.head_width, "BLOCK_H": block_h, "ROWS": tile.rows, "COLUMNS": tile.columns}
+        constants = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+        if launch.kernel == SUM:
+            return constants
+        constants |= {"H": self.head_width, "BLOCK_H": block_h}
         if launch.kernel == "attend":
             constants["STAGES"] = tile.num_stages
         return constants | {"CAST": self.source.IS_INTERPRETED}
@@ -368,8 +378,7 @@ class _Attention(torch.autograd.Function):
         threshold: int,
     ) -> Tensor:
         query, distance = query.contiguous(), distance.contiguous()
-        # A number of two bytes for each thread would be a load of two bytes.
-        content_bias, position_bias = content_bias.float().contiguous(), position_bias.float().contiguous()
+        content_bias, position_bias = content_bias.contiguous(), position_bias.contiguous()
         key, value = _alike(key, value)
         kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=False)
         (B, T, N, _), shape, scores = query.shape, kernels.shape, kernels.scores
@@ -399,9 +408,12 @@ class _Attention(torch.autograd.Function):
         class_tiles, _ = kernels.largest_grid("distance_query_gradients")
         _, parts, _ = kernels.largest_grid("distance_gradients")
         lane_starts = sorted({launch.chunk.first_lane for launch in kernels.launches})
-        d_content_bias = lse.new_empty(B * row_tiles, N, H)
-        d_position_bias = lse.new_zeros(len(lane_starts), 8 * class_tiles, N, H)
-        d_distance = lse.new_zeros(parts, 8, K, N, H)
+        content_parts, distance_parts = lse.new_empty(B * row_tiles, N, H), lse.new_empty(8 * parts, K, N, H)
+        # The last of several chunks of lanes may have fewer tiles than the others.
+        filled = lse.new_empty if len(lane_starts) == 1 else lse.new_zeros
+        position_parts = filled(len(lane_starts), 8 * class_tiles, N, H)
+        sums = [query.new_empty(shape) for shape in [(K, N, H), (N, H), (N, H)]]
+        num_parts = (8 * parts, B * row_tiles, len(lane_starts) * 8 * class_tiles)
         kept_part = 1 - threshold / KEEP_LEVELS
         d_scale = scale / kept_part
         prepared = (content_bias, context, d_context, content_query, position_query, delta)
@@ -409,15 +421,15 @@ class _Attention(torch.autograd.Function):
         arguments: dict[str, tuple[Any, ...]] = {
             "distance_scores": (query, distance, position_bias, scores, *prepared, shape, kept_part),
             "key_value_gradients": (*loaded, *made, shape, scale, threshold, d_scale),
-            "query_gradients": (key, scores, d_query, d_content_bias, shape, d_scale),
-            "distance_gradients": (position_query, scores, d_distance, shape, d_scale),
+            "query_gradients": (key, scores, d_query, content_parts, shape, d_scale),
+            "distance_gradients": (position_query, scores, distance_parts, shape, d_scale),
+            "sum_parts": (distance_parts, content_parts, position_parts, *sums, *num_parts, K * N * H, N * H),
         }
         for launch in kernels.launches:
-            part = d_position_bias[lane_starts.index(launch.chunk.first_lane)]
+            part = position_parts[lane_starts.index(launch.chunk.first_lane)]
             arguments["distance_query_gradients"] = (distance, scores, d_query, part, shape, d_scale)
             kernels.run(launch, *arguments[launch.kernel])
-        sums = (d_distance.sum((0, 1)), d_content_bias.sum(0), d_position_bias.sum((0, 1)))
-        return d_query, d_key, d_value, *(x.to(query.dtype) for x in sums), *[None] * 6
+        return d_query, d_key, d_value, *sums, *[None] * 6
 
 
 def _alike(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

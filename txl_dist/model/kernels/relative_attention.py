@@ -24,6 +24,7 @@ too, and span few queries, so that few of their numbers are wasted beyond the en
               over j  query_gradients           dq <- dS k, and parts of du
               over n  distance_query_gradients  dq <- dq + dS R, and parts of dv_bias
               over n  distance_gradients        dR, for each residue and part of the rows its own
+                      sum_parts                 dR, du, dv_bias of their parts
 
 No atomics, so the result is always the same. Tiles that no query sees are skipped everywhere. Those that all see are
 not masked: a program asks once whether documents end among its rows, and then only tiles on the edge of what is seen
@@ -69,10 +70,11 @@ def store_rows(POINTER, row, seen, stride, value, H: tl.constexpr, BLOCK_H: tl.c
 
 
 @triton.jit
-def load_bias(BIAS, head, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """[1, BLOCK_H] in fp32."""
+def load_bias(BIAS, head, ROWS: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """[ROWS, BLOCK_H] in fp32, the same in all rows: a single row would be loaded in numbers of two bytes."""
     h = tl.arange(0, BLOCK_H)
-    return tl.load(BIAS + head * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    pointer = tl.broadcast_to((BIAS + head * H + h)[None, :], [ROWS, BLOCK_H])
+    return tl.load(pointer, mask=tl.broadcast_to((h < H)[None, :], [ROWS, BLOCK_H]), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def distance_scores(QUERY, DISTANCE, BIAS, SCORES, CONTENT_BIAS, CONTEXT, D_CONT
     first, last = seen_columns(residue, ((tl.program_id(1) + 1) * ROWS - 1) // lanes, shape)
     if (n0 <= last) & (n0 + COLUMNS > first):
         query = load_rows(QUERY + column, row, known, width, H, BLOCK_H)
-        query = (query.to(tl.float32) + load_bias(BIAS, first_head + head, H, BLOCK_H)).to(query.dtype)
+        query = (query.to(tl.float32) + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)).to(query.dtype)
         c = n0 + tl.arange(0, COLUMNS) + (shape.T - 1 - residue)
         distance = load_rows(DISTANCE + column, c, (c >= 0) & (c < shape.K), width, H, BLOCK_H)
         score = dot(query, tl.trans(distance), tl.zeros([ROWS, COLUMNS], tl.float32), CAST)
@@ -186,9 +188,9 @@ def distance_scores(QUERY, DISTANCE, BIAS, SCORES, CONTENT_BIAS, CONTEXT, D_CONT
             pointer = DELTA + ((first_lane + lane) * shape.num_heads + first_head + head) * shape.T + i
             tl.store(pointer, tl.sum(context * d_context, 1) * kept_part, mask=known)
             query = load_rows(QUERY + column, row, known, width, H, BLOCK_H).to(tl.float32)
-            content_query = query + load_bias(CONTENT_BIAS, first_head + head, H, BLOCK_H)
+            content_query = query + load_bias(CONTENT_BIAS, first_head + head, ROWS, H, BLOCK_H)
             store_rows(CONTENT_QUERY + column, row, known, width, content_query, H, BLOCK_H)
-            position_query = query + load_bias(BIAS, first_head + head, H, BLOCK_H)
+            position_query = query + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)
             store_rows(POSITION_QUERY + column, row, known, width, position_query, H, BLOCK_H)
 
 
@@ -206,7 +208,7 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
     key_base = lane.to(tl.int64) * K * shape.key_stride + head * H
     score_base = SCORES + tl.program_id(1).to(tl.int64) * T * shape.S
     query = load_rows(QUERY + head * H, query_row, i < T, width, H, BLOCK_H)
-    query = (query.to(tl.float32) + load_bias(BIAS, head, H, BLOCK_H)).to(query.dtype)
+    query = (query.to(tl.float32) + load_bias(BIAS, head, ROWS, H, BLOCK_H)).to(query.dtype)
     query_document = load_documents(QUERY_DOCUMENT, lane, i, T)
 
     if SEED is not None:
@@ -397,5 +399,33 @@ def distance_gradients(POSITION_QUERY, SCORES, D_DISTANCE, shape, d_scale, lanes
         query = load_rows(POSITION_QUERY + column, row, i < shape.T, width, H, BLOCK_H)
         total = dot(tl.trans(d_score), query, total, CAST)
     pointer = D_DISTANCE + (tl.program_id(1) * 8 + residue).to(tl.int64) * shape.K * width + column
-    before = load_rows(pointer, c, known, width, H, BLOCK_H)
-    store_rows(pointer, c, known, width, before + total * d_scale, H, BLOCK_H)
+    total = total * d_scale
+    if first_lane > 0:
+        total += load_rows(pointer, c, known, width, H, BLOCK_H)
+    store_rows(pointer, c, known, width, total, H, BLOCK_H)
+
+
+@triton.jit
+def sum_parts(DISTANCE_PARTS, CONTENT_PARTS, POSITION_PARTS, D_DISTANCE, D_CONTENT_BIAS, D_POSITION_BIAS,
+              num_distance_parts, num_content_parts, num_position_parts, distance_len, bias_len,
+              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """dR, du and dv_bias: sums over the rows that are their parts. Programs: tiles of du, of dv_bias, of dR."""
+    tile, bias_tiles = tl.program_id(0), tl.cdiv(bias_len, COLUMNS)
+    if tile < bias_tiles:
+        sum_rows(CONTENT_PARTS, D_CONTENT_BIAS, tile, num_content_parts, bias_len, ROWS, COLUMNS)
+    elif tile < 2 * bias_tiles:
+        sum_rows(POSITION_PARTS, D_POSITION_BIAS, tile - bias_tiles, num_position_parts, bias_len, ROWS, COLUMNS)
+    else:
+        sum_rows(DISTANCE_PARTS, D_DISTANCE, tile - 2 * bias_tiles, num_distance_parts, distance_len, ROWS, COLUMNS)
+
+
+@triton.jit
+def sum_rows(PARTS, TOTAL, tile, num_rows, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of the sum of all rows, which are `length` long."""
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, num_rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < num_rows)[:, None] & (column < length)[None, :]
+        total += tl.load(PARTS + row.to(tl.int64)[:, None] * length + column[None, :], mask=mask, other=0.0)
+    tl.store(TOTAL + column, tl.sum(total, 0).to(TOTAL.dtype.element_ty), mask=column < length)

@@ -139,7 +139,9 @@ def use_tiles(case: Case) -> None:
     launch.SCORE_BUFFER_BYTES, launch.NUM_MULTIPROCESSORS = case.buffer_bytes, case.num_multiprocessors
     if case.rows is not None:
         tile = launch.Tile(case.rows, case.columns, 1, 1, resident=1)
-        launch.tiles = lambda head_width, has_dropout: dict.fromkeys([*launch.FORWARD, *launch.BACKWARD], (tile,))
+        launch.tiles = lambda head_width, has_dropout: dict.fromkeys(
+            [*launch.FORWARD, *launch.BACKWARD, launch.SUM], (tile,)
+        )
 
 
 def relative_errors(name: str) -> dict[str, float]:

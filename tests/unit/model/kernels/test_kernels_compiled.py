@@ -17,7 +17,7 @@ import torch
 from txl_dist.model import fused_softmax
 from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
 from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import BACKWARD, FORWARD, tiles, triton_relative_attention
+from txl_dist.model.kernels.launch import BACKWARD, FORWARD, SUM, tiles, triton_relative_attention
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
 
@@ -156,7 +156,7 @@ def test_machine_code_is_what_the_design_promises(
     if fills:
         monkeypatch.setattr(launch, "NUM_MULTIPROCESSORS", 1)
     launch_all(PROBLEMS[name])
-    assert set(compiled) == {*FORWARD, *BACKWARD}
+    assert set(compiled) == {*FORWARD, *BACKWARD, SUM}
     for kernel, built in compiled.items():
         machine = machine_of(built, tmp_path)
         num_warps = built.metadata.num_warps
@@ -165,18 +165,20 @@ def test_machine_code_is_what_the_design_promises(
         assert machine.count(r"\b(LDL|STL)\b") == 0, f"registers of {kernel} spill"
         assert machine.shared_bytes < MAX_SHARED_BYTES, kernel
         # Numbers of two bytes move eight at a time.
-        assert machine.count(r"\bSTG\.\S*U?16\b") == 0, kernel
+        if kernel != SUM:  # which writes a few numbers of many that it reads
+            assert machine.count(r"\bSTG\.\S*U?16\b") == 0, kernel
         assert machine.count(r"\bLDG\.\S*U?16\b") == 0, kernel
         assert machine.count(r"\bLDG(STS)?\.\S*128\b") > 0, kernel
         assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0, f"{kernel} sums in no fixed order"
-        assert machine.count(r"\bHGMMA\b") > 0, f"{kernel} does not use Hopper's tensor cores"
+        if kernel != SUM:
+            assert machine.count(r"\bHGMMA\b") > 0, f"{kernel} does not use Hopper's tensor cores"
         assert machine.count(r"\bHMMA\b") == 0, kernel
         options = tiles(-(-head_width // 16) * 16, has_dropout=dropout > 0)[kernel]
         tile = options[0 if fills else -1]
         assert (built.metadata.num_warps, built.metadata.num_stages) == (tile.num_warps, tile.num_stages)
-        if oldest is None:
+        if oldest is None and kernel != SUM:
             assert machine.resident(tile.num_warps) == tile.resident, f"a wave of {kernel} is not what is counted"
-        if kernel != "distance_scores":
+        if kernel not in ("distance_scores", SUM):
             assert machine.count(r"\bLDGSTS\.\S*128\b") > 0, f"{kernel} loads nothing ahead"
 
 
