@@ -127,11 +127,14 @@ class Counter:
             return
         name = kernel.fn.__name__
         names = [parameter.name for parameter in kernel.params]
-        operands = {n: x for n, x in zip(names, arguments, strict=False) if isinstance(x, Tensor)}
+        tensors = {
+            n: [t for t in tree_leaves(x) if isinstance(t, Tensor)] for n, x in zip(names, arguments, strict=False)
+        }
+        operands = {n: found for n, found in tensors.items() if found}
         twice = {n for n in operands if (name, n) in WRITTEN_BESIDES_READ}
-        sizes = {n: span(x) * (2 if n in twice else 1) for n, x in operands.items()}
+        sizes = {n: sum(map(span, found)) * (2 if n in twice else 1) for n, found in operands.items()}
         # A kernel of the softmax makes gradients where the logits were.
-        logits = sum(2 * span(x) for x in operands.values() if self._is_of_logits(x))
+        logits = sum(2 * span(x) for found in operands.values() for x in found if self._is_of_logits(x))
         programs, scores = math.prod(grid), sizes.get("SCORES", 0)
         moved = sum(sizes.values())
         self.events.append(Event(self.phase, self.region, name, 1, moved, logits, programs, scores))
@@ -219,6 +222,8 @@ def span(tensor: Tensor) -> int:
 
 def described(value: Any) -> Any:
     """What of an argument decides how a kernel is compiled, and a little more."""
+    if isinstance(value, tuple):
+        return tuple(map(described, value))
     return value.dtype if isinstance(value, Tensor) else value
 
 
@@ -244,7 +249,7 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
         counter.logit_columns = columns_of(softmax.edges, num_tails=softmax.num_tails)
         softmax.register_forward_pre_hook(lambda *_: setattr(counter, "region", "softmax"))
         softmax.register_forward_hook(lambda *_: setattr(counter, "region", ""))
-        maker = batch_maker(engine.model, mask_documents=False)
+        maker = batch_maker(engine.model, mask_documents=False, for_graphs=True)
         memory = engine.empty_memory(num_lanes=lanes, memory_len=train.memory_len)
         for phase in ("", "micro-step"):
             batch = moved(maker.batch(segment), device)

@@ -54,6 +54,44 @@ def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
     return norms
 
 
+def moves_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+    """How far a weight moves in the first two steps of Adam, the median, in units of the rate."""
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    moves: dict[str, list[float]] = {}
+    for precision in ("fp32", "bf16", "fp16")[: 2 if stage == 3 else 3]:
+        config = tiny_config(
+            engine={"zero_stage": stage, "precision": precision}, train={"num_lanes": 2, "microbatch_lanes": 2}
+        )
+        engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks)
+        if precision == "fp16":
+            _loss_scaler(engine._optimizer).cur_scale = SCALE
+        ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).numpy()
+        batch = batch_maker(engine.model, mask_documents=False).batch(plain_segment(ids))
+        memory, moves[precision] = engine.empty_memory(num_lanes=2, memory_len=12), []
+        for _ in range(2):
+            before = [one.values["weight"].clone() for one in engine.fragments()]
+            loss, _ = engine.forward(batch, memory, normalizer=16.0)
+            engine.backward(loss)
+            engine.step(lr=1e-3, grad_norm=float(engine.grad_norm()))
+            after = [one.values["weight"] for one in engine.fragments()]
+            distance = torch.cat([(new - old).abs() for old, new in zip(before, after, strict=True)])
+            moves[precision].append(float(distance[distance > 0].median()) / 1e-3)
+        steps = {one.step for one in engine.fragments()}
+        assert steps == {2.0}
+    return moves
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adams_first_steps_are_its_first_at_every_stage_and_precision(tmp_path: Path, stage: int) -> None:
+    found = run_ranks(moves_worker, stage, world_size=1, folder=tmp_path)[0]
+    assert found["fp32"][0] == pytest.approx(1.0, abs=0.01)  # Adam's first step is one rate long
+    for moves in found.values():
+        assert moves == pytest.approx(found["fp32"], abs=0.02)
+
+
 def gradients_worker(ranks: Ranks, stage: int) -> dict[str, tuple[float, float]]:
     """Bytes of the gradients behind the last micro-batch: (foreseen, found)."""
     import_deepspeed()

@@ -2,7 +2,8 @@
 
 On a CPU torch takes 8 ns for each Bernoulli number, in all a sixth of a training step. Here one call fills words of 64
 bits, and every number takes 16 bits of them: it is kept if they, as an integer, lie below a bound. So rates are rounded
-to multiples of 2 ** -16 (at least one of them), while what is kept is divided by 1 - rate exactly. Masks come from
+to multiples of 2 ** -16 (at least one of them; above 0.999 that is coarse), while what is kept is divided by 1 - rate
+exactly. Masks come from
 torch's default generator, and are a function of its state and of the shape.
 
 All passes are made over one piece after the other, so short that it stays in the cache.
@@ -32,7 +33,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
     """`x` with each number set to 0 with probability `rate` (0 <= rate < 1), and the others scaled to keep the mean."""
     if rate == 0:
         return x
-    return F.dropout(x, rate) if torch_draws(x) else _Dropout.apply(x, rate)  # type: ignore[no-untyped-call]
+    return torch.native_dropout(x, rate, True)[0] if torch_draws(x) else _Dropout.apply(x, rate)  # type: ignore[no-untyped-call]
 
 
 def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
@@ -43,7 +44,7 @@ def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
     if rate == 0:
         return torch.relu_(x)
     if torch_draws(x):
-        return F.dropout(torch.relu_(x), rate)
+        return torch.native_dropout(torch.relu_(x), rate, True)[0]
     return _ReluDropout.apply(x, rate)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -142,14 +142,17 @@ class _Sums:
         tables = {columns.weight_VE for cluster in clusters for columns in cluster.columns}
         makers = {x: torch.empty_like if x in tables else torch.zeros_like for x in parameters}
         self.parameters = {x: make(x, dtype=share_S.dtype) for x, make in makers.items()}
-        # Zeros, since products in bf16 on a CPU also read beyond a row's end, times zero: that must not be NaN there.
-        self.buffer = hidden_SD.new_zeros(max(math.prod(_chunk_shape(one, hidden_SD.device)) for one in clusters))
         self.by_kernel = runs_kernel(hidden_SD)
+        # Zeros, since products in bf16 on a CPU also read beyond a row's end, times zero: that must not be NaN there.
+        make = hidden_SD.new_empty if self.by_kernel else hidden_SD.new_zeros
+        self.buffer = make(max(math.prod(_chunk_shape(one, hidden_SD.device)) for one in clusters))
 
     def add(self, cluster: Cluster) -> None:
         """All chunks of a cluster."""
         num_rows, length, stride = cluster.targets_R.shape[0], *_chunk_shape(cluster, self.hidden_SD.device)
         bias = _padded_bias(cluster, stride) if self.by_kernel else None
+        if bias is not None:  # the kernel reads whole rows, and leaves zeros behind their last column
+            self.buffer[: length * stride].view(-1, stride)[:, cluster.num_columns :].zero_()
         for start in range(0, num_rows, length):
             stop = min(start + length, num_rows)
             logits = self.buffer[: (stop - start) * stride].view(-1, stride)[:, : cluster.num_columns]

@@ -3,9 +3,9 @@
 The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` runs in
 the prefetch thread, `pinned` too; `to_device` is the only part on the training thread.
 
-On a GPU the sizes of a partition are a rung of a ladder, the lowest that holds the batch (`text.clusters.size_ladder`).
-All clusters climb together, so that text, whose numbers of rare words never repeat, has a handful of shapes, each of
-which may be a CUDA graph. A rung depends on settings and the batch alone: a run that is continued has the same ones.
+Where micro-batches are CUDA graphs the sizes of a partition are a rung of a ladder, the lowest that holds the batch
+(`text.clusters.size_ladder`). All clusters climb together, so that text, whose numbers of rare words never repeat, has
+a handful of shapes, each a graph. A rung depends on settings and the batch alone: a run that is continued has the same.
 """
 
 from __future__ import annotations
@@ -89,9 +89,11 @@ class BatchMaker(NamedTuple):
         return tuple(ClusterRows(*(torch.from_numpy(field) for field in cluster)) for cluster in clusters)
 
 
-def batch_maker(model: TransformerXL, *, mask_documents: bool) -> BatchMaker:
-    """The maker for a model. Raises nothing; ids out of range are found when a batch is made (DataError)."""
-    rows_multiple = ROWS_MULTIPLE["cpu"] if model.embedding.weight(0).device.type == "cpu" else 0
+def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool = False) -> BatchMaker:
+    """The maker for a model, whose batches have few different shapes if they are `for_graphs`. Raises nothing; ids out
+    of range are found when a batch is made (DataError)."""
+    kind = "cpu" if model.embedding.weight(0).device.type == "cpu" else "cuda"
+    rows_multiple = 0 if for_graphs else ROWS_MULTIPLE[kind]
     return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents, rows_multiple)
 
 

@@ -75,7 +75,10 @@ class Run:
         self.job, self.start, self.engine, self.watch, self.profile = job, start, engine, watch, profile
         self.max_steps = config.train.max_steps
         self.stopped = False
-        self.maker = batch_maker(engine.model, mask_documents=job.masks_documents)
+        on_gpu = job.ranks.device.type == "cuda"
+        self.maker = batch_maker(
+            engine.model, mask_documents=job.masks_documents, for_graphs=config.engine.replays(on_gpu=on_gpu)
+        )
         self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(job.ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(engine, job, self.clock)

@@ -20,12 +20,11 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -51,6 +50,8 @@ BACKWARD = (
 """The kernels in order, for each chunk."""
 SUM = "sum_parts"
 """The one behind all chunks of the backward."""
+WIDTH_ROWS = 32
+"""Of heads, that a program of `set_width` copies."""
 KEEP_LEVELS = 65_536
 """Dropout's rate is a multiple of one part in so many."""
 
@@ -180,14 +181,14 @@ def lacks_compiler() -> str:
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").is_file():
         return "Triton needs Python.h, the headers of Python, to compile, and it is missing"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.c")
-        source.write_text("#include <Python.h>\n")
-        command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(source.with_suffix(".so"))]
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.c")
+            source.write_text("#include <Python.h>\n")
+            command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(source.with_suffix(".so"))]
             tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.SubprocessError) as error:
-            return f"Triton needs a C compiler, and {compiler} does not run ({error})"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"Triton needs a C compiler, and {compiler} does not run ({error})"
     if tried.returncode == 0:
         return ""
     why = next(filter(None, tried.stderr.splitlines()), f"exit code {tried.returncode}")
@@ -196,21 +197,17 @@ def lacks_compiler() -> str:
 
 def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
     """Attend, like `relative_attention`. `obstacle` says whether it can. Returns context_BTNH."""
-    query_BTNH, head_width = terms.query_BTNH, terms.query_BTNH.shape[-1]
-    inputs: tuple[Any, ...] = terms[:6]  # which are all there, where there is no obstacle
-    if padding := -head_width % HEAD_WIDTH_MULTIPLE:
-        inputs = tuple(F.pad(x, (0, padding)) for x in inputs)
+    query_BTNH = terms.query_BTNH
     seed = torch.randint(2**63 - 1, (1,), device=query_BTNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        *inputs,
+        *terms[:6],  # which are all there, where there is no obstacle
         visible.query_document_BT.contiguous(),
         visible.key_document_BK.contiguous(),
         seed,
         visible.oldest,
-        head_width**-0.5,
         round(dropout * KEEP_LEVELS),
     )
-    return context[..., :head_width] if padding else context
+    return context
 
 
 def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
@@ -374,9 +371,13 @@ class _Attention(torch.autograd.Function):
         key_document: Tensor,
         seed: Tensor | None,
         oldest: int | None,
-        scale: float,
         threshold: int,
     ) -> Tensor:
+        head_width = query.shape[-1]
+        scale, padding = head_width**-0.5, -head_width % HEAD_WIDTH_MULTIPLE
+        if padding:
+            inputs = (query, key, value, distance, content_bias, position_bias)
+            query, key, value, distance, content_bias, position_bias = with_width(inputs, head_width + padding)
         query, distance = query.contiguous(), distance.contiguous()
         content_bias, position_bias = content_bias.contiguous(), position_bias.contiguous()
         key, value = _alike(key, value)
@@ -391,15 +392,17 @@ class _Attention(torch.autograd.Function):
         for launch in kernels.launches:
             kernels.run(launch, *arguments[launch.kernel])
         ctx.save_for_backward(query, key, value, distance, content_bias, position_bias, *documents, context, lse)
-        ctx.settings = (oldest, scale, threshold)
-        return context
+        ctx.settings = (oldest, scale, threshold, head_width)
+        return with_width([context], head_width)[0] if padding else context
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
-        oldest, scale, threshold = ctx.settings
+        oldest, scale, threshold, head_width = ctx.settings
         d_context = gradients[0].contiguous()
+        if query.shape[-1] != head_width:
+            (d_context,) = with_width([d_context], query.shape[-1])
         kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=True)
         (B, _, N, H), K, shape, scores = query.shape, key.shape[1], kernels.shape, kernels.scores
         content_query, position_query, delta = torch.empty_like(query), torch.empty_like(query), torch.empty_like(lse)
@@ -417,10 +420,10 @@ class _Attention(torch.autograd.Function):
         kept_part = 1 - threshold / KEEP_LEVELS
         d_scale = scale / kept_part
         prepared = (content_bias, context, d_context, content_query, position_query, delta)
-        loaded, made = (content_query, key, value, scores, *documents, d_context, lse, delta), (d_key, d_value)
+        loaded = (content_query, key, value, scores, *documents, d_context, lse, delta)
         arguments: dict[str, tuple[Any, ...]] = {
             "distance_scores": (query, distance, position_bias, scores, *prepared, shape, kept_part),
-            "key_value_gradients": (*loaded, *made, shape, scale, threshold, d_scale),
+            "key_value_gradients": (*loaded, d_key, d_value, shape, scale, threshold, d_scale),
             "query_gradients": (key, scores, d_query, content_parts, shape, d_scale),
             "distance_gradients": (position_query, scores, distance_parts, shape, d_scale),
             "sum_parts": (distance_parts, content_parts, position_parts, *sums, *num_parts, K * N * H, N * H),
@@ -429,7 +432,29 @@ class _Attention(torch.autograd.Function):
             part = position_parts[lane_starts.index(launch.chunk.first_lane)]
             arguments["distance_query_gradients"] = (distance, scores, d_query, part, shape, d_scale)
             kernels.run(launch, *arguments[launch.kernel])
-        return d_query, d_key, d_value, *sums, *[None] * 6
+        made = [d_query, d_key, d_value, *sums]
+        return *(made if head_width == H else with_width(made, head_width)), *[None] * 5
+
+
+def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
+    """Of each [..., N, H] a contiguous [..., N, width]: zeros behind each head, or fewer numbers. One launch."""
+    from txl_dist.model.kernels.head_width import set_width
+
+    *_, num_heads, head_width = tensors[0].shape
+    flat = [x.flatten(0, -3) if x.dim() > 2 else x[None] for x in tensors]
+    flat = [x if x.stride()[1:] == (head_width, 1) else x.contiguous() for x in flat]
+    made = [x.new_empty(*x.shape[:-1], width) for x in tensors]
+    num_rows = [len(x) * num_heads for x in flat]
+    kernel: Any = set_width[(sum(_ceil_div(rows, WIDTH_ROWS) for rows in num_rows),)]
+    kernel(
+        *(tuple(x) for x in (flat, made, num_rows, [x.stride(0) for x in flat])),
+        num_heads,
+        H=head_width,
+        H_TO=width,
+        ROWS=WIDTH_ROWS,
+        BLOCK_H=1 << (max(head_width, width) - 1).bit_length(),
+    )
+    return made
 
 
 def _alike(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ WRITE_GB_S = 1.0
 FUSED_BUFFER_LEN = 2**25
 """Scores that fused attention makes at once on a GPU."""
 MOST_SIZES = 6
-"""Micro-batches that are tried: the largest so many."""
+"""Micro-batches that are tried: the largest so many, and the one that is configured."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Option:
     config: Config
     attention: AttentionKind
     needed_gib: float
-    """Per rank; between the smallest and the largest micro-batch it is interpolated, which is never too little."""
+    """Per rank; between the smallest and the largest micro-batch it is interpolated, to a percent."""
     fits: bool
     """With the reserves left free."""
     step: StepTime
@@ -265,7 +265,9 @@ class _Planner:
     def options(self) -> Iterator[Option]:
         """All stages and micro-batches that the settings allow; recomputed too where some micro-batch does not fit."""
         lanes = self.given.train.num_lanes // self.gpus
-        sizes = [2**power for power in range(lanes.bit_length()) if lanes % 2**power == 0][-MOST_SIZES:]
+        divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]
+        configured = self.given.train.microbatch_lanes
+        sizes = sorted({*divisors[-MOST_SIZES:], *(size for size in divisors if size == configured)})
         for stage in range(4):
             for recompute in (False, True):
                 settings = {"engine.zero_stage": stage, "engine.activation_checkpointing": recompute}
@@ -306,12 +308,15 @@ class _Planner:
             graphed = changed(option.config, {"engine.cuda_graph": "on"})
             if _is_valid(graphed):
                 fitting.append(self.option(graphed, option.needed_gib * 2**30))
-        if not fitting:
-            return None
-        enough = ENOUGH * max(option.tokens_per_s for option in fitting)
-        good = [option for option in fitting if option.tokens_per_s >= enough]
-        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph == "on"))
-        return self._details(best.config)
+        while fitting:
+            enough = ENOUGH * max(option.tokens_per_s for option in fitting)
+            good = [option for option in fitting if option.tokens_per_s >= enough]
+            best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph == "on"))
+            chosen = self._details(best.config)
+            if chosen.fits:  # its bytes are counted here, those of a graph too
+                return chosen
+            fitting.remove(best)
+        return None
 
     def _details(self, config: Config) -> Choice:
         needed, work, question = self.needed(config), self.work(config), self.question

@@ -36,7 +36,7 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
         (decayed if is_decayed(name) else kept).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
     # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
-    # 0; at a rate of 0 that decays nothing.
+    # 0; at a rate of 0 that moves no weight, and `ZeroEngine` forgets it.
     optimizer = BUILDERS[optim.name](groups, lr=0.0)
     apply_settings(optimizer.param_groups, optim)
     return optimizer

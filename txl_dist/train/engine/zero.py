@@ -95,6 +95,14 @@ class ZeroEngine(Engine):
         self._update_divides = on_gpu and is_fused and not self._offloads
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
         self._take_over_checks()
+        if hasattr(self._optimizer, "fp32_groups"):
+            # Stage 0 in half precision took a step of zeros, which Adam would count as its first.
+            self._base_optimizer.state.clear()
+            for group in self._base_optimizer.param_groups:
+                group.pop("step", None)
+        if self._stage == 0 and ranks.world_size == 1:
+            # DeepSpeed would join all gradients, exchange them with nobody and part them.
+            self._engine.enable_backward_allreduce = False
 
     def _take_over_checks(self) -> None:
         """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite, and

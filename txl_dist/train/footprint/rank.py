@@ -102,7 +102,8 @@ def _fullest_phase(
     micro_step = peak.alive if on_gpu else peak.large + kept
     accumulates, gradients = plan.num_microbatches > 1, size * sum(lengths)
     if stage == 0:  # the exchange takes a flat copy, the update of half precision one in fp32
-        return max(micro_step + accumulates * gradients, kept + gradients + 4 * sum(lengths))
+        copied = 4 * sum(lengths) if plan.world_size > 1 or size < 4 else 0
+        return max(micro_step + accumulates * gradients, kept + gradients + copied)
     own = sum(lengths) / plan.world_size
     standing = buckets if stage == 3 or on_gpu else 0.0
     # The norm: DeepSpeed copies a gradient in fp32, or in fp64 where it is in fp32; on a GPU nothing is copied.
@@ -133,6 +134,7 @@ def _micro_step_peak(
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
         is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
         on_gpu=on_gpu,
+        for_graphs=engine.replays(on_gpu=on_gpu),
     )
     whole: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
     exchanges: tuple[Exchange, ...] = (whole, whole, "sharded", "gathered")

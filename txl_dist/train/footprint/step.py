@@ -56,6 +56,8 @@ class MicroStep(NamedTuple):
     is_flat: bool
     """Blocks lie in flat parameters (`FlatModule`)."""
     on_gpu: bool
+    for_graphs: bool = False
+    """Batches have few different shapes (`text.clusters.size_ladder`)."""
 
 
 class Peak(NamedTuple):
@@ -341,14 +343,14 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
     """Ids without values, and partitions of the size that these shares make."""
     shape, num_tokens = (step.lanes, step.segment_len), step.lanes * step.segment_len
     counts = [int(num_tokens * share) for share in step.cluster_shares]
+    multiple = ROWS_MULTIPLE["cuda" if step.on_gpu else "cpu"]
 
     def partition(num_clusters: int) -> tuple[ClusterRows, ...] | None:
         if num_clusters == 1:
             return None
-        if step.on_gpu:
+        if step.for_graphs:
             sizes = sizes_for(counts, edges=model.softmax.edges, num_tokens=num_tokens)
         else:
-            multiple = ROWS_MULTIPLE["cpu"]
             sizes = tuple(multiple * max(1, -(-count // multiple)) for count in counts)
         return tuple(ClusterRows(*(torch.empty(size, dtype=torch.int64) for _ in range(2))) for size in sizes)
 

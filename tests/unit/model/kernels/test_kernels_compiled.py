@@ -156,7 +156,7 @@ def test_machine_code_is_what_the_design_promises(
     if fills:
         monkeypatch.setattr(launch, "NUM_MULTIPROCESSORS", 1)
     launch_all(PROBLEMS[name])
-    assert set(compiled) == {*FORWARD, *BACKWARD, SUM}
+    assert set(compiled) == {*FORWARD, *BACKWARD, SUM, *(["set_width"] if head_width % 16 else [])}
     for kernel, built in compiled.items():
         machine = machine_of(built, tmp_path)
         num_warps = built.metadata.num_warps
@@ -164,6 +164,8 @@ def test_machine_code_is_what_the_design_promises(
         assert machine.stack_bytes == 0, kernel
         assert machine.count(r"\b(LDL|STL)\b") == 0, f"registers of {kernel} spill"
         assert machine.shared_bytes < MAX_SHARED_BYTES, kernel
+        if kernel == "set_width":  # whose rows begin anywhere
+            continue
         # Numbers of two bytes move eight at a time.
         if kernel != SUM:  # which writes a few numbers of many that it reads
             assert machine.count(r"\bSTG\.\S*U?16\b") == 0, kernel

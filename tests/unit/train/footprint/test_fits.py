@@ -61,10 +61,10 @@ def proposals(message: str) -> list[tuple[int, dict[str, str]]]:
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_with_graphs_may_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fits.SURE, "cuda", 1.0)
-    engine = {"precision": "bf16", "zero_stage": 1}
+    engine, train = {"precision": "bf16", "zero_stage": 1}, {"num_lanes": 2, "microbatch_lanes": 1}
+    model: dict[str, Any] = {"cutoffs": [], "div_value": 1, "tie_projections": []}
     eager, graphed = (
-        tiny_config(train={"num_lanes": 2, "microbatch_lanes": 1}, engine=engine | {"cuda_graph": choice})
-        for choice in ("off", "auto")
+        tiny_config(model=model, train=train, engine=engine | {"cuda_graph": choice}) for choice in ("off", "auto")
     )
     room = predicted(eager, world_size=2, on_gpu=True) + 1
     check(eager, room=room, device="cuda")

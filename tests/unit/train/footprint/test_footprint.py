@@ -153,16 +153,23 @@ def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> No
 
 def test_what_a_graph_needs_stays_beside_everything_else() -> None:
     train = {"num_lanes": 4, "microbatch_lanes": 2, "segment_len": 8, "memory_len": 12}
+    model: dict[str, Any] = {
+        "cutoffs": [],
+        "div_value": 1,
+        "tie_projections": [],
+    }
     for stage in (0, 1, 2):
         eager, graphed, auto = (
             held(
-                tiny_config(train=train, engine={"precision": "bf16", "zero_stage": stage, "cuda_graph": choice}),
+                tiny_config(
+                    model=model, train=train, engine={"precision": "bf16", "zero_stage": stage, "cuda_graph": choice}
+                ),
                 on_gpu=True,
             )
             for choice in ("off", "on", "auto")
         )
         assert graphed == auto
-        gradients = 2 * count_parameters(tiny_config().model, vocab_size=300)
+        gradients = 2 * count_parameters(tiny_config(model=model).model, vocab_size=300)
         memory = 2 * 2 * 12 * 32 * 2  # of the two lanes at work
         more = sum(graphed.values()) - sum(eager.values())
         assert more >= gradients / 2 + memory, "its gradients, and the memory that it is given"
