@@ -86,11 +86,11 @@ class Worker:
         return line
 
 
-def unpacked(commit: str, folder: Path) -> Path:
-    """The package as it was at a commit, or the folder itself that is named."""
+def unpacked(commit: str, folder: Path, *, parts: tuple[str, ...] = ("txl_dist",)) -> Path:
+    """Parts of the repository as they were at a commit, or the folder itself that is named."""
     if Path(commit).is_dir():
         return Path(commit)
-    archive = subprocess.run(["git", "archive", commit, "txl_dist"], cwd=HERE.parent, capture_output=True, check=False)
+    archive = subprocess.run(["git", "archive", commit, *parts], cwd=HERE.parent, capture_output=True, check=False)
     if archive.returncode:
         raise ConfigError(f"--against {commit} is neither a folder nor a commit: {archive.stderr.decode().strip()}.")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)

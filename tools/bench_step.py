@@ -1,14 +1,23 @@
 """A whole training step beside the peers'.
 
-    python tools/bench_step.py --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface]
+    python tools/bench_step.py --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface] [--sizes SIZES]
+                               [--against COMMIT_OR_FOLDER]
 
-Four layers of width 256 with 4 heads, feed-forward 1024, T = M = 128, 8 lanes, and an adaptive softmax over 60,000
-words (cutoffs 10k, 20k, 40k, tied, one table); forward, loss, backward, clipping, Adam; fp32, one thread, no dropout.
-All begin with the original's weights, brought over by `txl_dist.convert`, and must give its losses over 8 steps.
+Forward, loss, backward, clipping, Adam; fp32, one thread. All begin with the original's weights, brought over by
+`txl_dist.convert`, and must give its losses over 8 steps (without dropout).
+
+    --sizes wt103        four layers of width 256 with 4 heads, feed-forward 1024, T = M = 128, 8 lanes, and an adaptive
+                         softmax over 60,000 words (cutoffs 10k, 20k, 40k, tied, one table), no dropout
+            ptb          four layers of width 200 with 4 heads, feed-forward 800, T = M = 64, 32 lanes, 10,000 words
+                         (cutoffs 2k, 5k), dropout 0.2
+            quickstart   those of configs/quickstart.toml, a micro-batch; beside peers without its last norm, which they
+                         do not know
+    --against            a commit, or a folder with another checkout: ours as it was, in a process of its own
 
     x by min, x by median   how many times faster than the base line: the first of those in the table
     peak MiB                what the first two steps add to the weights, in a fresh process
     original, fused Adam    theirs with torch's fused Adam, which ours use: what of the gain is not the optimizer's
+    ours, products alone    the matrix products of our step (see `products`): what the rest of it costs
     loss error              largest relative distance from the base line's loss over 8 steps, each on its own weights
     ops, syncs              operations dispatched in a step, and those among them that wait for a GPU
 """
@@ -17,11 +26,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_decode import unpacked
 from measuring import (
     add_measure_options,
     interleaved,
@@ -30,31 +46,46 @@ from measuring import (
     print_peak,
     print_table,
     rows,
+    speedup,
     write_json,
 )
 from peers import huggingface, nvidia, original
+from products import Products, share_of_products
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import HuggingFaceTrainer, OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
+from txl_dist.config import load_config
 from txl_dist.sections import ModelSection
 
+HERE = Path(__file__).parent
 AGREEING_STEPS = 8
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
 
 
-def sizes_of(*, tiny: bool) -> Sizes:
-    """The benchmark's, or something as small as a test wants."""
-    shape = (2, 32, 2, 16, 64) if tiny else (4, 256, 4, 64, 1024)
-    section = ModelSection(
-        num_layers=shape[0],
-        width=shape[1],
-        num_heads=shape[2],
-        head_width=shape[3],
-        ff_width=shape[4],
-        cutoffs=(100, 200, 400) if tiny else (10_000, 20_000, 40_000),
-        dropout=0.0,
+def sizes_of(name: str, *, tiny: bool, last_norm: bool = True) -> Sizes:
+    """The benchmark's of that name, or something as small as a test wants."""
+    if tiny:
+        section = _section(2, 32, cutoffs=(100, 200, 400), dropout=0.2 if name == "ptb" else 0.0)
+        return Sizes(section, 600, 2, 16, 16)
+    if name == "ptb":
+        return Sizes(_section(4, 200, cutoffs=(2_000, 5_000), dropout=0.2), 10_000, 32, 64, 64)
+    if name == "quickstart":
+        config = load_config(HERE.parent / "configs" / "quickstart.toml")
+        sizes = Sizes.of(config, vocab_size=4_096, num_lanes=config.train.microbatch_lanes)
+        return sizes._replace(model=sizes.model.model_copy(update={"final_norm": last_norm}))
+    return Sizes(_section(4, 256, cutoffs=(10_000, 20_000, 40_000)), 60_000, 8, 128, 128)
+
+
+def _section(num_layers: int, width: int, *, cutoffs: tuple[int, ...], dropout: float = 0.0) -> ModelSection:
+    return ModelSection(
+        num_layers=num_layers,
+        width=width,
+        num_heads=2 if width < 64 else 4,
+        head_width=16 if width < 64 else width // 4,
+        ff_width=2 * width if width < 64 else 4 * width,
+        cutoffs=cutoffs,
+        dropout=dropout,
     )
-    return Sizes(section, 600, 2, 16, 16) if tiny else Sizes(section, 60_000, 8, 128, 128)
 
 
 def makers(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, Callable[[], Trainer]]:
@@ -105,33 +136,85 @@ def agreement(trainers: dict[str, Trainer], sizes: Sizes) -> dict[str, dict[str,
     return found
 
 
+class Older:
+    """Ours as it was, in a process of its own; it makes its segments itself."""
+
+    def __init__(self, commit: str, sizes: Sizes, *, folder: Path) -> None:
+        file = folder / "sizes.json"
+        told = sizes._asdict() | {"model": sizes.model.model_dump(mode="json")}
+        file.write_text(json.dumps(told), encoding="utf-8")
+        checkout = unpacked(commit, folder, parts=("txl_dist", "tools"))
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "step_worker.py"), str(checkout), str(file)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._line()
+
+    def step(self) -> float:
+        """Make the next step; its loss."""
+        assert self._process.stdin is not None
+        print("step", file=self._process.stdin, flush=True)
+        return float(self._line())
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process of --against ended; its message stands above")
+        return line
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--peer-nvidia", type=Path, metavar="DIR", help="folder `pytorch` of NVIDIA's code")
     parser.add_argument("--peer-huggingface", action="store_true", help="TransfoXL of the installed transformers")
+    parser.add_argument("--sizes", choices=("wt103", "ptb", "quickstart"), default="wt103")
+    parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="ours as it was")
     parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = sizes_of(tiny=arguments.tiny)
+    has_peers = bool(arguments.peer_original or arguments.peer_nvidia or arguments.peer_huggingface)
+    sizes = sizes_of(arguments.sizes, tiny=arguments.tiny, last_norm=not has_peers)
     making, segments = makers(arguments, sizes), zipf_segments(sizes, seed=1)
     if arguments.measure == "memory":
         trainer = making[arguments.only]()
         print_peak(peak_mib(lambda: trainer.step(next(segments)), runs=2))
         return
-    trainers = {name: make() for name, make in making.items() if arguments.only in (None, name)}
-    agrees = agreement(trainers, sizes)
+    wanted = [name for name in making if arguments.only in (None, name)]
+    undropped = sizes._replace(model=sizes.model.model_copy(update={"dropout": 0.0}))
+    without = makers(arguments, undropped)
+    more = agreement({name: without[name]() for name in wanted}, undropped)
     given = list(itertools.islice(segments, 4))
+    trainers = {name: making[name]() for name in wanted}
     turns = {name: itertools.cycle(given) for name in trainers}
-    timings = interleaved(
-        {name: lambda n=name: trainers[n].step(next(turns[n])) for name in trainers}, rounds=arguments.rounds
-    )
-    peaks = {name: peak_in_fresh_process(name) for name in trainers}
-    table = rows(timings, base=next(iter(trainers)), peaks=peaks, more=agrees)
-    title = f"a training step of {sizes.tokens:,} tokens, fp32, 1 thread, {arguments.rounds} rounds"
+    steps: dict[str, Callable[[], object]] = {
+        name: lambda n=name: trainers[n].step(next(turns[n])) for name in trainers
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.against:
+            steps[f"ours at {arguments.against}"] = Older(arguments.against, sizes, folder=Path(folder)).step
+        if ours := steps.get("ours"):
+            pool = {"pool_numbers": 2**22} if arguments.tiny else {}
+            steps["ours, products alone"] = Products.of(ours, **pool)
+        timings = interleaved(steps, rounds=arguments.rounds)
+    peaks = {name: peak_in_fresh_process(name) if name in trainers else math.nan for name in steps}
+    table = rows(timings, base=next(iter(trainers)), peaks=peaks, more=more)
+    title = f"a training step of {sizes.tokens:,} tokens, {arguments.sizes}, fp32, 1 thread, {arguments.rounds} rounds"
     print_table(title, table)
+    if ours:
+        share = share_of_products(ours)
+        by_min, by_median = speedup(timings, "ours, products alone", base="ours")
+        print(
+            f"products: {share:.1%} of our step's self time; the step takes {by_min:.2f} of them alone by min, "
+            f"{by_median:.2f} by median; cores with {torch.backends.cpu.get_cpu_capability()}"
+        )
+        table.append({"variant": "ours", "share of products": share, "of products alone": by_min})
     if arguments.json:
         write_json(arguments.json, {title: table})
 

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.bundles import make
+from tools.products import Products
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +31,34 @@ def tables_in(path: Path) -> dict[str, list[dict[str, object]]]:
 
 def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) -> None:
     run("bench_step.py", "--tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
-    ((plain, ours),) = tables_in(tmp_path / "step.json").values()
+    ((plain, ours, products, share),) = tables_in(tmp_path / "step.json").values()
     assert (plain["x by min"], plain["loss error"], plain["syncs"], ours["syncs"]) == (1.0, 0.0, 0, 0)
     assert float(str(ours["loss error"])) < 1e-6
+    assert products["variant"] == "ours, products alone"
+    assert 0 < float(str(share["share of products"])) < 1
+
+
+def test_a_step_is_timed_beside_another_checkout_in_a_process_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    words = ("--sizes", "ptb", "--against", str(TOOLS.parent), "--json", str(file))
+    run("bench_step.py", "--tiny", "--rounds", "1", *words)
+    ((*_, older, _, _),) = tables_in(file).values()
+    assert str(older["variant"]).startswith("ours at ")
+    assert float(str(older["min ms"])) > 0
+
+
+def test_products_are_made_again_beside_what_the_step_reads_and_writes() -> None:
+    left, right, out = torch.randn(3, 4), torch.randn(5, 4), torch.zeros(3, 5)
+
+    def step() -> None:
+        torch.addmm(out, left, right.t(), beta=1, out=out)
+        torch.bmm(left[None], right.t()[None])
+
+    products = Products.of(step, pool_numbers=2**10)
+    before = out.clone()
+    products()
+    assert len(products) == 2
+    assert torch.equal(out, before)
 
 
 def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit() -> None:

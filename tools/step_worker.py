@@ -1,0 +1,31 @@
+"""Makes training steps when told to, for tools/bench_step.py: by the checkout that is named, with its own tools.
+
+    step_worker.py FOLDER SIZES.json    makes a step for each line of a pipe, and answers with its loss
+
+SIZES has the model's settings and the other fields of `trainers.Sizes`. The segments are those of bench_step.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]).absolute()
+    sys.path[:0] = [str(folder), str(folder / "tools")]
+
+    import torch
+    import trainers
+
+    from txl_dist.sections import ModelSection
+
+    torch.set_num_threads(1)
+    told = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    sizes = trainers.Sizes(**told | {"model": ModelSection.model_validate(told["model"])})
+    trainer = trainers.OurTrainer(sizes, attention="fused")
+    segments = itertools.cycle(itertools.islice(trainers.zipf_segments(sizes, seed=1), 4))
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(float(trainer.step(next(segments))), flush=True)
