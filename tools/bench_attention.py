@@ -14,13 +14,20 @@ narrow, B long:
 All have the same weights and inputs. Each round makes the outputs and the gradients of the input, of all weights and of
 the biases u and v. Beside times and peaks: how far outputs and gradients are from the first variant's, relative to
 their norm, and the operations that torch counts, as a multiple of what `model/flops.py` says is needed. Then attention
-alone, in the shapes of a layer of the stack. `--peer-*` are the folders `pytorch` of the peers' code; without them our
-plain layers are the base line.
+alone, in the shapes of a layer of the stack.
+
+Two more tables are of the Triton kernels, for a micro-batch of each recipe in bf16. `--launches` runs nothing: what
+would be launched for a layer, forward and backward, how many times over the programs of each kernel fill the 132
+multiprocessors of an H100, and how many bytes of scores a token moves. `--buffers` needs a GPU: milliseconds of a layer
+by the size of the score buffer, replayed as CUDA graphs.
+
+`--peer-*` are the folders `pytorch` of the peers' code; without them our plain layers are the base line.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,15 +41,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import measuring
 import peers
 
+from txl_dist.config import load_config
 from txl_dist.convert.names import from_original, to_original
 from txl_dist.model.block import Block
 from txl_dist.model.flops import flops_by_part
 from txl_dist.model.fused_attention import fused_relative_attention
+from txl_dist.model.kernels import launch
 from txl_dist.model.memory import Memory, Visibility, visible_keys
 from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.sections import AttentionKernel, ModelSection
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+RECIPES = {
+    "enwik8_base": 22,
+    "enwik8_large": None,
+    "wt103_base": None,
+    "nvidia_wt103_base": None,
+    "wt103_large": None,
+}
+"""With the lanes of a micro-batch, where those are not the recipe's."""
+PASSES = 8
+"""Over what is seen of the scores: the forward writes and reads it; the backward writes, reads, and writes it, and
+reads it three times."""
 TOLERANCE = 1e-5
 """Of outputs and gradients, relative to their norm."""
 
@@ -255,6 +276,65 @@ def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str,
     return measuring.rows(measuring.interleaved(actions, rounds=arguments.rounds), base="plain", more=more)
 
 
+def recipe_sizes() -> dict[str, launch.Sizes]:
+    """Of a micro-batch of each recipe."""
+    found = {}
+    for recipe, lanes in RECIPES.items():
+        config = load_config(CONFIGS / f"{recipe}.toml")
+        found[recipe] = launch.Sizes.of(config.model, config.train, lanes=lanes or config.train.microbatch_lanes)
+    return found
+
+
+def launch_table(buffer_mib: float) -> list[dict[str, object]]:
+    """A row per recipe; of each kernel the fewest waves of any of its launches."""
+    launch.SCORE_BUFFER_BYTES = int(buffer_mib * 2**20)
+    table = []
+    for recipe, sizes in recipe_sizes().items():
+        planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
+        fewest: dict[str, float] = {}
+        for one in planned:
+            fewest[one.kernel] = min(one.waves, fewest.get(one.kernel, math.inf))
+        seen = sizes.N * (sizes.K - sizes.T + (sizes.T + 1) / 2)
+        row: dict[str, object] = {"recipe": recipe, "lanes": sizes.B, "launches": len(planned)}
+        table.append(
+            row
+            | {"KB of scores a token": seen * PASSES * sizes.value_bytes / 1000}
+            | {kernel.replace("_", " "): least for kernel, least in fewest.items()}
+        )
+    return table
+
+
+def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[dict[str, object]]:
+    """Milliseconds of a layer's attention with all gradients, by buffer; on a GPU."""
+    B, T, K, N, H, *_ = sizes = recipe_sizes()[recipe]
+    shapes = [(B, T, N, H), (B, K, 2, N, H), (K, N, H), (N, H), (N, H)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    query, key_value, distance, u, v = leaves
+    document_BK = torch.zeros(B, K, dtype=torch.int64, device="cuda")
+    visible = Visibility(document_BK[:, K - T :], document_BK, None)
+    d_context = torch.randn(B, T, N, H, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        terms = Terms(query, *key_value.unbind(2), distance, u, v)
+        torch.autograd.grad(launch.triton_relative_attention(terms, visible=visible), leaves, d_context)
+
+    graphs, more = {}, {}
+    for mib in buffers_mib:
+        launch.SCORE_BUFFER_BYTES = int(mib * 2**20)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()  # compiles, and makes what a capture must find
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        name = f"{mib:g} MiB"
+        graphs[name] = graph.replay
+        planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
+        more[name] = {"launches": len(planned)}
+    return measuring.rows(measuring.interleaved(graphs, rounds=rounds), base=next(iter(graphs)), more=more)
+
+
 def main() -> None:
     """See the module's docstring; ends with 1 if an output or a gradient is further off than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,7 +342,26 @@ def main() -> None:
     parser.add_argument("--peer-nvidia", type=Path, default=None, metavar="DIR")
     parser.add_argument("--stack", choices=("A", "B", "all"), default="all")
     measuring.add_measure_options(parser)
+    parser.add_argument("--launches", action="store_true", help="what the Triton kernels launch, counted")
+    default = launch.SCORE_BUFFER_BYTES / 2**20
+    parser.add_argument("--buffer-mib", type=float, default=default, help="score buffer that --launches counts with")
+    parser.add_argument("--buffers", type=float, nargs="+", metavar="MIB", help="score buffers to time on a GPU")
     arguments = parser.parse_args()
+    if arguments.launches or arguments.buffers:
+        tables = (
+            {
+                f"launches of a layer, waves of each kernel, {arguments.buffer_mib:g} MiB": launch_table(
+                    arguments.buffer_mib
+                )
+            }
+            if arguments.launches
+            else {one: buffer_table(one, arguments.buffers, rounds=arguments.rounds) for one in RECIPES}
+        )
+        for title, table in tables.items():
+            measuring.print_table(title, table)
+        if arguments.json is not None:
+            measuring.write_json(arguments.json, tables)
+        return
     torch.set_num_threads(1)
     if arguments.measure == "memory":
         variant = build(arguments.only, SIZES[arguments.stack], arguments)

@@ -13,6 +13,9 @@ of the columns that stand for clusters. All have the same weights and begin each
     fused      ours, in one function; the rows of each cluster are padded as for a CPU
     padded     the same, padded as for a GPU
 
+`--count` runs nothing: it counts, on tensors without storage, the bytes that a GPU would move for each logit in bf16,
+besides what products read; by torch's operations, and by the Triton kernel.
+
 Beside times and peaks: how far loss and gradients are from the first variant's, relative to their norm. `--peer-*` are
 the folders `pytorch` of the peers' code; without them our plain losses are the base line.
 """
@@ -21,19 +24,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import measuring
 import peers
 
+from txl_dist.model import fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, AdaptiveEmbedding
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.sections import ModelSection
@@ -205,13 +212,65 @@ def disagreement(results: dict[str, tuple[Tensor, list[Tensor]]], name: str, *, 
     return {"loss off by": float((loss - base_loss).abs() / base_loss), "gradient off by": worst}
 
 
+class LogitBytes(TorchDispatchMode):
+    """A context that counts the bytes of all tensors of a chunk's shape that operations read or write."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.shape, self.moved = shape, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation: Callable[..., Any] = func
+        result = operation(*args, **(kwargs or {}))
+        name, written = func._schema.name.removeprefix("aten::"), self._bytes(result)
+        if name in ("mm", "addmm"):
+            # A bias is copied to where the product goes, and read there again, unless that is contiguous.
+            self.moved += written * (3 if written and name == "addmm" and not result.is_contiguous() else 1)
+        elif not func.is_view and name not in ("gather", "scatter_"):
+            self.moved += self._bytes(args[1:] if name == "copy_" else args) + written
+        return result
+
+    def _bytes(self, tree: object) -> int:
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.shape == self.shape)
+
+    def kernel(self, logits_cV: Tensor, bias: Tensor, targets_c: Tensor, share_c: Tensor) -> Tensor:
+        """In place of the Triton kernel, which reads each logit twice and writes it once."""
+        self.moved += 3 * logits_cV.nbytes
+        return torch.empty_like(share_c)
+
+
+def bytes_per_logit(*, by_kernel: bool, num_columns: int = 20_003) -> float:
+    """Of a softmax in one chunk, forward and backward, the bias with its gradient."""
+    num_rows, width = fused_softmax.CHUNK_ROWS["cpu"], 64
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+    weight_VE, bias_V = torch.empty(num_columns, width, **options), torch.empty(num_columns, **options)
+    targets_R, weight_S = torch.empty(num_rows, dtype=torch.int64, device="meta"), torch.empty(num_rows, device="meta")
+    cluster = fused_softmax.Cluster(
+        None, targets_R, (fused_softmax.Columns(weight_VE, bias_V, 0, num_columns),), projection_DE=None
+    )
+    count = LogitBytes((num_rows, num_columns))
+    patched = {"runs_kernel": lambda hidden_SD: by_kernel, "_into_gradient_by_kernel": count.kernel}
+    with mock.patch.multiple(fused_softmax, **patched), count:
+        fused_softmax.weighted_loss(torch.empty(num_rows, width, **options), [cluster], weight_S=weight_S).backward()
+    return count.moved / (num_rows * num_columns)
+
+
 def main() -> None:
     """See the module's docstring; ends with 1 if a loss or a gradient is further off than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, default=None, metavar="DIR")
     parser.add_argument("--peer-nvidia", type=Path, default=None, metavar="DIR")
     measuring.add_measure_options(parser)
+    parser.add_argument("--count", action="store_true", help="bytes per logit, without running anything")
     arguments = parser.parse_args()
+    if arguments.count:
+        ways = {"operations of torch": False, "Triton kernel": True}
+        table = [{"by": way, "bytes per logit": bytes_per_logit(by_kernel=kernel)} for way, kernel in ways.items()]
+        measuring.print_table("one chunk's softmax in bf16, besides what products read", table)
+        return
     torch.set_num_threads(1)
     data = given()
     chosen = names(arguments) if arguments.only is None else [arguments.only]

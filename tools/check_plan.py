@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.config import load_config
-from txl_dist.model.flops import count_parameters, typical_shares
+from txl_dist.model.flops import count_parameters
 from txl_dist.ops.plan.hardware import GPUS, Cluster
 from txl_dist.ops.plan.timing import OURS, Precision, Program, Work, step_time
+from txl_dist.text.clusters import typical_shares
 
 NVIDIA = Program(  # its Transformer-XL for PyTorch
     memory_products=(3, 3),

@@ -1,48 +1,65 @@
-"""What `bench_gpu.py` measures, a function per section; each runs in a process of its own and returns table rows.
+"""The sections of the first run of `bench_gpu.py`: whether all is right on this GPU, and how fast it is.
 
-    ceilings    what the device can do: a copy, and a product of half-precision matrices
-    exact       the Triton kernels beside the plain equation in fp64: relative errors of the result and of all gradients
-    kernels     relative attention alone, forward and backward, by everything that can compute it
-    step        a whole training step of one recipe by one code (see trainers.py)
-    precision   300 steps in fp32, bf16 and fp16 on text that can be learnt
+    device   what the device can do: a copy, products of matrices, and what a launch costs
+    tests    tests/gpu, a job per test
+    twins    what the device computes beside fp64 on the CPU, of the same rounded numbers: relative errors by norms
+    engine   `ZeroEngine` on enwik8_base at every stage (gpu_engine.py)
+    profile  where the time of such a step goes
+    sweep    attention by size of its score buffer and by tiles
+    codes    whole steps of enwik8_base: the original's code, NVIDIA's, ours (trainers.py)
 
-Operations are those of `txl_dist.model.flops`: what is computed on masked pairs does not count. On a CPU (`rehearse`)
-sizes are tiny, everything is fp32 and Triton stays out: it shows that the program runs, its figures mean nothing.
+Operations are those of `txl_dist.model.flops`: what is computed on masked pairs does not count. In a rehearsal sizes
+are tiny, everything is fp32 on the CPU, Triton's kernels run in its interpreter, and figures mean nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
-import time
-from collections.abc import Callable, Iterable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+from unittest import mock
 
-import numpy as np
+import gpu_engine
 import torch
-import torch.nn.functional as F
+from gpu_jobs import Job, Section, Setting, Skipped
+from gpu_rows import Row
+from gpu_timing import times
 from measuring import milliseconds
 from peers import nvidia, original
 from torch import Tensor
 from trainers import OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
 from txl_dist.config import load_config
+from txl_dist.data.read.stream import plain_segment
+from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.model.flops import flops_by_part, peak_tflops
-from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
+from txl_dist.model.kernels import launch
+from txl_dist.model.memory import EMPTY, Visibility
 from txl_dist.model.relative_attention import Terms, relative_attention
-from txl_dist.sections import ModelSection
+from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.sections import EngineSection, ModelSection
+from txl_dist.train.batch import batch_maker, to_device
 
-Row = dict[str, object]
+ROOT = Path(__file__).parents[1]
 RECIPES = {
     "enwik8_base": (204, 22),
     "enwik8_large": (204, 32),
+    "wt103_base": (267_735, 60),
     "nvidia_wt103_base": (267_735, 128),
     "wt103_large": (267_735, 64),
 }
 """Vocabulary and lanes on one device; lanes are halved until they fit."""
-CODES = ("original TF32", "nvidia fp16", "ours plain", "ours fused", "ours triton", "ours graphed")
-"""The last replays forward and backward as one CUDA graph: here belongs what the engine will offer of it."""
+CODES = ("ours graphed", "ours", "original TF32", "nvidia fp16")
+"""The first replays forward and backward as one CUDA graph."""
+HALVES = (torch.bfloat16, torch.float16)
+OUTPUTS = ("result", "q", "kv", "R", "u", "v")
+Found = Iterator[Mapping[str, object]]
 
 
 class Shape(NamedTuple):
@@ -71,195 +88,412 @@ ODD_SHAPES = (
 TINY_SHAPES = (Shape("tiny", 2, 16, 16, 2, 16), Shape("odd", 1, 7, 5, 3, 8))
 
 
-class Inputs(NamedTuple):
-    """Of attention, in one type; the first six want gradients."""
+class Leaves(NamedTuple):
+    """What attention is given, in one type on one device; all want gradients."""
 
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key_value: Tensor
+    """[B, K, 2, N, H], as the model's one projection makes them"""
     distance: Tensor
     content_bias: Tensor
     position_bias: Tensor
-    visible: Visibility
 
-    def call(self, attend: Callable[..., Tensor]) -> Tensor:
-        """As `Attention` calls."""
-        return attend(Terms(*self[:6]), visible=self.visible)
+    def terms(self) -> Terms:
+        """As `Attention` gives them."""
+        key, value = self.key_value.unbind(2)
+        return Terms(self.query, key, value, self.distance, self.content_bias, self.position_bias)
 
-    def cast(self, dtype: torch.dtype) -> Inputs:
-        """Leaves of another type with the same values."""
-        return Inputs(*(x.detach().to(dtype).requires_grad_() for x in self[:6]), self.visible)
+    def cast(self, dtype: torch.dtype, device: str) -> Leaves:
+        """The same values in another type, somewhere else."""
+        return Leaves(*(x.detach().to(device, dtype).requires_grad_() for x in self))
 
 
-def inputs_of(shape: Shape, *, dtype: torch.dtype, device: str, documents: bool = False) -> Inputs:
-    """Random ones; with `documents` part of the memory is empty and a document begins inside the segment."""
-    generator = torch.Generator(device).manual_seed(0)
-    _, B, T, M, N, H = shape
+def leaves_of(shape: Shape, *, dtype: torch.dtype, device: str) -> Leaves:
+    """Random, drawn on the CPU: the same everywhere."""
+    generator, (_, B, T, M, N, H) = torch.Generator().manual_seed(0), shape
+    sizes = [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H), (N, H)]
+    return Leaves(*(torch.randn(size, generator=generator).to(dtype) for size in sizes)).cast(dtype, device)
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device).to(dtype).requires_grad_()
 
-    document_BM = torch.zeros(B, M, dtype=torch.int64, device=device)
-    document_BT = torch.zeros(B, T, dtype=torch.int64, device=device)
+def visibility(shape: Shape, *, device: str, documents: bool = False, oldest: int | None = None) -> Visibility:
+    """With `documents` part of the memory is empty and a document begins inside the segment."""
+    _, B, T, M, _, _ = shape
+    of_keys = torch.zeros(B, M + T, dtype=torch.int64)
     if documents:
-        document_BM[:, : M // 3] = EMPTY
-        document_BT[:, T // 2 :] = 1
-    visible = visible_keys(Memory(torch.empty(0, device=device), document_BM), document_BT)
-    K = T + M
-    # Keys and values lie as the model has them on a GPU: side by side, as their one projection makes them.
-    key, value = (x.requires_grad_() for x in draw(B, K, 2, N, H).detach().unbind(2))
-    return Inputs(draw(B, T, N, H), key, value, draw(K, N, H), draw(N, H), draw(N, H), visible)
+        of_keys[:, : M // 3], of_keys[:, M + T // 2 :] = EMPTY, 1
+    of_keys = of_keys.to(device)
+    return Visibility(of_keys[:, M:], of_keys, oldest)
 
 
-def ceilings(*, device: str, rehearse: bool) -> list[Row]:
-    """Copy in GB/s (read and written) and products in TFLOP/s; best of ten."""
-    size = 1 << (22 if rehearse else 30)
-    source, target = torch.ones(size, device=device), torch.empty(size, device=device)
-    copy_ms = min(milliseconds(lambda: target.copy_(source)) for _ in range(10))
-    side, dtype = (256, torch.float32) if rehearse else (8192, torch.bfloat16)
-    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    product_ms = min(milliseconds(lambda: left @ right) for _ in range(10))
-    return [
-        {"what": "copy, GB/s", "figure": 8 * size / copy_ms / 1e6},
-        {
-            "what": f"{dtype} product of {side}^3, TFLOP/s".removeprefix("torch."),
-            "figure": 2 * side**3 / product_ms / 1e9,
-        },
-    ]
+def device(setting: Setting) -> dict[str, Job]:
+    """See the module's docstring."""
+    where, size = setting.device, 1 << (20 if setting.rehearse else 29)
+
+    def machine() -> Found:
+        yield {"what": "device", "figure": torch.cuda.get_device_name() if where == "cuda" else "cpu"}
+        for name in ("torch", "triton", "deepspeed"):
+            yield {"what": name, "figure": _version(name)}
+        yield {"what": "lacks to compile kernels", "figure": launch.lacks_compiler() or "nothing"}
+        if where == "cuda":
+            one = torch.cuda.get_device_properties(0)
+            yield {"what": "multiprocessors", "figure": one.multi_processor_count}
+            yield {"what": "memory, GiB", "figure": one.total_memory / 2**30}
+            yield {"what": "L2, MB", "figure": one.L2_cache_size / 1e6}
+            yield {"what": "CUDA of torch", "figure": torch.version.cuda}
+            yield {"what": "driver, clocks, power", "figure": _smi()}
+
+    def copies() -> Found:
+        source, target = torch.ones(size, device=where), torch.empty(size, device=where)
+        ms = min(milliseconds(lambda: target.copy_(source)) for _ in range(10))
+        yield {"what": "copy, GB/s read and written", "figure": 8 * size / ms / 1e6}
+        ms = min(milliseconds(source.sum) for _ in range(10))
+        yield {"what": "sum, GB/s read", "figure": 4 * size / ms / 1e6}
+
+    def products() -> Found:
+        kinds = {"fp32": torch.float32} if setting.rehearse else {
+            "bf16": torch.bfloat16, "fp16": torch.float16, "TF32": torch.float32, "fp32": torch.float32
+        }  # fmt: skip
+        side = 128 if setting.rehearse else 8192
+        for name, dtype in kinds.items():
+            torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
+            left, right = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+            found = times(functools.partial(torch.mm, left, right), device=where)
+            yield {"what": f"{name} product of {side}^3, TFLOP/s", "figure": 2 * side**3 / _ms(found) / 1e9}
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def launches() -> Found:
+        small, count = torch.zeros(1024, device=where), 200
+        found = times(lambda: [small.add_(1.0) for _ in range(count)], device=where)
+        yield {"what": "small kernel in a graph, us", "figure": 1000 * _ms(found) / count}
+        yield {"what": "small kernel told by the host, us", "figure": 1000 * _ms(found, "host ms") / count}
+        shape = Shape("tiny", 1, 16, 16, 1, 16)
+        leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
+        with torch.no_grad():
+            found = times(lambda: launch.triton_relative_attention(leaves.terms(), visible=seen), device=where)
+        yield {"what": "two Triton kernels told by the host, us", "figure": 1000 * _ms(found, "host ms")}
+
+    return {"machine": machine, "copies": copies, "products": products, "launches": launches}
 
 
-def exact(*, device: str, rehearse: bool) -> list[Row]:
-    """Norm of the error by the norm of the exact, which is the equation in fp64 on the same rounded numbers."""
-    attend, dtypes = (fused_relative_attention, (torch.float32,)) if rehearse else (_triton(), _HALVES)
-    found: list[Row] = []
-    for shape in TINY_SHAPES if rehearse else (*SHAPES, *ODD_SHAPES):
-        shape = shape._replace(lanes=min(shape.lanes, 3))
-        for dtype in dtypes:
-            for documents in (False, True):
-                given = inputs_of(shape, dtype=dtype, device=device, documents=documents)
-                true = given.cast(torch.float64)
-                results = given.call(attend), true.call(relative_attention)
-                towards = torch.randn_like(results[1]).to(dtype)
-                mine = torch.autograd.grad(results[0], given[:6], towards)
-                theirs = torch.autograd.grad(results[1], true[:6], towards.double())
-                pairs = zip(
-                    ("result", "q", "k", "v", "R", "u", "v bias"),
-                    (results[0], *mine),
-                    (results[1], *theirs),
-                    strict=True,
-                )
-                errors = {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
-                row: Row = {"shape": shape.name, "type": str(dtype)[6:], "documents": str(documents)}
-                found.append(row | errors)
-    return found
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
-_HALVES = (torch.bfloat16, torch.float16)
+def _smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit"
+    done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
-def kernels(*, device: str, rehearse: bool) -> list[Row]:
-    """Milliseconds and TFLOP/s, forward and backward; a variant that fails says why instead."""
-    found: list[Row] = []
-    dtype = torch.float32 if rehearse else torch.bfloat16
-    for shape in TINY_SHAPES if rehearse else SHAPES:
-        _, B, T, M, N, H = shape
-        product = 2 * B * N * H * T * (M + (T + 1) / 2)  # operations of one of the three products of the forward pass
-        for name, attend in attentions(rehearse=rehearse).items():
-            row: Row = {"shape": shape.name, "variant": name}
-            try:
-                forward_ms, both_ms = _attention_ms(inputs_of(shape, dtype=dtype, device=device), attend)
-                row |= {"forward ms": forward_ms, "backward ms": both_ms - forward_ms}
-                row |= {"forward TFLOP/s": 3 * product / forward_ms / 1e9, "both TFLOP/s": 9 * product / both_ms / 1e9}
-            except Exception as error:  # noqa: BLE001  of whatever kind, the others are to be measured
-                row |= {"forward ms": _first_line(error)}
-            found.append(row)
-    return found
+def _ms(found: Mapping[str, object], which: str = "device ms") -> float:
+    return float(str(found[which]))
 
 
-def _attention_ms(given: Inputs, attend: Callable[..., Tensor]) -> tuple[float, float]:
-    towards = torch.randn_like(given.query)
-    forward_ms = _best(lambda: given.call(attend))
-    return forward_ms, _best(lambda: torch.autograd.grad(given.call(attend), given[:6], towards))
+def _half(setting: Setting) -> torch.dtype:
+    return torch.float32 if setting.rehearse else torch.bfloat16
 
 
-def attentions(*, rehearse: bool) -> dict[str, Callable[..., Tensor]]:
-    """Everything that can compute relative attention, with the signature of the plain equation."""
-    variants: dict[str, Callable[..., Tensor]] = {"plain": relative_attention, "fused": fused_relative_attention}
-    variants["sdpa"] = _sdpa
-    if not rehearse:
-        variants |= {"triton": _triton(), "flex": _Flex()}
-    return variants
+def tests(setting: Setting) -> dict[str, Job]:
+    """A job per test of tests/gpu/test_kernels_gpu.py."""
+    import pytest
+
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+
+    class Collector:
+        ids: list[str] = []  # noqa: RUF012  one collection in a process
+
+        def pytest_collection_finish(self, session: Any) -> None:
+            self.ids += [item.nodeid for item in session.items]
+
+    class Reporter:
+        def __init__(self) -> None:
+            self.rows: list[Row] = []
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+                row: Row = {"outcome": report.outcome, "seconds": round(report.duration, 2)}
+                last = [line for line in words.splitlines() if line.strip()][-1:]
+                self.rows.append(row | ({} if report.outcome == "passed" else {"words": "".join(last)[:200]}))
+
+    def run(test: str) -> Found:
+        reporter = Reporter()
+        status = pytest.main([*options, str(ROOT / test)], plugins=[reporter])
+        yield from reporter.rows or [{"error": f"pytest ended with {status!r}"}]
+
+    pytest.main([*options, "--collect-only", str(ROOT / "tests/gpu/test_kernels_gpu.py")], plugins=[Collector()])
+    chosen = Collector.ids[:2] if setting.rehearse else Collector.ids
+    return {test: functools.partial(run, test) for test in chosen}
 
 
-def _triton() -> Callable[..., Tensor]:
-    from txl_dist.model.kernels.launch import triton_relative_attention
-
-    return triton_relative_attention
-
-
-def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
-    """Terms (b)+(d) by distance, [N, B, T, K+1] with the zero column in front; by key, a view of it, [N, B, T, K]."""
-    query, _, _, distance, _, position_bias, _ = terms
-    (B, T, N, H), K = query.shape, distance.shape[0]
-    position_query = (query + position_bias).permute(2, 0, 1, 3).reshape(N, B * T, H)
-    products = torch.bmm(position_query, F.pad(distance.permute(1, 2, 0), (1, 0))).view(N, B, T * (K + 1))
-    return products.view(N, B, T, K + 1), products[:, :, T:].view(N, B, T, K)
+def twins(setting: Setting) -> dict[str, Job]:
+    """See the module's docstring."""
+    shapes = TINY_SHAPES if setting.rehearse else (*SHAPES, *ODD_SHAPES)
+    attention = {f"attention, {s.name}": functools.partial(_attention_twins, setting, s) for s in shapes}
+    windows = {"windows": functools.partial(_attention_twins, setting, shapes[0], oldest=1)}
+    models = {part: functools.partial(_model_twins, setting, part) for part in ("softmax", "embedding", "model")}
+    return models | {"dropout": functools.partial(_dropout, setting)} | windows | attention
 
 
-def _sdpa(terms: Terms, *, visible: Visibility) -> Tensor:
-    """torch's memory-efficient kernel with the shifted view as bias; its other backends are wrong or refuse."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def _attention_twins(setting: Setting, shape: Shape, *, oldest: int | None = None) -> Found:
+    where, dtypes = setting.device, (torch.float32,) if setting.rehearse else HALVES
+    shape = shape._replace(lanes=min(shape.lanes, 2))
+    for dtype in dtypes:
+        for documents in (False, True):
+            given = leaves_of(shape, dtype=dtype, device=where)
+            exact = given.cast(torch.float64, "cpu")
+            seen, known = (visibility(shape, device=d, documents=documents, oldest=oldest) for d in (where, "cpu"))
+            mine = launch.triton_relative_attention(given.terms(), visible=seen)
+            theirs = relative_attention(exact.terms(), visible=known)
+            towards = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            gradients = torch.autograd.grad(mine, given, towards.to(where))
+            true = torch.autograd.grad(theirs, exact, towards.double())
+            pairs = zip(OUTPUTS, (mine, *gradients), (theirs, *true), strict=True)
+            row: Row = {"type": _name(dtype), "documents": str(documents)}
+            yield row | {name: _error(a, b) for name, a, b in pairs}
 
-    (query, key, value), (_, shifted) = terms[:3], _shifted_terms(terms)
-    scale = query.shape[-1] ** -0.5
-    hidden_BTK = ~visible.mask()
-    bias = (shifted * scale).masked_fill_(hidden_BTK, float("-inf")).transpose(0, 1)
-    content_query = (query + terms.content_bias_NH).transpose(1, 2)
-    backend = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.MATH
-    with sdpa_kernel(backend):
-        context = F.scaled_dot_product_attention(
-            content_query, key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias, scale=scale
+
+def _error(mine: Tensor, exact: Tensor) -> float:
+    """Norm of the difference by the norm of the exact, on the CPU in fp64."""
+    exact = exact.detach().double()
+    return float((mine.detach().cpu().double() - exact).norm() / exact.norm())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _small_model(setting: Setting, *, dropout: float = 0.0) -> Sizes:
+    wide = not setting.rehearse
+    section = ModelSection(
+        num_layers=3 if wide else 2,
+        width=256 if wide else 32,
+        num_heads=4 if wide else 2,
+        head_width=64 if wide else 16,
+        ff_width=512 if wide else 64,
+        cutoffs=(1000, 4000) if wide else (50, 150),
+        div_value=2,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    return Sizes(section, 10_000, 4, 128, 128) if wide else Sizes(section, 300, 2, 8, 8)
+
+
+def _model_twins(setting: Setting, part: str) -> Found:
+    """Loss and gradients of two segments; of softmax and embedding alone those of one."""
+    sizes = _small_model(setting)
+    for dtype in (torch.float32,) if setting.rehearse else (*HALVES, torch.float32):
+        torch.manual_seed(0)
+        exact = TransformerXL(sizes.model, vocab_size=sizes.vocab_size).to(dtype).double()
+        mine = TransformerXL(sizes.model, vocab_size=sizes.vocab_size, attention="auto").to(setting.device, dtype)
+        mine.load_state_dict(exact.state_dict())
+        outcomes = [_outcome(model, part, sizes) for model in (mine, exact)]
+        (result, gradients), (true, true_gradients) = outcomes
+        errors = {name: _error(gradients[name], true) for name, true in true_gradients.items() if true.norm()}
+        worst = max(errors, key=lambda name: errors[name])
+        yield {
+            "type": _name(dtype),
+            "result": _error(result, true),
+            "median gradient": sorted(errors.values())[len(errors) // 2],
+            "worst gradient": errors[worst],
+            "which": worst,
+        }
+
+
+def _outcome(model: TransformerXL, part: str, sizes: Sizes) -> tuple[Tensor, dict[str, Tensor]]:
+    """(result, gradients by name) of a part of the model."""
+    weight = model.embedding.weight(0)
+    maker = batch_maker(model, mask_documents=False)
+    segments = zipf_segments(sizes)
+    batches = [to_device(maker.batch(plain_segment(next(segments))), weight.device) for _ in range(2)]
+    size = (sizes.num_lanes, sizes.segment_len, sizes.model.width)
+    values, towards = (torch.randn(size, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16) for n in (2, 3))
+    if part == "embedding":
+        result = model.embedding(batches[0].tokens_BT, partition=batches[0].token_partition)
+        (result * towards.to(result)).sum().backward()
+    elif part == "softmax":
+        hidden = values.to(weight).requires_grad_()
+        result = model.softmax(
+            hidden,
+            batches[0].targets_BT,
+            partition=batches[0].target_partition,
+            weight_BT=batches[0].scored_BT / sizes.tokens,
         )
-    return context.transpose(1, 2)
+        result.backward()
+    else:
+        result, memory = torch.zeros(()), model.empty_memory(num_lanes=sizes.num_lanes, memory_len=sizes.memory_len)
+        for batch in batches:
+            loss, memory = SegmentLoss(model)(batch, memory, float(sizes.tokens))
+            loss.backward()
+            result = loss
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if part == "softmax":
+        assert hidden.grad is not None
+        gradients["hidden"] = hidden.grad
+    return result, gradients
 
 
-class _Flex:
-    """FlexAttention, compiled, reading the terms (b)+(d) inside its score function."""
-
-    def __init__(self) -> None:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        self.attend = torch.compile(flex_attention, dynamic=False)
-        self.create_mask, self.masks = create_block_mask, dict[tuple[int, int], Any]()
-
-    def __call__(self, terms: Terms, *, visible: Visibility) -> Tensor:
-        query, key, value = terms[:3]
-        T, K, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
-        products = _shifted_terms(terms)[0]
-        if (T, K) not in self.masks:
-            near = lambda b, h, i, j: j <= i + K - T  # noqa: E731
-            self.masks[T, K] = self.create_mask(near, None, None, T, K, device=query.device)
-
-        def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + products[h, b, i, torch.clamp(j - i + T, 0, K)] * scale
-
-        heads = ((query + terms.content_bias_NH).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        context: Tensor = self.attend(*heads, score_mod=score, block_mask=self.masks[T, K], scale=scale)
-        return context.transpose(1, 2)
+def _dropout(setting: Setting) -> Found:
+    """The same seed gives the same bits, another others; and what is kept is what should be."""
+    where, rate = setting.device, 0.15
+    shape = Shape("dropout", 2, 64, 64, 2, 16) if setting.rehearse else Shape("dropout", 2, 512, 512, 8, 64)
+    leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
+    even = Leaves(torch.zeros_like(leaves[0]), torch.ones_like(leaves[1]), *map(torch.zeros_like, leaves[2:]))
+    torch.manual_seed(0)
+    context = launch.triton_relative_attention(even.terms(), visible=seen, dropout=rate)
+    yield {"what": "attention: mean of what should be 1", "figure": float(context.float().mean())}
+    sizes = _small_model(setting, dropout=rate)
+    model = TransformerXL(sizes.model, vocab_size=sizes.vocab_size).to(where, _half(setting)).train()
+    told: list[dict[str, Tensor]] = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model.zero_grad(set_to_none=True)
+        told.append(_outcome(model, "model", sizes)[1])
+    for words, other in (("the same seed", told[1]), ("another seed", told[2])):
+        alike = [torch.equal(value, other[name]) for name, value in told[0].items()]
+        yield {"what": f"model: gradients with the same bits, {words}, %", "figure": 100 * sum(alike) / len(alike)}
 
 
-def step(
-    recipe: str, code: str, *, device: str, rehearse: bool, configs: Path, peers: dict[str, Path | None]
-) -> list[Row]:
+def _ranks(setting: Setting) -> Ranks:
+    """Joined once, for the life of the process."""
+    if setting.rehearse:
+        gpu_engine.graphs_by_running_again()
+    return joined_ranks(timeout_s=120, num_threads=1 if setting.rehearse else 8).__enter__()
+
+
+def engine(setting: Setting) -> dict[str, Job]:
+    """See the module's docstring. `off by` is the largest relative distance from the CPU's."""
+    half = "fp32" if setting.rehearse else "bf16"
+    cases = [(1, half, False), (1, half, True), (0, half, False), (2, half, False), (3, half, False)]
+    cases += [] if setting.rehearse else [(1, "fp16", False), (0, "fp16", False), (1, "fp16", True)]
+    cases += [(0, half, True), (2, half, True)]
+    if not setting.rehearse and "tf32" in get_args(EngineSection.model_fields["precision"].annotation):
+        cases.append((1, "tf32", False))
+    ranks = _ranks(setting)
+    wanted = gpu_engine.reference(setting, ranks)
+
+    def one(stage: int, precision: str, graphed: bool) -> Found:
+        return gpu_engine.measured(setting, ranks, stage=stage, precision=precision, graphed=graphed, wanted=wanted)
+
+    return {f"ZeRO-{s} {p}{' graphed' * g}": functools.partial(one, s, p, g) for s, p, g in cases}
+
+
+def profile(setting: Setting) -> dict[str, Job]:
+    """A row for the step, and one for each of the kernels that take the longest."""
+    ranks, tiny = _ranks(setting), setting.rehearse
+    lanes = 2 if tiny else gpu_engine.LANES
+
+    def one(graphed: bool) -> Found:
+        precision = "fp32" if tiny else "bf16"
+        config = gpu_engine.recipe(stage=1, precision=precision, graphed=graphed, lanes=lanes, tiny=tiny)
+        training = gpu_engine.Training(config, ranks, lanes=lanes)
+        return gpu_engine.profiled(training, steps=1 if tiny else 3, rows=5 if tiny else 40)
+
+    return {"graphed": functools.partial(one, True), "eager": functools.partial(one, False)}
+
+
+BUFFERS_MB = (30, 128, 64, 256, 512, 96, 192)
+TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "attend": ((128, 64, 4, 2), (128, 64, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
+    "key_value_gradients": ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 3)),
+    "query_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    "distance_query_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    "distance_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    "distance_scores": ((128, 128, 8, 1), (128, 64, 4, 1), (64, 64, 4, 1)),
+}
+"""By kernel, what is tried in place of `launch.tiles`: rows, columns, warps, stages."""
+
+
+def sweep(setting: Setting) -> dict[str, Job]:
+    """Attention of enwik8_base, forward and backward, by score buffer and, one kernel at a time, by tile."""
+    shape = TINY_SHAPES[0] if setting.rehearse else SHAPES[0]
+    buffers = BUFFERS_MB[:1] if setting.rehearse else BUFFERS_MB
+    jobs: dict[str, Job] = {"as it is": functools.partial(_swept, setting, shape)}
+    jobs |= {f"buffer {size} MB": functools.partial(_swept, setting, shape, buffer_mb=size) for size in buffers}
+    for number in range(1 if setting.rehearse else 4):
+        for name, tried in list(TILES.items())[: 1 if setting.rehearse else None]:
+            if number < len(tried):
+                words = "x".join(map(str, tried[number]))
+                jobs[f"{name} {words}"] = functools.partial(_swept, setting, shape, kernel=name, tile=tried[number])
+    return jobs
+
+
+def _swept(
+    setting: Setting,
+    shape: Shape,
+    *,
+    buffer_mb: int = 0,
+    kernel: str = "",
+    tile: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> Found:
+    if buffer_mb and not hasattr(launch, "SCORE_BUFFER_BYTES"):
+        raise Skipped("launch.py has no SCORE_BUFFER_BYTES")
+    usual = launch.tiles(shape.head_width)
+    if kernel and kernel not in usual:
+        raise Skipped(f"launch.py has no kernel {kernel}")
+    with _changed(buffer_mb, kernel, tile, usual):
+        yield attention_times(setting, shape, launch.triton_relative_attention, dtype=_half(setting))
+
+
+@contextmanager
+def _changed(buffer_mb: int, kernel: str, tile: tuple[int, int, int, int], usual: dict[str, Any]) -> Iterator[None]:
+    rows, columns, warps, stages = tile
+    changes: dict[str, Any] = {"SCORE_BUFFER_BYTES": buffer_mb << 20} if buffer_mb else {}
+    if kernel:
+        other = usual[kernel]._replace(
+            rows=rows, columns=columns, num_warps=warps, num_stages=stages, max_registers=None
+        )
+        changes = {"tiles": lambda width: usual | {kernel: other}}
+    with mock.patch.multiple(launch, **changes) if changes else nullcontext():
+        yield
+
+
+def attention_times(
+    setting: Setting, shape: Shape, attend: Callable[..., Tensor], *, dtype: torch.dtype
+) -> dict[str, object]:
+    """Milliseconds and TFLOP/s of the forward pass, and of both."""
+    _, B, T, M, N, H = shape
+    leaves, seen = leaves_of(shape, dtype=dtype, device=setting.device), visibility(shape, device=setting.device)
+    towards = torch.randn(B, T, N, H, device=setting.device).to(dtype)
+
+    def forward() -> Tensor:
+        return attend(leaves.terms(), visible=seen)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), leaves, towards)
+
+    ahead, whole = times(forward, device=setting.device), times(both, device=setting.device)
+    product = 2 * B * N * H * T * (M + (T + 1) / 2)  # operations of one of the three products of the forward pass
+    return {
+        "forward ms": ahead["device ms"],
+        "both ms": whole["device ms"],
+        "host ms": whole["host ms"],
+        "forward TFLOP/s": 3 * product / _ms(ahead) / 1e9,
+        "both TFLOP/s": 9 * product / _ms(whole) / 1e9,
+        "timed": whole["timed"],
+    }
+
+
+def codes(setting: Setting) -> dict[str, Job]:
+    """enwik8_base by every code."""
+    return {code: functools.partial(step, setting, "enwik8_base", code) for code in CODES}
+
+
+def step(setting: Setting, recipe: str, code: str) -> Found:
     """Tokens per second, MFU and peak memory of one code on one recipe."""
     vocab_size, lanes = RECIPES[recipe]
     while True:
-        sizes = Sizes.of(load_config(configs / f"{recipe}.toml"), vocab_size=vocab_size, num_lanes=lanes)
+        sizes = Sizes.of(load_config(ROOT / f"configs/{recipe}.toml"), vocab_size=vocab_size, num_lanes=lanes)
         try:
-            return [
-                {"recipe": recipe, "code": code}
-                | _timed(_shrunk(sizes) if rehearse else sizes, code, device=device, peers=peers)
-            ]
+            yield {"recipe": recipe, "code": code} | _timed(
+                _shrunk(sizes) if setting.rehearse else sizes, code, setting
+            )
+            return
         except torch.OutOfMemoryError:
             if lanes == 1:
                 raise
@@ -267,8 +501,9 @@ def step(
         torch.cuda.empty_cache()
 
 
-def _timed(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | None]) -> Row:
-    trainer, segments = trainer_of(sizes, code, device=device, peers=peers), zipf_segments(sizes)
+def _timed(sizes: Sizes, code: str, setting: Setting) -> Row:
+    device, segments = setting.device, zipf_segments(sizes)
+    trainer = trainer_of(sizes, code, setting)
     given = [next(segments) for _ in range(8)]
     first_loss = float(trainer.step(given[0]))
     for ids in given[1:3]:
@@ -303,22 +538,22 @@ def _timed(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | None
     }
 
 
-def trainer_of(sizes: Sizes, code: str, *, device: str, peers: dict[str, Path | None]) -> Trainer:
-    """One of `CODES`. Ours in bf16; on a CPU all in fp32."""
+def trainer_of(sizes: Sizes, code: str, setting: Setting) -> Trainer:
+    """One of `CODES`. Ours in bf16; in a rehearsal all in fp32."""
+    device = setting.device
     if code == "original TF32":
         torch.set_float32_matmul_precision("high")
-        return PeerTrainer(original(_given(peers, "original")), sizes, device=device)
+        return PeerTrainer(original(_given(setting, "original")), sizes, device=device)
     if code == "nvidia fp16":
-        return PeerTrainer(nvidia(_given(peers, "nvidia")), sizes, device=device, nvidia=True, half=device == "cuda")
-    kernel = {"plain": "plain", "fused": "fused", "triton": "triton", "graphed": "auto"}[code.split()[1]]
+        return PeerTrainer(nvidia(_given(setting, "nvidia")), sizes, device=device, nvidia=True, half=device == "cuda")
     precision = "bf16" if device == "cuda" else "fp32"
-    return OurTrainer(sizes, attention=kernel, device=device, precision=precision, graphed="graphed" in code)  # type: ignore[arg-type]
+    return OurTrainer(sizes, attention="auto", device=device, precision=precision, graphed="graphed" in code)
 
 
-def _given(peers: dict[str, Path | None], name: str) -> Path:
-    folder = peers[name]
+def _given(setting: Setting, name: str) -> Path:
+    folder = setting.peers[name]
     if folder is None:
-        raise ValueError(f"not measured: --peer-{name} was not given")
+        raise Skipped(f"--peer-{name} was not given")
     return folder
 
 
@@ -332,56 +567,12 @@ def _shrunk(sizes: Sizes) -> Sizes:
     return Sizes(model, 400, 2, 16, 16)
 
 
-def precision(*, device: str, rehearse: bool) -> list[Row]:
-    """Losses along the way; the text's own entropy is the last row."""
-    steps, every = (6, 3) if rehearse else (300, 25)
-    model = ModelSection(
-        num_layers=2 if rehearse else 6,
-        width=32 if rehearse else 512,
-        num_heads=2 if rehearse else 8,
-        head_width=16 if rehearse else 64,
-        ff_width=64 if rehearse else 2048,
-        cutoffs=(100, 300),
-        dropout=0.0,
-    )
-    sizes = Sizes(model, 1000, 2, 16, 16) if rehearse else Sizes(model, 1000, 32, 256, 256)
-    curves: dict[str, list[float]] = {}
-    for kind in ("fp32",) if rehearse else ("fp32", "bf16", "fp16"):
-        trainer = OurTrainer(sizes, attention="auto", device=device, precision=kind)
-        text, losses = learnable_segments(sizes), []
-        for number in range(steps + 1):
-            loss = trainer.step(next(text))
-            if number % every == 0:
-                losses.append(float(loss))
-        curves[kind] = losses
-    rows: list[Row] = [
-        {"step": n * every} | {kind: curve[n] for kind, curve in curves.items()} for n in range(steps // every + 1)
-    ]
-    return [*rows, {"step": "entropy"} | dict.fromkeys(curves, math.log(4))]
-
-
-def learnable_segments(sizes: Sizes) -> Iterable[np.ndarray]:
-    """Endless ids [lanes, T + 1] in which each word is followed by one of four, evenly: ln 4 nats are left."""
-    generator = np.random.default_rng(0)
-    successors = generator.integers(0, sizes.vocab_size, (sizes.vocab_size, 4))
-    ids = generator.integers(0, sizes.vocab_size, sizes.num_lanes)
-    while True:
-        columns = [ids]
-        for _ in range(sizes.segment_len):
-            ids = successors[ids, generator.integers(0, 4, sizes.num_lanes)]
-            columns.append(ids)
-        yield np.stack(columns, axis=1)
-
-
-def _best(action: Callable[[], object], *, least_ms: float = 300.0) -> float:
-    """Smallest of the runs that fit into about that time, at least 3, after two to warm up."""
-    for _ in range(2):
-        milliseconds(action)
-    began, times = time.perf_counter(), []
-    while len(times) < 3 or 1000 * (time.perf_counter() - began) < least_ms:
-        times.append(milliseconds(action))
-    return min(times)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+SECTIONS: dict[str, Section] = {
+    "device": device,
+    "tests": tests,
+    "twins": twins,
+    "engine": engine,
+    "profile": profile,
+    "sweep": sweep,
+    "codes": codes,
+}

@@ -124,8 +124,8 @@ def check_config(config: Config) -> None:
             "engine.offload_parameters=True needs engine.zero_stage=3",
         ),
         (
-            not engine.cuda_graph or (engine.zero_stage < 3 and not engine.activation_checkpointing),
-            "engine.cuda_graph=True needs engine.zero_stage 0, 1 or 2, and no engine.activation_checkpointing",
+            engine.cuda_graph != "on" or engine.is_replayable,
+            "engine.cuda_graph=on needs engine.zero_stage 0, 1 or 2, and no engine.activation_checkpointing",
         ),
         (
             not optim.kind.needs_whole_tensors or engine.zero_stage == 0,

@@ -8,9 +8,9 @@ with a diff. `config` loads, checks and compares them. This module imports no to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Resume(NamedTuple):
@@ -271,13 +271,19 @@ class TrainSection(Section):
     """Optimizer steps in the whole run; the schedule ends here."""
 
 
+def _word_of(value: Any) -> Any:
+    """Files of earlier versions say true or false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 class EngineSection(Section):
     """DeepSpeed and the hardware."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3), WARNED] = 1
     """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], WARNED] = "fp32"
-    """Type of weights and activations in the step; fp16 needs a GPU."""
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
+    """Type of weights and activations in the step; fp16 and tf32 need a GPU. tf32 is fp32 but for its matrix products,
+    made of operands with 10 bits behind the point (Ampere or later); its checkpoints are those of fp32."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: Annotated[bool, WARNED] = False
@@ -285,9 +291,10 @@ class EngineSection(Section):
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """How attention with relative positions is computed. plain: the equation in plain torch. fused: one function with a
     hand-written backward, anywhere. triton: kernels for GPUs in half precision. auto: the fastest that fits."""
-    cuda_graph: Annotated[bool, FREE] = False
-    """Record forward, loss and backward of a micro-batch once and replay them: for models so small that the host is
-    slower than the GPU (stages 0 to 2, without activation_checkpointing)."""
+    cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
+    """Record forward, loss and backward of a micro-batch once per shape and replay them: for models so small that the
+    host is slower than the GPU (stages 0 to 2, without activation_checkpointing). auto: wherever that can be, which is
+    never on a CPU. In a file true and false mean on and off."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute blocks in the backward pass; bit-identical, slower, smaller."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
@@ -301,6 +308,21 @@ class EngineSection(Section):
     one that is missing, write their stacks and end."""
     timeout_s: Annotated[Seconds, FREE] = 600
     """The same from the first finished step on; longer than the longest step, and than a segment of evaluation."""
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether a micro-batch can be a CUDA graph: ZeRO-3 gathers weights within it, and blocks that are computed
+        again ask for the generator's state."""
+        return self.zero_stage < 3 and not self.activation_checkpointing
+
+    def replays(self, *, on_gpu: bool) -> bool:
+        """Whether micro-batches are CUDA graphs."""
+        return self.cuda_graph == "on" or (self.cuda_graph == "auto" and on_gpu and self.is_replayable)
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """What numbers are stored in while the model computes."""
+        return "fp32" if self.precision == "tf32" else self.precision
 
 
 class EvalSection(Section):

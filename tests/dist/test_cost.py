@@ -203,7 +203,7 @@ def graphed_worker(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     for stage, precision in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (0, "bf16"), (1, "bf16")):
         losses = []
         for is_graphed in (False, True):
-            engine = {"zero_stage": stage, "precision": precision, "cuda_graph": is_graphed}
+            engine = {"zero_stage": stage, "precision": precision, "cuda_graph": "on" if is_graphed else "off"}
             config = tiny_config(engine=engine, model={"dropout": 0.1})
             losses.append(train_engine(ranks, config, num_steps=6, evaluates=True)[0])
         pairs.append((losses[0], losses[1]))

@@ -15,6 +15,7 @@ from txl_dist.dist import Ranks
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import graph
 from txl_dist.train.engine.zero import ZeroEngine, _loss_scaler, import_deepspeed
+from txl_dist.train.footprint.rank import bytes_per_rank
 
 SCALE = 2.0**8
 """With DeepSpeed's first one, 65,536, a step may overflow, which is not what is asked here."""
@@ -35,7 +36,8 @@ def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
     norms: dict[str, list[float]] = {}
     for name in ("fp32", "fp16", "fp16 graphed")[: 2 if stage == 3 else 3]:
         precision = name.split()[0]
-        config = tiny_config(engine={"zero_stage": stage, "precision": precision, "cuda_graph": "graphed" in name})
+        graph_of = "on" if "graphed" in name else "off"
+        config = tiny_config(engine={"zero_stage": stage, "precision": precision, "cuda_graph": graph_of})
         engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks)
         if precision == "fp16":
             _loss_scaler(engine._optimizer).cur_scale = SCALE
@@ -50,6 +52,37 @@ def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
             norms[name].append(float(engine.grad_norm()))
             engine.step(lr=1e-3, grad_norm=norms[name][-1])
     return norms
+
+
+def gradients_worker(ranks: Ranks, stage: int) -> dict[str, tuple[float, float]]:
+    """Bytes of the gradients behind the last micro-batch: (foreseen, found)."""
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    found = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        config = tiny_config(engine={"zero_stage": stage, "precision": precision})
+        plan = plan_batch(config.train, world_size=1)
+        engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
+        ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).numpy()
+        batch = batch_maker(engine.model, mask_documents=False).batch(plain_segment(ids))
+        memory = engine.empty_memory(num_lanes=2, memory_len=12)
+        for _ in range(plan.num_microbatches):
+            loss, _ = engine.forward(batch, memory, normalizer=16.0)
+            engine.backward(loss)
+        kept = engine._optimizer.averaged_gradients if stage else {0: [one.tensor.grad for one in engine.stored]}
+        tensors = [one for group in kept.values() for one in group]
+        foreseen = bytes_per_rank(config, plan=plan, vocab_size=VOCAB_SIZE, on_gpu=False)["gradients"]
+        found[precision] = (foreseen, float(sum(one.numel() * one.element_size() for one in tensors)))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_bytes_of_gradients_are_foreseen_in_every_precision(tmp_path: Path, stage: int) -> None:
+    for precision, (foreseen, found) in run_ranks(gradients_worker, stage, world_size=1, folder=tmp_path)[0].items():
+        assert found == pytest.approx(foreseen, rel=0.1), precision  # flat tensors are aligned
 
 
 @pytest.mark.dist

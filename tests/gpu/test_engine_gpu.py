@@ -18,7 +18,7 @@ def precisions_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
         precision: train_engine(ranks, tiny_config(engine={"zero_stage": stage, "precision": precision}), num_steps=20)[
             0
         ]
-        for precision in ("fp32", "bf16", "fp16")
+        for precision in ("fp32", "tf32", "bf16", "fp16")
     }
 
 
@@ -26,6 +26,7 @@ def precisions_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
 def test_half_precisions_follow_fp32(tmp_path: Path, stage: int) -> None:
     losses = run_ranks(precisions_worker, stage, world_size=1, folder=tmp_path)[0]
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.1
+    np.testing.assert_allclose(losses["tf32"], losses["fp32"], rtol=2e-3)
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], rtol=2e-2)
     assert np.isfinite(losses["fp16"]).all()
     assert losses["fp16"][-1] < losses["fp16"][0]
@@ -54,8 +55,9 @@ def graphs_worker(ranks: Ranks, stage: int, precision: str) -> list[list[float]]
         train_engine(
             ranks,
             tiny_config(
-                engine={"zero_stage": stage, "precision": precision, "cuda_graph": is_graphed},
+                engine={"zero_stage": stage, "precision": precision, "cuda_graph": "on" if is_graphed else "off"},
                 model={"dropout": 0.1, "attention_dropout": 0.1},
+                train={"segment_len": 64},  # two sizes of clusters, so two graphs
             ),
             num_steps=20,
             evaluates=True,

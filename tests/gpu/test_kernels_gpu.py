@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from txl_dist.model import fused_softmax
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.launch import obstacle, triton_relative_attention
 from txl_dist.model.memory import EMPTY, Visibility
@@ -134,3 +135,25 @@ def test_nothing_waits_for_the_device() -> None:
         outcome(triton_relative_attention, leaves, gradient, visible=visible, dropout=0.1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num_columns", [204, 20_003, 67_735])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(dtype: torch.dtype, num_columns: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1_000, 64), (num_columns, 64), (num_columns,)]
+    leaves = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+    targets = torch.randint(num_columns, (1_000,), generator=generator, device="cuda")
+    weight = torch.rand(1_000, generator=generator, device="cuda") / 1_000
+    hidden, table, bias = (leaf.requires_grad_() for leaf in leaves)
+    assert fused_softmax.runs_kernel(hidden)
+    cluster = fused_softmax.Cluster(None, targets, (fused_softmax.Columns(table, bias, 0, num_columns),), None)
+    loss = fused_softmax.weighted_loss(hidden, [cluster], weight_S=weight)
+    found = torch.autograd.grad(loss, leaves)
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = exact_leaves[0] @ exact_leaves[1].t() + exact_leaves[2]
+    exact = (torch.nn.functional.cross_entropy(logits, targets, reduction="none") * weight).sum()
+    tolerance = TOLERANCE.get(dtype, 1e-4)
+    assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
+    for a, b in zip(found, torch.autograd.grad(exact, exact_leaves), strict=True):
+        assert (a.double() - b).norm() < tolerance * b.norm()

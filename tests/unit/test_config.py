@@ -144,6 +144,22 @@ def test_a_bad_value_is_refused_by_its_name(section: str, key: str, value: Any) 
         config_from_dict({section: {key: value}}, source="my.toml")
 
 
+@pytest.mark.parametrize(("written", "read"), [(True, "on"), (False, "off"), ("auto", "auto"), ("on", "on")])
+def test_cuda_graphs_may_be_asked_for_as_in_earlier_files(written: Any, read: str) -> None:
+    engine = with_values(engine={"cuda_graph": written}).engine
+    assert engine.cuda_graph == read
+    assert engine.replays(on_gpu=True) is (read != "off")
+    assert engine.replays(on_gpu=False) is (read == "on"), "which a CPU refuses"
+
+
+def test_graphs_that_nobody_insists_on_give_way_to_what_they_cannot_go_with() -> None:
+    for settings in ({"zero_stage": 3}, {"activation_checkpointing": True}):
+        check_config(with_values(engine={**settings, "cuda_graph": "auto"}))
+        assert not with_values(engine={**settings, "cuda_graph": "auto"}).engine.replays(on_gpu=True)
+        with pytest.raises(ConfigError, match=r"engine\.cuda_graph=on needs engine\.zero_stage 0, 1 or 2"):
+            check_config(with_values(engine={**settings, "cuda_graph": True}))
+
+
 def test_a_file_that_is_missing_or_no_toml_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the config file .*missing\.toml"):
         load_config(tmp_path / "missing.toml")
@@ -293,6 +309,8 @@ ADDED = {"cutoffs": 7, "more_paths": "a", "weights": 1.0, "allow_protocols": "pi
 
 
 def changed(value: Any, *, key: str) -> Any:
+    if key == "cuda_graph":
+        return "on"
     if key in ADDED:
         return [*value, ADDED[key]]
     if isinstance(value, bool):

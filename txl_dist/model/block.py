@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from txl_dist.model.dropout import dropout, gelu_dropout, relu_dropout_
 from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.sections import AttentionKernel, ModelSection
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"relu": relu_dropout_, "gelu": gelu_dropout}
+"""Each with the dropout behind it, whose rate is 0 unless given; they may write over what they are given."""
 
 
 class Block(nn.Module):
@@ -57,12 +58,14 @@ class Block(nn.Module):
         hidden = hidden_BTD + self._drop(context_BTD, self.projection_dropout)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
-        inner = self.activation(self.ff_in(self.ff_norm(hidden) if self.pre_norm else hidden))
-        hidden = hidden + self._drop(self.ff_out(self._drop(inner, self.ff_dropout)), self.ff_dropout)
+        # As a matrix, because what is written in place over a view has a backward pass that copies.
+        inner = self.ff_in((self.ff_norm(hidden) if self.pre_norm else hidden).flatten(0, -2))
+        inner = self.activation(inner, self.ff_dropout if self.training else 0.0)
+        hidden = hidden + self._drop(self.ff_out(inner), self.ff_dropout).view_as(hidden)
         return hidden if self.pre_norm else self.ff_norm(hidden)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
-        return F.dropout(x, rate) if self.training else x
+        return dropout(x, rate) if self.training else x
 
 
 def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:

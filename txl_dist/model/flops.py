@@ -27,6 +27,7 @@ import torch
 from txl_dist.model.adaptive_embedding import is_projected
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
+from txl_dist.text.clusters import typical_shares
 
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "H200": (989.4, 494.7, 66.9),
@@ -50,8 +51,6 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
 """Dense peaks in TFLOP/s in half precision with fp32 accumulation, TF32 and fp32, by words of the device's name, the
 first match counting. From NVIDIA's datasheets (half of the figures "with sparsity") and, for RTX, its architecture
 whitepapers; boards without TF32 or without bf16 have the figure of what they would use instead."""
-
-_ZIPF_EXPONENT = 1.2
 
 
 def peak_tflops(device_name: str, *, precision: str) -> float:
@@ -115,13 +114,3 @@ def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[
         if is_projected(model, table_width=table_width):
             projections += (passing + shares[i]) * table_width * model.width
     return {"softmax": softmax * 6, "projections": projections * 6}
-
-
-def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
-    """Share of the tokens in each cluster, where the frequency of a word falls with the power -1.2 of its rank.
-
-    On WikiText-103, cut at 20,000, 40,000 and 200,000: 0.948, 0.017, 0.031, 0.005 (counted: 0.952, 0.022, 0.024,
-    0.002). By the integral between ranks counted from a half, which lies close to the sum.
-    """
-    below = [(edge + 0.5) ** (1 - _ZIPF_EXPONENT) for edge in edges]
-    return tuple((low - high) / (below[0] - below[-1]) for low, high in itertools.pairwise(below))

@@ -10,6 +10,7 @@ Gradients are made in the forward pass, chunk of tokens by chunk, since everythi
              number of tokens does not make it vanish; that weight comes in at the end, with the loss scale. Sums over
              tokens, of losses and of gradients of parameters, are kept in at least fp32.
 
+On a GPU one Triton kernel adds the bias and turns logits into gradients, passing over them in place of 24 operations.
 The backward pass only multiplies by the incoming scalar, in place: it works once. Nothing waits for the device.
 
 Shapes: S tokens, D model width, E width of a table, V its rows; R rows of a cluster, c of them in a chunk.
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from txl_dist.model.kernels import launch
 from txl_dist.model.relative_attention import at_least_fp32
 
 CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
@@ -34,6 +36,8 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
 """As many logits in a chunk at most, where that allows for more tokens."""
 ALIGNMENT = 16
 """Rows of logits begin at multiples of this: cuBLAS is slow with odd leading dimensions."""
+KERNEL_TILE = 4096
+"""Logits that a program of the Triton kernel holds at a time, by eight warps: of one row, or of several short ones."""
 
 
 class Columns(NamedTuple):
@@ -140,16 +144,18 @@ class _Sums:
         self.parameters = {x: make(x, dtype=share_S.dtype) for x, make in makers.items()}
         # Zeros, since products in bf16 on a CPU also read beyond a row's end, times zero: that must not be NaN there.
         self.buffer = hidden_SD.new_zeros(max(math.prod(_chunk_shape(one, hidden_SD.device)) for one in clusters))
+        self.by_kernel = runs_kernel(hidden_SD)
 
     def add(self, cluster: Cluster) -> None:
         """All chunks of a cluster."""
         num_rows, length, stride = cluster.targets_R.shape[0], *_chunk_shape(cluster, self.hidden_SD.device)
+        bias = _padded_bias(cluster, stride) if self.by_kernel else None
         for start in range(0, num_rows, length):
             stop = min(start + length, num_rows)
             logits = self.buffer[: (stop - start) * stride].view(-1, stride)[:, : cluster.num_columns]
-            self._add_chunk(cluster, start, stop, logits=logits)
+            self._add_chunk(cluster, start, stop, logits=logits, bias=bias)
 
-    def _add_chunk(self, cluster: Cluster, start: int, stop: int, *, logits: Tensor) -> None:
+    def _add_chunk(self, cluster: Cluster, start: int, stop: int, *, logits: Tensor, bias: Tensor | None) -> None:
         if cluster.rows_R is None:
             rows: Tensor | slice = slice(start, stop)
             hidden_cD = self.hidden_SD[start:stop]
@@ -159,15 +165,21 @@ class _Sums:
         projection = cluster.projection_DE
         inner_cE = hidden_cD if projection is None else hidden_cD @ projection
         pieces = logits.split([columns.high - columns.low for columns in cluster.columns], dim=1)
-        for piece, (weight, bias, low, high) in zip(pieces, cluster.columns, strict=True):
-            torch.addmm(bias[low:high], inner_cE, weight[low:high].t(), out=piece)
-        self.loss[rows] += _into_gradient(logits, cluster.targets_R[start:stop, None], self.share[rows, None])
+        targets_c, share_c = cluster.targets_R[start:stop], self.share[rows]
+        if bias is not None:
+            for piece, (weight, _, low, high) in zip(pieces, cluster.columns, strict=True):
+                torch.mm(inner_cE, weight[low:high].t(), out=piece)
+            self.loss[rows] += _into_gradient_by_kernel(logits, bias, targets_c, share_c)
+        else:
+            for piece, (weight, bias_V, low, high) in zip(pieces, cluster.columns, strict=True):
+                torch.addmm(bias_V[low:high], inner_cE, weight[low:high].t(), out=piece)
+            self.loss[rows] += _into_gradient(logits, targets_c[:, None], share_c[:, None])
         gradient = torch.zeros_like(inner_cE)
-        for piece, (weight, bias, low, high) in zip(pieces, cluster.columns, strict=True):
+        for piece, (weight, bias_V, low, high) in zip(pieces, cluster.columns, strict=True):
             gradient = torch.addmm(gradient, piece, weight[low:high], out=gradient)
             self._accumulate(weight, slice(low, high), piece.t(), inner_cE, overwrite=start == 0)
-            if bias in self.parameters:
-                self.parameters[bias][low:high] += piece.sum(0, dtype=self.share.dtype)
+            if bias_V in self.parameters:
+                self.parameters[bias_V][low:high] += piece.sum(0, dtype=self.share.dtype)
         if projection is not None:
             self._accumulate(projection, slice(None), hidden_cD.t(), gradient)
             gradient = gradient @ projection.t()
@@ -194,6 +206,29 @@ def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
     kind = "cuda" if device.type == "cuda" else "cpu"
     most = max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // stride)
     return math.ceil(num_rows / math.ceil(num_rows / most)), stride
+
+
+def runs_kernel(hidden_SD: Tensor) -> bool:
+    """Whether the Triton kernel makes the gradients of logits on this device and in this type."""
+    return hidden_SD.dtype != torch.float64 and launch.device_obstacle(hidden_SD) is None
+
+
+def _padded_bias(cluster: Cluster, stride: int) -> Tensor:
+    """As `logits_to_gradient` wants it: -inf where a row of the buffer has no column."""
+    biases = [columns.bias_V[columns.low : columns.high] for columns in cluster.columns]
+    return F.pad(torch.cat(biases).float(), (0, stride - cluster.num_columns), value=-math.inf)
+
+
+def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor, share_c: Tensor) -> Tensor:
+    """`_into_gradient` of logits + bias in one pass, for rows that lie as far apart as the bias is long."""
+    from txl_dist.model.kernels.softmax import logits_to_gradient
+
+    num_rows, stride = len(logits_cV), len(bias)
+    columns = min(1 << (stride - 1).bit_length(), KERNEL_TILE)
+    rows, loss_c = KERNEL_TILE // columns, torch.empty_like(share_c)
+    kernel: Any = logits_to_gradient[(math.ceil(num_rows / rows),)]
+    kernel(logits_cV, bias, targets_c, share_c, loss_c, num_rows, stride, ROWS=rows, COLUMNS=columns, num_warps=8)
+    return loss_c
 
 
 def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.block import Block
+from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import Memory, empty_memory, visible_keys
 from txl_dist.model.positions import attention_biases, distance_encoding
@@ -116,7 +116,7 @@ class TransformerXL(nn.Module):
         return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
-        return F.dropout(x, rate, self.training)
+        return dropout(x, rate) if self.training else x
 
 
 class Batch(NamedTuple):

@@ -96,7 +96,7 @@ def _read_checkpoint(folder: Path, *, name: str) -> Trained:
     """`name` says of which run it is, for those who get the model."""
     saved, config = read_state(folder), load_config(folder / SETTINGS)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    precision = config.engine.precision
+    precision = config.engine.dtype
     package = Package(
         section=config.model,
         weights=consolidated_weights(folder),

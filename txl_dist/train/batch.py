@@ -2,6 +2,10 @@
 
 The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` runs in
 the prefetch thread, `pinned` too; `to_device` is the only part on the training thread.
+
+On a GPU the sizes of a partition are a rung of a ladder, the lowest that holds the batch (`text.clusters.size_ladder`).
+All clusters climb together, so that text, whose numbers of rare words never repeat, has a handful of shapes, each of
+which may be a CUDA graph. A rung depends on settings and the batch alone: a run that is continued has the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream, Segment
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.text.clusters import ClusterRows, partition_by_cluster
+from txl_dist.text.clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 from txl_dist.train.state import Job
 
 
@@ -39,8 +43,8 @@ class BatchMaker(NamedTuple):
     embedding_edges: tuple[int, ...]
     softmax_edges: tuple[int, ...]
     mask_documents: bool
-    rows_multiple: int = 128
-    """Each cluster's rows are padded to a multiple of this."""
+    rows_multiple: int = 0
+    """Each cluster's rows are padded to a multiple of this; 0 pads them to a rung of the ladder."""
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
         """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
@@ -60,27 +64,35 @@ class BatchMaker(NamedTuple):
             begins = segment.documents[rows]
             documents = np.where(segment.opens[rows], begins[:, 1:], begins[:, :-1])
             counts, document_BT = counts & (documents == begins[:, 1:]), torch.from_numpy(documents)
+        sizes = self._sizes(tokens, targets) if not self.rows_multiple else ()
         return Batch(
             tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
             targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
             scored_BT=torch.from_numpy(counts.astype(np.float32)),
             document_BT=document_BT,
-            token_partition=self._partition(tokens, self.embedding_edges),
-            target_partition=self._partition(targets, self.softmax_edges),
+            token_partition=self._partition(tokens, self.embedding_edges, sizes),
+            target_partition=self._partition(targets, self.softmax_edges, sizes),
         )
 
-    def _partition(self, ids: np.ndarray, edges: tuple[int, ...]) -> Partition | None:
+    def _sizes(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
+        """Of both partitions: where there are two, they are by the same edges."""
+        counts = count_by_cluster(targets, self.softmax_edges)
+        if len(self.embedding_edges) > 2:
+            counts = tuple(map(max, counts, count_by_cluster(tokens, self.embedding_edges)))
+        return sizes_for(counts, edges=self.softmax_edges, num_tokens=targets.size)
+
+    def _partition(self, ids: np.ndarray, edges: tuple[int, ...], sizes: tuple[int, ...]) -> Partition | None:
         if len(edges) == 2:
             return None  # one cluster: nothing to part
         flat = np.ascontiguousarray(ids).reshape(-1)
-        clusters = partition_by_cluster(flat, edges=edges, multiple=self.rows_multiple)
+        clusters = partition_by_cluster(flat, edges=edges, multiple=self.rows_multiple, sizes=sizes)
         return tuple(ClusterRows(*(torch.from_numpy(field) for field in cluster)) for cluster in clusters)
 
 
 def batch_maker(model: TransformerXL, *, mask_documents: bool) -> BatchMaker:
     """The maker for a model. Raises nothing; ids out of range are found when a batch is made (DataError)."""
-    kind = "cpu" if model.embedding.weight(0).device.type == "cpu" else "cuda"
-    return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents, ROWS_MULTIPLE[kind])
+    rows_multiple = ROWS_MULTIPLE["cpu"] if model.embedding.weight(0).device.type == "cpu" else 0
+    return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents, rows_multiple)
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:

@@ -126,7 +126,7 @@ class Run:
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
         state = load_checkpoint(saved, self.engine, self.job, stream=stream)
-        shown = check_probe(self.engine, self.maker, saved.folder, precision=self.job.config.engine.precision)
+        shown = check_probe(self.engine, self.maker, saved.folder, precision=self.job.config.engine.dtype)
         logger.info("%s: %s", saved.folder.name, shown)
         return state
 

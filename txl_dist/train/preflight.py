@@ -91,10 +91,15 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
             "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
             "Use --engine.precision fp32 (fast here) or bf16 (emulated on most CPUs, very slow)."
         )
-    if config.engine.cuda_graph and device.type == "cpu":
-        raise ConfigError("engine.cuda_graph=True needs a GPU. Leave it out on a CPU.")
+    if config.engine.precision == "tf32" and not _has_tf32(device):
+        raise ConfigError(
+            "engine.precision=tf32 needs a GPU of compute capability 8.0 (Ampere) or later. "
+            "Use --engine.precision fp32, whose checkpoints are the same."
+        )
+    if config.engine.cuda_graph == "on" and device.type == "cpu":
+        raise ConfigError("engine.cuda_graph=on needs a GPU. Leave it out on a CPU, or let it be auto.")
     if config.engine.attention == "triton":
-        model, dtype = config.model, DTYPES[config.engine.precision]
+        model, dtype = config.model, DTYPES[config.engine.dtype]
         unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
         unfit = unfit or (None if device.type == "cuda" else f"it runs on a GPU and this run on the {device.type}")
         if unfit is not None:
@@ -102,6 +107,10 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
                 f"engine.attention=triton cannot run: {unfit}. Use --engine.attention auto, which takes the kernels "
                 "wherever they fit."
             )
+
+
+def _has_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def drivers_of_gpus() -> list[str]:
@@ -180,6 +189,7 @@ def describe_batch(job: Job) -> Iterator[str]:
     yield (
         f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
         f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
+        f"{', CUDA graphs' if engine.replays(on_gpu=uses_gpu()) else ''}"
     )
 
 
@@ -191,7 +201,7 @@ def _attention(config: Config) -> str:
     if chosen != "auto":
         return chosen
     shape, device = (1, 1, model.num_heads, model.head_width), torch.device("cuda" if uses_gpu() else "cpu")
-    query = torch.empty(shape, dtype=DTYPES[config.engine.precision], device=device)
+    query = torch.empty(shape, dtype=DTYPES[config.engine.dtype], device=device)
     reason = obstacle(query, has_position_bias=model.scheme.has_position_bias)
     if reason is None:
         return "triton"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model, tiny_section
 from txl_dist.model.block import Block
+from txl_dist.model.dropout import dropout, gelu_dropout, relu_dropout_
 from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import attention_biases, build_attention
 from txl_dist.model.relative_attention import Terms
@@ -173,3 +174,84 @@ def test_what_is_remembered_was_dropped_once() -> None:
     _, memory = model(random_tokens(8, 16), model.empty_memory(num_lanes=8, memory_len=16))
     assert_dropped(memory.hidden_LBMD[0], rate=RATE, what="memory of the first layer")
     assert (memory.hidden_LBMD[1:] != 0).all()
+
+
+NUMBERS = 400_003
+"""Not a multiple of those that share a word, and more than a piece."""
+
+
+def masks_and_gradients(rate: float, *, seed: int = 3) -> list[Tensor]:
+    """Of each function on ones: what it gives, then the gradient of ones; contiguous, [NUMBERS]."""
+    found = []
+    for function in (dropout, relu_dropout_):
+        torch.manual_seed(seed)
+        x = torch.ones(NUMBERS, requires_grad=True)
+        y = function(x.clone(), rate)
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    return found
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.1, 0.2, 0.5, 0.9])
+def test_masks_have_the_mean_and_variance_of_independent_choices(rate: float) -> None:
+    for y in masks_and_gradients(rate):
+        assert y.unique().numel() == 2
+        assert_dropped(y, rate=rate, what="numbers")
+        variance = rate / (1 - rate)  # of a number that is 0 or 1 / (1 - rate)
+        assert abs(y.mean().item() - 1) <= 5 * math.sqrt(variance / NUMBERS)
+        centred = (y - y.mean()) / math.sqrt(variance)
+        # Neighbours in a word, words, pieces and far apart are not correlated.
+        for distance in (1, 2, 3, 4, 5, 8, 64, 624 * 2, 2**17, 2**17 + 1):
+            correlation = (centred[distance:] * centred[:-distance]).mean().item()
+            assert abs(correlation) <= 5 / math.sqrt(NUMBERS - distance), distance
+        # Counts in groups spread as binomial ones do.
+        counts = (y[: NUMBERS // 100 * 100].view(-1, 100) == 0).sum(1).double()
+        spread = counts.var().item() / (100 * rate * (1 - rate))
+        # The standard error of a sample variance, with the fourth moment of a binomial one.
+        error = math.sqrt((2 + (1 - 6 * rate * (1 - rate)) / (100 * rate * (1 - rate))) / len(counts))
+        assert abs(spread - 1) <= 5 * error
+
+
+def test_forward_and_backward_drop_the_same_numbers_a_seed_decides_which_and_draws_go_on() -> None:
+    y, d_x, relu_y, relu_d_x = masks_and_gradients(RATE)
+    assert torch.equal(y, d_x)
+    assert torch.equal(relu_y, relu_d_x)
+    assert torch.equal(y, relu_y)
+    assert all(torch.equal(a, b) for a, b in zip(masks_and_gradients(RATE), (y, d_x, relu_y, relu_d_x), strict=True))
+    assert not torch.equal(masks_and_gradients(RATE, seed=4)[0], y)
+    torch.manual_seed(3)
+    first, second = (dropout(torch.ones(NUMBERS), RATE) for _ in range(2))
+    assert torch.equal(first, y)
+    assert not torch.equal(second, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_value_that_stays_is_divided_by_the_probability_of_that(dtype: torch.dtype) -> None:
+    """Of any memory format; what relu removes has no gradient."""
+    torch.manual_seed(0)
+    x = torch.randn(30, 70, dtype=dtype).t().requires_grad_()
+    for function, plain in ((dropout, lambda x: x), (relu_dropout_, torch.relu), (gelu_dropout, nn.functional.gelu)):
+        x.grad = None
+        y = function(x.contiguous() + 0, 0.25)
+        y.sum().backward()
+        (expected,) = torch.autograd.grad(plain(x).sum(), x)
+        assert x.grad is not None
+        is_kept = y != 0
+        assert_dropped(y[plain(x) != 0], rate=0.25, what=str(function))
+        torch.testing.assert_close(y[is_kept], (plain(x) / 0.75)[is_kept])
+        torch.testing.assert_close(x.grad, torch.where(is_kept, expected / 0.75, 0).to(dtype))
+        assert torch.equal(function(x.contiguous() + 0, 0.0), plain(x.contiguous()))
+
+
+def test_blocks_that_are_computed_again_drop_the_same_numbers() -> None:
+    tokens_BT = random_tokens(2, 8)
+    gradients = []
+    for recompute_every in (0, 1):
+        model = tiny_model(dropout=RATE).train()
+        model.recompute_every = recompute_every
+        torch.manual_seed(1)
+        model(tokens_BT, model.empty_memory(num_lanes=2, memory_len=4))[0].square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert len(gradients[0]) > 10
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -10,10 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.models import tiny_section
-from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops, typical_shares
+from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.text.clusters import ClusterRows, cluster_edges
+from txl_dist.text.clusters import ClusterRows, cluster_edges, typical_shares
 
 STACKS = {
     "A": ({"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}, 128, 8),

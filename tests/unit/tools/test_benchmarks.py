@@ -34,38 +34,25 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
     assert float(str(ours["loss error"])) < 1e-6
 
 
+def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit() -> None:
+    counted = [float(row.split("│")[2]) for row in run("bench_softmax.py", "--count").splitlines() if row[:1] == "│"]
+    assert counted == [52.0, 10.0]
+
+
+def test_what_attention_launches_is_listed_by_recipe(tmp_path: Path) -> None:
+    run("bench_attention.py", "--launches", "--buffer-mib", "128", "--json", str(tmp_path / "launches.json"))
+    (table,) = tables_in(tmp_path / "launches.json").values()
+    assert {row["recipe"]: row["launches"] for row in table} == {
+        **{"enwik8_base": 14, "enwik8_large": 14, "wt103_base": 7, "nvidia_wt103_base": 7, "wt103_large": 14}
+    }
+
+
 def test_without_transformers_its_peer_says_what_to_install() -> None:
     program = "import sys; sys.modules['transformers'] = None; import peers; peers.huggingface()"
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 1
     assert "Install transformers==4.46.3" in result.stderr.splitlines()[-1]
-
-
-def test_everything_for_a_gpu_can_be_rehearsed_and_a_section_that_fails_is_recorded(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    sections = ("ceilings", "exact", "kernels", "step:wt103_large", "precision")
-    words = [word for section in sections for word in ("--only", section)]
-    printed = run("bench_gpu.py", "--rehearse", *words, "--json", str(file))
-    tables = tables_in(file)
-    assert set(tables) == set(sections)
-    assert all(value < 1e-5 for row in tables["exact"] for value in row.values() if isinstance(value, float))
-    assert {row["variant"] for row in tables["kernels"]} == {"plain", "fused", "sdpa"}
-    codes = {row["code"]: row for row in tables["step:wt103_large"]}
-    assert "--peer-nvidia was not given" in str(codes["nvidia fp16"]["error"])
-    ours = [codes[name] for name in ("ours plain", "ours fused")]
-    assert ours[0]["first loss"] == pytest.approx(ours[1]["first loss"], rel=1e-5)
-    assert len(tables["precision"]) == 4
-    assert "peer-nvidia was not given" in printed
-
-
-def test_a_later_run_adds_to_the_file_and_one_without_time_says_so(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    run("bench_gpu.py", "--rehearse", "--only", "ceilings", "--json", str(file))
-    run("bench_gpu.py", "--rehearse", "--only", "precision", "--minutes", "0", "--json", str(file))
-    tables = tables_in(file)
-    assert len(tables["ceilings"]) == 2
-    assert tables["precision"] == [{"code": "", "error": "no time was left"}]
 
 
 def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:

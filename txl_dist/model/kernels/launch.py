@@ -2,7 +2,7 @@
 
 `triton_relative_attention` is what `relative_attention` is, for half precision on a GPU. Between forward and backward
 it keeps the inputs, the context and one number per query and head. What is of T x K numbers is a score buffer for some
-lanes and heads at a time, small enough to stay in the GPU's L2 cache while the kernels of a chunk pass it on.
+lanes and heads at a time, a chunk. `launches` is the whole plan, for any sizes and without a device.
 
 Kernels are launched without waiting for the device: the seed of dropout is a tensor, drawn from the device's default
 generator, so that activation checkpointing, which restores that generator, makes the same mask again.
@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 import shutil
+import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +31,24 @@ from torch.autograd.function import once_differentiable
 
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
+from txl_dist.sections import ModelSection, TrainSection
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
 """Head widths between are padded by zeros, so that every row of a head begins at a multiple of 16 bytes."""
-SCORE_BUFFER_BYTES = 30 * 2**20
-"""Of a chunk: most of the L2 cache of an H100 or H200 (50 and 60 MB)."""
+SCORE_BUFFER_BYTES = 192 * 2**20
+"""Of a chunk. 30 MB stay in the L2 cache of an H100 or H200 (50 and 60 MB), but make launches many and too small to
+fill a device; into this a layer of each recipe fits. `tools/bench_attention.py --buffers` measures which is better."""
 MAX_MATRICES = 65_535 // 8
 """Score matrices in a chunk: an axis of a CUDA grid has at most 65,535 programs, 8 for a matrix."""
+NUM_MULTIPROCESSORS = 132
+"""Of an H100 or H200: what a wave of programs is counted for."""
+FORWARD = ("distance_scores", "attend")
+BACKWARD = (
+    *("distance_scores", "key_value_gradients", "query_gradients"),
+    *("distance_query_gradients", "distance_gradients"),
+)
+"""The kernels in order, for each chunk."""
 KEEP_LEVELS = 65_536
 """Dropout's rate is a multiple of one part in so many."""
 
@@ -47,8 +60,40 @@ class Tile(NamedTuple):
     columns: int
     num_warps: int
     num_stages: int
+    resident: int
+    """Programs that a multiprocessor of sm_90 holds at a time, by their registers, shared memory and warps."""
     max_registers: int | None = None
     """For each thread: 168 let three programs of four warps share a multiprocessor."""
+
+
+class Sizes(NamedTuple):
+    """What decides how attention is cut into launches."""
+
+    B: int
+    T: int
+    K: int
+    N: int
+    H: int
+    """Of the padded head."""
+    has_dropout: bool = False
+    value_bytes: int = 2
+
+    @classmethod
+    def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
+        """Of a micro-batch of so many lanes, the memory full, in half precision."""
+        head_width = _ceil_div(model.head_width, HEAD_WIDTH_MULTIPLE) * HEAD_WIDTH_MULTIPLE
+        num_keys, has_dropout = train.memory_len + train.segment_len, model.attention_dropout > 0
+        return cls(lanes, train.segment_len, num_keys, model.num_heads, head_width, has_dropout)
+
+    @property
+    def row_len(self) -> int:
+        """Of the score buffer, in numbers: K rounded up to 16."""
+        return _ceil_div(self.K, 16) * 16
+
+    @property
+    def matrix_len(self) -> int:
+        """Scores of one lane and head, in numbers."""
+        return self.T * self.row_len
 
 
 class Shape(NamedTuple):
@@ -74,6 +119,21 @@ class Chunk(NamedTuple):
     num_heads: int
 
 
+class Launch(NamedTuple):
+    """One launch of a kernel of `kernels/relative_attention.py`."""
+
+    kernel: str
+    tile: Tile
+    grid: tuple[int, ...]
+    """Of programs."""
+    chunk: Chunk
+
+    @property
+    def waves(self) -> float:
+        """How many times over its programs fill an H100 or H200."""
+        return math.prod(self.grid) / (NUM_MULTIPROCESSORS * self.tile.resident)
+
+
 def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
     """Why the kernels cannot compute attention of this kind on any device; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
@@ -87,15 +147,21 @@ def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) ->
 
 def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
     """Why the kernels cannot compute attention of these queries; None if they can."""
-    if not query_BTNH.is_cuda:
-        return f"it runs on a CUDA device and the model is on {query_BTNH.device}"
+    unfit = mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
+    return device_obstacle(query_BTNH) or unfit
+
+
+def device_obstacle(on_device: Tensor) -> str | None:
+    """Why Triton's kernels cannot run where this tensor is; None if they can."""
+    if not on_device.is_cuda:
+        return f"it runs on a CUDA device and the model is on {on_device.device}"
     if not _has_triton():
         return "triton is not installed"
     if lacking := lacks_compiler():
         return lacking
-    if torch.cuda.get_device_capability(query_BTNH.device) < (8, 0):
-        return f"{torch.cuda.get_device_name(query_BTNH.device)} is older than Ampere (compute capability 8.0)"
-    return mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
+    if torch.cuda.get_device_capability(on_device.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(on_device.device)} is older than Ampere (compute capability 8.0)"
+    return None
 
 
 @functools.cache
@@ -106,11 +172,24 @@ def _has_triton() -> bool:
 @functools.cache
 def lacks_compiler() -> str:
     """What is missing to compile what starts a kernel, as Triton does when the first one runs; empty if nothing."""
-    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
         return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").is_file():
         return "Triton needs Python.h, the headers of Python, to compile, and it is missing"
-    return ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text("#include <Python.h>\n")
+        command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(source.with_suffix(".so"))]
+        try:
+            tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"Triton needs a C compiler, and {compiler} does not run ({error})"
+    if tried.returncode == 0:
+        return ""
+    why = next(filter(None, tried.stderr.splitlines()), f"exit code {tried.returncode}")
+    return f"Triton needs a C compiler, and {compiler} cannot compile with Python.h ({why})"
 
 
 def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
@@ -132,23 +211,85 @@ def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: flo
     return context[..., :head_width] if padding else context
 
 
-def tiles(head_width: int) -> dict[str, Tile]:
-    """By kernel, for heads of this width: chosen so that no registers spill on sm_90, with dropout or without."""
+def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
+    """By kernel, for heads of this width, the largest first: chosen so that no registers spill on sm_90."""
     narrow, whole = head_width <= 64, head_width in (32, 64)
-    return {
-        "distance_scores": Tile(64, 128, 4, 1),
-        "attend": Tile(64, 64, 4, 2, max_registers=168 if whole else None),
-        "prepare_backward": Tile(64, 0, 4, 1),
-        "key_value_gradients": Tile(32, 64, 4, 3) if narrow else Tile(32, 64, 8, 2),
-        "query_gradients": Tile(64, 64, 4, 3),
-        "distance_query_gradients": Tile(64, 64, 4, 3),
-        "distance_gradients": Tile(64, 64, 4, 3),
+    small = {
+        "distance_scores": Tile(64, 128, 4, 1, resident=3 if narrow else 2),
+        "attend": Tile(64, 64, 4, 2, resident=3 if whole else 2, max_registers=168 if whole else None),
+        "key_value_gradients": Tile(32, 64, 4, 3, resident=2) if narrow else Tile(32, 64, 8, 2, resident=1),
+        "query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
+        "distance_query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
+        "distance_gradients": Tile(64, 64, 4, 3, resident=4 if narrow else 2),
     }
+    large: dict[str, Tile] = {}
+    if head_width == 64:
+        large = {
+            "key_value_gradients": Tile(32, 128, 8, 3, resident=1),
+            "query_gradients": Tile(128, 64, 4, 3, resident=3),
+            "distance_query_gradients": Tile(128, 64, 4, 3, resident=3),
+            "distance_gradients": Tile(64, 128, 8, 3, resident=2),
+        }
+        if not has_dropout:
+            large["attend"] = Tile(128, 64, 4, 2, resident=2)
+    elif head_width == 128:
+        large = {
+            "attend": Tile(128, 64, 8, 2, resident=1),
+            "query_gradients": Tile(128, 64, 8, 3, resident=2),
+            "distance_query_gradients": Tile(128, 64, 8, 3, resident=2),
+            "distance_gradients": Tile(64, 128, 8, 3, resident=1),
+        }
+    return {kernel: (large[kernel], tile) if kernel in large else (tile,) for kernel, tile in small.items()}
 
 
-def chunks(num_lanes: int, num_heads: int, *, matrix_bytes: int) -> Iterator[Chunk]:
+def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
+    """What is launched for one layer, in order: the whole plan, which knows no device."""
+    all_chunks, kernels = list(chunks(sizes)), BACKWARD if backward else FORWARD
+    chosen = {kernel: _tile(kernel, sizes, all_chunks[0]) for kernel in kernels}
+    return [
+        Launch(kernel, chosen[kernel], _grid(kernel, chosen[kernel], sizes, chunk, all_chunks[0]), chunk)
+        for chunk in all_chunks
+        for kernel in kernels
+    ]
+
+
+def _tile(kernel: str, sizes: Sizes, largest: Chunk) -> Tile:
+    """The largest whose programs fill a device, and hardly compute more that is not there than the smallest's."""
+    *_, smallest = options = tiles(sizes.H, has_dropout=sizes.has_dropout)[kernel]
+
+    def covered(tile: Tile) -> int:
+        across = tile.columns if kernel in ("key_value_gradients", "distance_gradients") else tile.rows
+        return across * _grid(kernel, tile, sizes, largest, largest)[0]
+
+    for tile in options:
+        fills = Launch(kernel, tile, _grid(kernel, tile, sizes, largest, largest), largest).waves >= 1
+        if fills and covered(tile) <= covered(smallest) * 9 / 8:
+            return tile
+    return smallest
+
+
+def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: Chunk, largest: Chunk) -> tuple[int, ...]:
+    """Programs along each axis, as the kernel's docstring has them."""
+    matrices, residues, classes = chunk.num_lanes * chunk.num_heads, 8 * chunk.num_heads, _ceil_div(sizes.T, 8)
+    class_tiles = _ceil_div(classes * chunk.num_lanes, tile.rows)
+    distance_tiles = _ceil_div(8 * classes + sizes.K - sizes.T + 8, tile.columns)  # n from -8 ceil(T / 8) to M + 7
+    if kernel == "distance_scores":
+        return distance_tiles, class_tiles, residues
+    if kernel == "distance_query_gradients":
+        return class_tiles, residues
+    if kernel == "distance_gradients":
+        # Rows are split into the same parts in all chunks: where one would be less than a wave, so many that it is one.
+        wave, most = NUM_MULTIPROCESSORS * tile.resident, _ceil_div(classes * largest.num_lanes, tile.rows)
+        return distance_tiles, min(_ceil_div(wave, distance_tiles * 8 * largest.num_heads), most), residues
+    return _ceil_div(sizes.K, tile.columns) if kernel == "key_value_gradients" else _ceil_div(
+        sizes.T, tile.rows
+    ), matrices
+
+
+def chunks(sizes: Sizes) -> Iterator[Chunk]:
     """Every (lane, head) once. All lanes of some heads where they fit: their gradient of R is then made at once."""
-    fit = min(max(1, SCORE_BUFFER_BYTES // matrix_bytes), MAX_MATRICES)
+    num_lanes, num_heads = sizes.B, sizes.N
+    fit = min(max(1, SCORE_BUFFER_BYTES // (sizes.matrix_len * sizes.value_bytes)), MAX_MATRICES)
     lanes = _even_part(num_lanes, fit)
     heads = _even_part(num_heads, max(1, fit // lanes))
     for first_head in range(0, num_heads, heads):
@@ -167,59 +308,44 @@ def _ceil_div(number: int, divisor: int) -> int:
 class _Kernels:
     """The kernels for one set of inputs: what is common to their launches."""
 
-    def __init__(self, query: Tensor, key: Tensor, *, oldest: int | None) -> None:
+    def __init__(self, query: Tensor, key: Tensor, *, oldest: int | None, has_dropout: bool, backward: bool) -> None:
         from txl_dist.model.kernels import relative_attention
 
         self.source = relative_attention
         B, T, N, self.head_width = query.shape
         K = key.shape[1]
-        self.tiles = tiles(self.head_width)
-        self.shape = Shape(T, K, _ceil_div(K, 16) * 16, N, key.stride(1), oldest)
-        matrix_bytes = T * self.shape.S * query.element_size()
-        self.chunks = list(chunks(B, N, matrix_bytes=matrix_bytes))
-        self.scores = query.new_empty(self.chunks[0].num_lanes * self.chunks[0].num_heads * T * self.shape.S)
+        sizes = Sizes(B, T, K, N, self.head_width, has_dropout, query.element_size())
+        self.launches = launches(sizes, backward=backward)
+        self.shape = Shape(T, K, sizes.row_len, N, key.stride(1), oldest)
+        largest = self.launches[0].chunk  # the first is
+        self.scores = query.new_empty(largest.num_lanes * largest.num_heads * sizes.matrix_len)
 
-    def num_row_tiles(self, name: str) -> int:
-        """Tiles of queries."""
-        return _ceil_div(self.shape.T, self.tiles[name].rows)
+    def largest_grid(self, name: str) -> tuple[int, ...]:
+        """Of the first chunk: no other has more programs along any axis."""
+        return next(launch.grid for launch in self.launches if launch.kernel == name)
 
-    def num_class_tiles(self, num_lanes: int, name: str) -> int:
-        """Tiles of the queries of one residue."""
-        return _ceil_div(_ceil_div(self.shape.T, 8) * num_lanes, self.tiles[name].rows)
-
-    def num_distance_tiles(self, name: str) -> int:
-        """Tiles of n, from -8 ceil(T / 8) to M + 7."""
-        return _ceil_div(_ceil_div(self.shape.T, 8) * 8 + self.shape.K - self.shape.T + 8, self.tiles[name].columns)
-
-    def score_distances(self, query: Tensor, distance: Tensor, position_bias: Tensor, chunk: Chunk) -> None:
-        """Fill the buffer with terms (b) + (d) of a chunk."""
-        name = "distance_scores"
-        grid = (self.num_distance_tiles(name), self.num_class_tiles(chunk.num_lanes, name), 8 * chunk.num_heads)
-        where = (chunk.num_lanes, chunk.first_lane, chunk.first_head)
-        self.run(name, grid, query, distance, position_bias, self.scores, self.shape, *where)
-
-    def run(self, name: str, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Launch one kernel. `grid` counts programs."""
-        tile = self.tiles[name]
-        kernel: Any = getattr(self.source, name)
-        kernel[grid](
+    def run(self, launch: Launch, *arguments: Any) -> None:
+        """Launch one kernel with these arguments and the chunk's."""
+        tile, chunk = launch.tile, launch.chunk
+        kernel: Any = getattr(self.source, launch.kernel)
+        kernel[launch.grid](
             *arguments,
-            **self._constants(name),
+            chunk.num_lanes,
+            chunk.first_lane,
+            chunk.first_head,
+            **self._constants(launch),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=tile.max_registers,
         )
 
-    def _constants(self, name: str) -> dict[str, int]:
+    def _constants(self, launch: Launch) -> dict[str, int]:
         """What is compiled in, besides `Shape`."""
-        tile = self.tiles[name]
-        block_h = 1 << (self.head_width - 1).bit_length()
-        constants = {"H": self.head_width, "BLOCK_H": block_h, "ROWS": tile.rows}
-        if name != "prepare_backward":
-            constants |= {"COLUMNS": tile.columns, "CAST": self.source.IS_INTERPRETED}
-        if name == "attend":
+        tile, block_h = launch.tile, 1 << (self.head_width - 1).bit_length()
+        constants = {"H": self.head_width, "BLOCK_H": block_h, "ROWS": tile.rows, "COLUMNS": tile.columns}
+        if launch.kernel == "attend":
             constants["STAGES"] = tile.num_stages
-        return constants
+        return constants | {"CAST": self.source.IS_INTERPRETED}
 
 
 class _Attention(torch.autograd.Function):
@@ -245,16 +371,16 @@ class _Attention(torch.autograd.Function):
         # A number of two bytes for each thread would be a load of two bytes.
         content_bias, position_bias = content_bias.float().contiguous(), position_bias.float().contiguous()
         key, value = _alike(key, value)
-        kernels = _Kernels(query, key, oldest=oldest)
+        kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=False)
         (B, T, N, _), shape, scores = query.shape, kernels.shape, kernels.scores
         context, lse = torch.empty_like(query), query.new_empty(B, N, T, dtype=torch.float32)
         documents = (query_document, key_document, seed)
-        for chunk in kernels.chunks:
-            where = (chunk.num_lanes, chunk.first_lane, chunk.first_head)
-            kernels.score_distances(query, distance, position_bias, chunk)
-            grid = (kernels.num_row_tiles("attend"), chunk.num_lanes * chunk.num_heads)
-            tensors = (query, key, value, content_bias, scores, *documents, context, lse)
-            kernels.run("attend", grid, *tensors, shape, scale, threshold, *where)
+        arguments = {
+            "distance_scores": (query, distance, position_bias, scores, *[None] * 6, shape, 1.0),
+            "attend": (query, key, value, content_bias, scores, *documents, context, lse, shape, scale, threshold),
+        }
+        for launch in kernels.launches:
+            kernels.run(launch, *arguments[launch.kernel])
         ctx.save_for_backward(query, key, value, distance, content_bias, position_bias, *documents, context, lse)
         ctx.settings = (oldest, scale, threshold)
         return context
@@ -265,37 +391,32 @@ class _Attention(torch.autograd.Function):
         query, key, value, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
         oldest, scale, threshold = ctx.settings
         d_context = gradients[0].contiguous()
-        kernels = _Kernels(query, key, oldest=oldest)
+        kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=True)
         (B, _, N, H), K, shape, scores = query.shape, key.shape[1], kernels.shape, kernels.scores
         content_query, position_query, delta = torch.empty_like(query), torch.empty_like(query), torch.empty_like(lse)
-        grid: tuple[int, ...] = (kernels.num_row_tiles("prepare_backward"), B, N)
-        made = (content_query, position_query, delta)
-        kept_part = 1 - threshold / KEEP_LEVELS
-        tensors: tuple[Any, ...] = (query, content_bias, position_bias, context, d_context, *made)
-        kernels.run("prepare_backward", grid, *tensors, shape, kept_part)
-
         d_query, d_key, d_value = torch.empty_like(query), key.new_empty(B, K, N, H), value.new_empty(B, K, N, H)
-        row_tiles, d_scale = kernels.num_row_tiles("query_gradients"), scale / kept_part
-        class_tiles = kernels.num_class_tiles(kernels.chunks[0].num_lanes, "distance_query_gradients")
-        lane_chunks = len({chunk.first_lane for chunk in kernels.chunks})
+        row_tiles, _ = kernels.largest_grid("query_gradients")
+        class_tiles, _ = kernels.largest_grid("distance_query_gradients")
+        _, parts, _ = kernels.largest_grid("distance_gradients")
+        lane_starts = sorted({launch.chunk.first_lane for launch in kernels.launches})
         d_content_bias = lse.new_empty(B * row_tiles, N, H)
-        d_position_bias = lse.new_zeros(lane_chunks, 8 * class_tiles, N, H)
-        d_distance = lse.new_zeros(8, K, N, H)
-        for chunk in kernels.chunks:
-            where = (chunk.num_lanes, chunk.first_lane, chunk.first_head)
-            matrices = chunk.num_lanes * chunk.num_heads
-            kernels.score_distances(query, distance, position_bias, chunk)
-            tensors = (content_query, key, value, scores, *documents, d_context, lse, delta, d_key, d_value)
-            grid = (_ceil_div(K, kernels.tiles["key_value_gradients"].columns), matrices)
-            kernels.run("key_value_gradients", grid, *tensors, shape, scale, threshold, d_scale, *where)
-            grid = (row_tiles, matrices)
-            kernels.run("query_gradients", grid, key, scores, d_query, d_content_bias, shape, d_scale, *where)
-            part = d_position_bias[chunk.first_lane // kernels.chunks[0].num_lanes]
-            grid = (kernels.num_class_tiles(chunk.num_lanes, "distance_query_gradients"), 8 * chunk.num_heads)
-            kernels.run("distance_query_gradients", grid, distance, scores, d_query, part, shape, d_scale, *where)
-            grid = (kernels.num_distance_tiles("distance_gradients"), 8 * chunk.num_heads)
-            kernels.run("distance_gradients", grid, position_query, scores, d_distance, shape, d_scale, *where)
-        sums = (d_distance.sum(0), d_content_bias.sum(0), d_position_bias.sum((0, 1)))
+        d_position_bias = lse.new_zeros(len(lane_starts), 8 * class_tiles, N, H)
+        d_distance = lse.new_zeros(parts, 8, K, N, H)
+        kept_part = 1 - threshold / KEEP_LEVELS
+        d_scale = scale / kept_part
+        prepared = (content_bias, context, d_context, content_query, position_query, delta)
+        loaded, made = (content_query, key, value, scores, *documents, d_context, lse, delta), (d_key, d_value)
+        arguments: dict[str, tuple[Any, ...]] = {
+            "distance_scores": (query, distance, position_bias, scores, *prepared, shape, kept_part),
+            "key_value_gradients": (*loaded, *made, shape, scale, threshold, d_scale),
+            "query_gradients": (key, scores, d_query, d_content_bias, shape, d_scale),
+            "distance_gradients": (position_query, scores, d_distance, shape, d_scale),
+        }
+        for launch in kernels.launches:
+            part = d_position_bias[lane_starts.index(launch.chunk.first_lane)]
+            arguments["distance_query_gradients"] = (distance, scores, d_query, part, shape, d_scale)
+            kernels.run(launch, *arguments[launch.kernel])
+        sums = (d_distance.sum((0, 1)), d_content_bias.sum(0), d_position_bias.sum((0, 1)))
         return d_query, d_key, d_value, *(x.to(query.dtype) for x in sums), *[None] * 6
 
 

@@ -18,16 +18,18 @@ too, and span few queries, so that few of their numbers are wasted beyond the en
 
     forward   over n  distance_scores           buffer <- (q + v) R'
               over j  attend                    softmax((q + u) k' + buffer) values
-    backward          prepare_backward          q + u, q + v, and delta_i = d_context_i . context_i
-              over n  distance_scores           the buffer again: nothing of T x K numbers is kept
+    backward  over n  distance_scores           the buffer again: nothing of T x K numbers is kept; and
+                                                q + u, q + v, and delta_i = d_context_i . context_i
               over j  key_value_gradients       dk, dv; buffer <- dS, the gradient of the scores, in place
               over j  query_gradients           dq <- dS k, and parts of du
               over n  distance_query_gradients  dq <- dq + dS R, and parts of dv_bias
-              over n  distance_gradients        dR, for each residue its own part
+              over n  distance_gradients        dR, for each residue and part of the rows its own
 
-No atomics, so the result is always the same. Tiles that no query sees are skipped everywhere. Sums are in fp32. Masked
-scores are -inf while the running maximum begins at a finite number, so a tile that a query does not see gives
-exp(-inf) = 0 and never NaN. Dropout is a function of (seed, lane, head, i, j), made again wherever it is needed.
+No atomics, so the result is always the same. Tiles that no query sees are skipped everywhere. Those that all see are
+not masked: a program asks once whether documents end among its rows, and then only tiles on the edge of what is seen
+are masked, by a branch, since a loop of their own would take more registers. Sums are in fp32. Masked scores are -inf
+while the running maximum begins at a finite number, so a tile that a query does not see gives exp(-inf) = 0 and never
+NaN. Dropout is a function of (seed, lane, head, i, j), made again wherever it is needed.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Queries, contexts and
 their gradients are contiguous BTNH; keys and values are rows `key_stride` apart; the documents are BT and BK, int64.
@@ -98,6 +100,16 @@ def load_documents(POINTER, lane, row, length):
 
 
 @triton.jit
+def has_border(POINTER, start, stop, document, others):
+    """Whether any row from `start` to `stop`, or any of `others` [rows], is of another document than this one."""
+    found = tl.zeros([128], tl.int32)
+    for first in range(start, stop, 128):
+        row = first + tl.arange(0, 128)
+        found |= (tl.load(POINTER + row, mask=row < stop, other=document) != document).to(tl.int32)
+    return (tl.max(found, 0) > 0) | (tl.max((others != document).to(tl.int32), 0) > 0)
+
+
+@triton.jit
 def kept(seed, lane, head, i, j0, threshold, COLUMNS: tl.constexpr):
     """[rows, COLUMNS]: which probabilities of keys j0 and on dropout keeps; `threshold` / 65536 of them it does not.
 
@@ -141,25 +153,43 @@ def seen_columns(residue, last_a, shape):
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
-def distance_scores(QUERY, DISTANCE, BIAS, SCORES, shape, lanes, first_lane, first_head,
+def distance_scores(QUERY, DISTANCE, BIAS, SCORES, CONTENT_BIAS, CONTEXT, D_CONTEXT, CONTENT_QUERY, POSITION_QUERY,
+                    DELTA, shape, kept_part, lanes, first_lane, first_head,
                     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                     CAST: tl.constexpr):  # fmt: skip
-    """Terms (b) and (d): one tile of (q + v) R', over n. Programs: (tiles of n, tiles of rows, 8 residues x heads)."""
+    """Terms (b) and (d): one tile of (q + v) R', over n. Programs: (tiles of n, tiles of rows, 8 residues x heads).
+
+    For the backward, the program of a tile of rows that has least to do, the first, also writes what all later kernels
+    need of these rows: q + u, q + v, and delta = d_context . context, what the softmax takes from all gradients of a
+    row of scores. Dropout scales probabilities up by 1 / kept_part. Their gradients here and dS are without that
+    factor, which is in `d_scale` of the kernels that use them.
+    """
     residue, head = tl.program_id(2) % 8, tl.program_id(2) // 8
-    width = shape.num_heads * H
+    width, column = shape.num_heads * H, (first_head + head) * H
     a, lane, i = class_rows(tl.program_id(1), residue, lanes, ROWS)
+    row, known = (first_lane + lane).to(tl.int64) * shape.T + i, i < shape.T
     n0 = tl.program_id(0) * COLUMNS - 8 * tl.cdiv(shape.T, 8)
     first, last = seen_columns(residue, ((tl.program_id(1) + 1) * ROWS - 1) // lanes, shape)
     if (n0 <= last) & (n0 + COLUMNS > first):
-        column = (first_head + head) * H
-        row = (first_lane + lane).to(tl.int64) * shape.T + i
-        query = load_rows(QUERY + column, row, i < shape.T, width, H, BLOCK_H)
+        query = load_rows(QUERY + column, row, known, width, H, BLOCK_H)
         query = (query.to(tl.float32) + load_bias(BIAS, first_head + head, H, BLOCK_H)).to(query.dtype)
         c = n0 + tl.arange(0, COLUMNS) + (shape.T - 1 - residue)
         distance = load_rows(DISTANCE + column, c, (c >= 0) & (c < shape.K), width, H, BLOCK_H)
         score = dot(query, tl.trans(distance), tl.zeros([ROWS, COLUMNS], tl.float32), CAST)
         pointer, mask = skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS)
         tl.store(pointer, score.to(SCORES.dtype.element_ty), mask=mask)
+    # Two questions, since the compiler answers the first and only a program the second.
+    if DELTA is not None:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            context = load_rows(CONTEXT + column, row, known, width, H, BLOCK_H).to(tl.float32)
+            d_context = load_rows(D_CONTEXT + column, row, known, width, H, BLOCK_H).to(tl.float32)
+            pointer = DELTA + ((first_lane + lane) * shape.num_heads + first_head + head) * shape.T + i
+            tl.store(pointer, tl.sum(context * d_context, 1) * kept_part, mask=known)
+            query = load_rows(QUERY + column, row, known, width, H, BLOCK_H).to(tl.float32)
+            content_query = query + load_bias(CONTENT_BIAS, first_head + head, H, BLOCK_H)
+            store_rows(CONTENT_QUERY + column, row, known, width, content_query, H, BLOCK_H)
+            position_query = query + load_bias(BIAS, first_head + head, H, BLOCK_H)
+            store_rows(POSITION_QUERY + column, row, known, width, position_query, H, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
@@ -187,6 +217,8 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
     start, stop = 0, tl.minimum(K, K - T + (tile + 1) * ROWS)
     if shape.oldest is not None:
         start = (tile * ROWS + shape.oldest) // COLUMNS * COLUMNS
+    document = tl.load(QUERY_DOCUMENT + lane * T + tile * ROWS)
+    border = has_border(KEY_DOCUMENT + lane * K, start, stop, document, tl.where(i < T, query_document, document))
     # Said here too, so that the score tile, which is no factor of a product, is loaded ahead as keys and values are.
     for j0 in tl.range(start, stop, COLUMNS, num_stages=STAGES):
         j = j0 + tl.arange(0, COLUMNS)
@@ -196,8 +228,12 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
         key = load_rows(KEY + key_base, j, j < K, shape.key_stride, H, BLOCK_H)
         score = dot(query, tl.trans(key), score, CAST)
         key_document = load_documents(KEY_DOCUMENT, lane, j, K)
-        seen = visible(i[:, None], j[None, :], query_document[:, None], key_document[None, :], shape)
-        score = tl.where(seen, score, float("-inf"))
+        is_masked = border | (j0 + COLUMNS > tile * ROWS + 1 + (K - T))
+        if shape.oldest is not None:
+            is_masked |= j0 < (tile + 1) * ROWS - 1 + shape.oldest
+        if is_masked:
+            seen = visible(i[:, None], j[None, :], query_document[:, None], key_document[None, :], shape)
+            score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1) * (scale * LOG2_E))
         probability = tl.exp2(score * (scale * LOG2_E) - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -213,29 +249,6 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
         factor = factor * (65536.0 / (65536 - threshold))
     store_rows(CONTEXT + head * H, query_row, i < T, width, context * factor[:, None], H, BLOCK_H)
     tl.store(LSE + (lane * shape.num_heads + head) * T + i, highest + tl.log2(normaliser), mask=i < T)
-
-
-@triton.jit
-def prepare_backward(QUERY, CONTENT_BIAS, POSITION_BIAS, CONTEXT, D_CONTEXT, CONTENT_QUERY, POSITION_QUERY, DELTA,
-                     shape, kept_part,
-                     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """q + u, q + v, and delta = d_context . context: what the softmax takes from all gradients of a row of scores.
-
-    Dropout scales probabilities up by 1 / kept_part. Their gradients here and dS are without that factor, which is in
-    `d_scale` of the kernels that use them. Programs: (tiles of queries, lanes, heads).
-    """
-    lane, head = tl.program_id(1), tl.program_id(2)
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row, width, column = lane.to(tl.int64) * shape.T + i, shape.num_heads * H, head * H
-    context = load_rows(CONTEXT + column, row, i < shape.T, width, H, BLOCK_H).to(tl.float32)
-    d_context = load_rows(D_CONTEXT + column, row, i < shape.T, width, H, BLOCK_H).to(tl.float32)
-    pointer = DELTA + (lane * shape.num_heads + head) * shape.T + i
-    tl.store(pointer, tl.sum(context * d_context, 1) * kept_part, mask=i < shape.T)
-    query = load_rows(QUERY + column, row, i < shape.T, width, H, BLOCK_H).to(tl.float32)
-    content_query = query + load_bias(CONTENT_BIAS, head, H, BLOCK_H)
-    store_rows(CONTENT_QUERY + column, row, i < shape.T, width, content_query, H, BLOCK_H)
-    position_query = query + load_bias(POSITION_BIAS, head, H, BLOCK_H)
-    store_rows(POSITION_QUERY + column, row, i < shape.T, width, position_query, H, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
@@ -262,6 +275,9 @@ def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_D
     start, stop = tl.maximum(0, first_key - (K - T)) // ROWS * ROWS, T
     if shape.oldest is not None:
         stop = tl.minimum(T, first_key + COLUMNS - shape.oldest)
+    document = tl.load(KEY_DOCUMENT + lane * K + first_key)
+    others = tl.where(j < K, key_document, document)
+    border = has_border(QUERY_DOCUMENT + lane * T, start, stop, document, others)
     d_key, d_value = tl.zeros([COLUMNS, BLOCK_H], tl.float32), tl.zeros([COLUMNS, BLOCK_H], tl.float32)
     for i0 in range(start, stop, ROWS):
         i = i0 + tl.arange(0, ROWS)
@@ -276,8 +292,12 @@ def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_D
         query_document = load_documents(QUERY_DOCUMENT, lane, i, T)
         # Transposed, [keys, queries], so that what one product makes in registers is the left factor of the next.
         score = dot(key, tl.trans(query), tl.trans(tl.load(pointer, mask=mask, other=0.0)).to(tl.float32), CAST)
-        seen = visible(i[None, :], j[:, None], query_document[None, :], key_document[:, None], shape)
-        score = tl.where(seen, score, float("-inf"))
+        is_masked = border | (first_key + COLUMNS > i0 + 1 + (K - T)) | (i0 + ROWS > T)
+        if shape.oldest is not None:
+            is_masked |= first_key < i0 + ROWS - 1 + shape.oldest
+        if is_masked:
+            seen = visible(i[None, :], j[:, None], query_document[None, :], key_document[:, None], shape)
+            score = tl.where(seen, score, float("-inf"))
         probability = tl.exp2(score * (scale * LOG2_E) - lse[None, :])
         d_probability = dot(value, tl.trans(d_context), tl.zeros([COLUMNS, ROWS], tl.float32), CAST)
         used = probability
@@ -356,8 +376,9 @@ def distance_query_gradients(DISTANCE, SCORES, D_QUERY, D_BIAS, shape, d_scale, 
 def distance_gradients(POSITION_QUERY, SCORES, D_DISTANCE, shape, d_scale, lanes, first_lane, first_head,
                        H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                        CAST: tl.constexpr):  # fmt: skip
-    """Add these lanes' part of dR to [8, K, N, H], one for each residue. Programs: (tiles of n, 8 residues x heads)."""
-    residue, head = tl.program_id(1) % 8, tl.program_id(1) // 8
+    """Add these lanes' part of dR to [parts, 8, K, N, H], where each part has every so-many-th tile of rows.
+    Programs: (tiles of n, parts, 8 residues x heads)."""
+    residue, head = tl.program_id(2) % 8, tl.program_id(2) // 8
     width = shape.num_heads * H
     column = (first_head + head) * H
     num_rows = tl.cdiv(shape.T, 8) * lanes
@@ -368,13 +389,13 @@ def distance_gradients(POSITION_QUERY, SCORES, D_DISTANCE, shape, d_scale, lanes
     total = tl.zeros([COLUMNS, BLOCK_H], tl.float32)
     # Keys begin at j = 0: of the first rows, those of small a, a tile at negative n holds nothing.
     first_tile = tl.maximum(0, -(n0 + COLUMNS - 1)) // 8 * lanes // ROWS
-    for tile in range(first_tile, tl.cdiv(num_rows, ROWS)):
+    for tile in range(first_tile + tl.program_id(1), tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
         a, lane, i = class_rows(tile, residue, lanes, ROWS)
         pointer, mask = skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS)
         d_score = tl.load(pointer, mask=mask, other=0.0)
         row = (first_lane + lane).to(tl.int64) * shape.T + i
         query = load_rows(POSITION_QUERY + column, row, i < shape.T, width, H, BLOCK_H)
         total = dot(tl.trans(d_score), query, total, CAST)
-    pointer = D_DISTANCE + residue * shape.K * width + column
+    pointer = D_DISTANCE + (tl.program_id(1) * 8 + residue).to(tl.int64) * shape.K * width + column
     before = load_rows(pointer, c, known, width, H, BLOCK_H)
     store_rows(pointer, c, known, width, before + total * d_scale, H, BLOCK_H)

@@ -65,13 +65,13 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             f"peak {f'{device.peak_tflops:g} TFLOP/s in bf16' if device.peak_tflops else 'not known'}",
             (not device.has_code, "problem", "This torch has no code for it: install one that has (pytorch.org)."),
             (device.free_gib < 0.9 * device.memory_gib, "warning", "End whose process it is: nvidia-smi lists them."),
-            (major < 8, "warning", "It emulates bf16: use --engine.precision fp16 or fp32."),
+            (major < 8, "warning", "It emulates bf16 and has no TF32: use --engine.precision fp16 or fp32."),
             (not device.peak_tflops, "warning", "Set metrics.peak_tflops from the datasheet to have MFU reported."),
         )
     if facts.devices:
         return
     if not facts.num_driver_gpus:
-        yield Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 is refused)")
+        yield Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 and tf32 are refused)")
         return
     cuda = facts.torch_cuda
     hidden = [name for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES") if name in facts.environment]

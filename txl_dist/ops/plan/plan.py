@@ -17,14 +17,14 @@ from typing import Any
 from txl_dist.config import Config, changed, check_config, check_vocabulary, config_changes, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
-from txl_dist.model.flops import count_parameters, flops_by_part, typical_shares
+from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.ops.plan import scaling
 from txl_dist.ops.plan.hardware import Cluster, Gpu
 from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.sections import EngineSection
-from txl_dist.text.clusters import cluster_edges
+from txl_dist.text.clusters import cluster_edges, typical_shares
 from txl_dist.train.footprint.rank import bytes_per_rank
 
 ENOUGH = 0.98
@@ -197,7 +197,7 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     """How attention will be computed on such a GPU, by engine.attention."""
-    model, dtype = config.model, DTYPES[config.engine.precision]
+    model, dtype = config.model, DTYPES[config.engine.dtype]
     unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
     if config.engine.attention == "plain":
         return "plain"
@@ -220,9 +220,10 @@ class _Planner:
             microbatch_lanes=config.train.microbatch_lanes,
         )
         precision = config.engine.precision
-        if precision == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
+        if config.engine.dtype == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
             precision = "bf16" if self.gpu.has_bf16 else "fp16"
-        self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": False})
+        graphs = "auto" if config.engine.cuda_graph == "auto" else "off"
+        self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
 
     def work(self, config: Config) -> Work:
         """Of a rank, by these settings. Raises ConfigError if the lanes do not divide."""
@@ -242,7 +243,7 @@ class _Planner:
             precision=engine.precision,
             attention=attention_kind(config, gpu=self.gpu),
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
-            graphed=engine.cuda_graph,
+            graphed=engine.replays(on_gpu=True),
             needs_whole_tensors=config.optim.kind.needs_whole_tensors,
         )
 
@@ -281,14 +282,14 @@ class _Planner:
         sizes, engine = [config.train.microbatch_lanes for config in configs], configs[-1].engine
         first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
         # All but the last accumulate gradients, which up to stage 1 are held twice then.
-        twice_bytes = self.parameters * DTYPES[engine.precision].itemsize if engine.zero_stage < 2 else 0
+        twice_bytes = self.parameters * DTYPES[engine.dtype].itemsize if engine.zero_stage < 2 else 0
         rise = max(0.0, last + twice_bytes - first)
         between = [first + rise * (size - sizes[0]) / (sizes[-1] - sizes[0]) for size in sizes[1:-1]]
         return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
 
     def needed(self, config: Config) -> dict[str, float]:
         """Bytes per rank, by what holds them."""
-        kind, in_fp32 = attention_kind(config, gpu=self.gpu), DTYPES[config.engine.precision].itemsize == 4
+        kind, in_fp32 = attention_kind(config, gpu=self.gpu), DTYPES[config.engine.dtype].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
         # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
         followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "auto"})
@@ -301,15 +302,15 @@ class _Planner:
     def choose(self, options: list[Option]) -> Choice | None:
         """The best that fits, with a CUDA graph where that helps."""
         fitting = [option for option in options if option.fits]
-        for option in list(fitting):
-            graphed = changed(option.config, {"engine.cuda_graph": True})
+        for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
+            graphed = changed(option.config, {"engine.cuda_graph": "on"})
             if _is_valid(graphed):
                 fitting.append(self.option(graphed, option.needed_gib * 2**30))
         if not fitting:
             return None
         enough = ENOUGH * max(option.tokens_per_s for option in fitting)
         good = [option for option in fitting if option.tokens_per_s >= enough]
-        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph))
+        best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph == "on"))
         return self._details(best.config)
 
     def _details(self, config: Config) -> Choice:
@@ -338,8 +339,8 @@ class _Planner:
 
     def as_configured(self) -> Option | str:
         """What the settings as they are would do, or why they cannot."""
-        if self.given.engine.precision == "bf16" and not self.gpu.has_bf16:
-            return f"{self.gpu.device} has no bf16."
+        if (precision := self.given.engine.precision) in ("bf16", "tf32") and not self.gpu.has_bf16:
+            return f"{self.gpu.device} has no {precision}."
         try:
             return self.option(self.given)
         except ConfigError as error:
@@ -366,7 +367,7 @@ class _Planner:
 
 def _kept_scores_bytes(config: Config) -> float:
     """Probabilities that fused attention keeps for the backward pass, and the numbers of its buffer, thrice."""
-    model, train, size = config.model, config.train, DTYPES[config.engine.precision].itemsize
+    model, train, size = config.model, config.train, DTYPES[config.engine.dtype].itemsize
     layers = 1 if config.engine.activation_checkpointing else model.num_layers
     seen = train.memory_len + (train.segment_len + 1) / 2
     each = size + (1 if model.attention_dropout else 0)

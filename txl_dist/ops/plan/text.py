@@ -76,10 +76,12 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
         fits = f"lanes fits at ZeRO {listed}, in {most:.2f} GiB at most of {usable:.1f}"
         yield f"memory: every micro-batch of {sizes[0]:,} to {sizes[-1]:,} {fits}"
     else:
+        is_auto = plan.options[0].engine.cuda_graph == "auto"
+        graphs = "" if is_auto else " (without CUDA graphs, which the choice below may have)"
         yield (
             f"memory: {full:.1f} GiB, less {CONTEXT_GIB:.1f} for CUDA and its libraries and "
-            f"{full - CONTEXT_GIB - usable:.1f} for fragments: {usable:.1f} GiB. GiB per GPU needed, and tokens/s "
-            "(without CUDA graphs, which the choice below may have):"
+            f"{full - CONTEXT_GIB - usable:.1f} for fragments: {usable:.1f} GiB. "
+            f"GiB per GPU needed, and tokens/s{graphs}:"
         )
         table: dict[str, list[str]] = {}
         for option in plan.options:  # by stage, and in it by size
@@ -104,7 +106,7 @@ def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
         yield f"  {what}: of what fits the fastest, or within 2 % of it and with least memory"
     if chosen.engine.activation_checkpointing:
         yield "  recomputing blocks: what would be faster without does not fit"
-    if chosen.engine.cuda_graph:
+    if chosen.engine.cuda_graph == "on":
         yield "  a CUDA graph: without one the host issues work more slowly than the GPU does it"
     if chosen.attention != "kernels":
         yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"
@@ -114,7 +116,7 @@ def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
         yield f"  as configured it cannot run: {given}"
     elif chosen.flags:
         # There fused attention is counted as plain attention, which needs more.
-        bound = "at most " if given.attention == "fused" and given.engine.precision == "fp32" else ""
+        bound = "at most " if given.attention == "fused" and given.engine.dtype == "fp32" else ""
         fits = "" if given.fits else ", more than there is"
         needs = f"{bound}{given.needed_gib:.2f} GiB per GPU{fits}"
         yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"

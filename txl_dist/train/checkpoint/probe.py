@@ -26,15 +26,19 @@ def make_probe(
     engine: Engine, maker: BatchMaker, *, memory_len: int, tokens: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The engine's losses on tokens [1, 2 * PROBE_LEN + 1], by default the probe's. All ranks take part, since
-    parameters may be sharded."""
+    parameters may be sharded. Where steps are made in tf32 these are all the same of fp32, as any device has them."""
     tokens = probe_tokens(engine.model.vocab_size) if tokens is None else tokens
     memory = engine.empty_memory(num_lanes=1, memory_len=memory_len)
-    losses = []
-    for start in (0, PROBE_LEN):
-        piece = tokens[:, start : start + PROBE_LEN + 1].numpy()
-        batch = maker.batch(plain_segment(piece))
-        nll_BT, memory = engine.losses(to_device(batch, memory.document_BM.device), memory)
-        losses.append(nll_BT.cpu())
+    losses, of_products = [], torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        for start in (0, PROBE_LEN):
+            piece = tokens[:, start : start + PROBE_LEN + 1].numpy()
+            batch = maker.batch(plain_segment(piece))
+            nll_BT, memory = engine.losses(to_device(batch, memory.document_BM.device), memory)
+            losses.append(nll_BT.cpu())
+    finally:
+        torch.set_float32_matmul_precision(of_products)
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
 
 
@@ -56,7 +60,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
 
     def compare() -> float:
         worst = float((losses.float() - expected.float()).abs().max())
-        tolerance = probe_tolerance({precision, config.engine.precision}, largest_loss=float(expected.max()))
+        tolerance = probe_tolerance({precision, config.engine.dtype}, largest_loss=float(expected.max()))
         if not worst <= tolerance:
             raise CheckpointError(
                 f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "

@@ -187,7 +187,7 @@ class Saver:
             "stream": state.stream.to_dict(),
             "world_size": self.job.ranks.world_size,
             "zero_stage": config.engine.zero_stage,
-            "precision": config.engine.precision,
+            "precision": config.engine.dtype,
             "loss_scale": engine.loss_scale(),
             "parameters": engine.shapes,
             "corpora": absolute_paths(config.data.paths),

@@ -41,10 +41,11 @@ def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, 
             "stage3_prefetch_bucket_size": block_len,
             "stage3_param_persistence_threshold": PERSISTENT_LEN,
         }
+    host = {"device": "cpu", "pin_memory": on_gpu}  # a copy from pageable memory would wait for the device
     if engine.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero["offload_optimizer"] = host
     if engine.offload_parameters:
-        zero["offload_param"] = {"device": "cpu"}
+        zero["offload_param"] = host
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.microbatch_lanes,
         "gradient_accumulation_steps": plan.num_microbatches,

@@ -5,9 +5,13 @@ here (memory too, from the first step), so a micro-step is recorded once per sha
 into the recorded ones, launch, and hand the recorded gradients to autograd. For that the loss leaves `GraphedModule`
 with a backward that only gives these gradients: DeepSpeed's hooks and buckets see what they always see.
 
-A cluster of the adaptive softmax has a few sizes (multiples of 128 rows); each combination is a graph of its own, up to
-`MAX_GRAPHS`, beyond which a micro-step runs without; so does any new one once a recording found no memory. Dropout
-stays a function of the seed: a replay begins with the state that the default generator has then.
+The clusters of the adaptive softmax have few sizes (`text.clusters.size_ladder`), each of which is a graph of its own,
+up to `MAX_GRAPHS`, beyond which a micro-step runs without; so does any new one once a recording found no memory.
+Dropout stays a function of the seed: a replay begins with the state that the default generator has then.
+
+All graphs share one set of inputs, results and gradients: those of the first one, into which the others copy theirs. So
+one more graph holds little memory of its own, and the shape that is met first, as a rule the most frequent one, needs
+no copy.
 
 What it gives up: the memory that a micro-step needs stays reserved. Not for ZeRO-3, whose hooks gather weights within
 the micro-step, nor with activation checkpointing, which asks for the state of the generator.
@@ -54,6 +58,9 @@ class GraphedModule(nn.Module):
         self._scale, self._record = scale, record or functools.partial(record_on_gpu, pool=pool)
         self._is_full = False
         self._graphs: dict[Any, _Graph] = {}
+        self._inputs: dict[Any, Tensor] = {}
+        self._outputs: dict[Any, Tensor] = {}
+        """By place, shape and type: what all graphs share."""
 
     def forward(self, *arguments: Any) -> Any:
         """What the module gives."""
@@ -92,7 +99,11 @@ class GraphedModule(nn.Module):
         return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
 
     def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
-        static = [value.clone() for value in inputs]
+        for place, value in zip(_places(inputs), inputs, strict=True):
+            if place not in self._inputs:
+                self._inputs[place] = torch.empty_like(value)
+        static = [self._inputs[place] for place in _places(inputs)]
+        torch._foreach_copy_(static, inputs)
         of_tensors = iter(static)
         arguments = tree_unflatten([next(of_tensors) if isinstance(v, Tensor) else v for v in values], spec)
         scale = static[-1]
@@ -102,12 +113,17 @@ class GraphedModule(nn.Module):
         def micro_step() -> None:
             results, result_spec = tree_flatten(self.module(*arguments))
             gradients = torch.autograd.grad(results[0] * scale, parameters)
-            outputs[:] = [*(result.detach() for result in results), *gradients]
+            made = [*(result.detach() for result in results), *gradients]
+            outputs[:] = [self._outputs.get(place, value) for place, value in zip(_places(made), made, strict=True)]
+            copied = [(shared, own) for shared, own in zip(outputs, made, strict=True) if shared is not own]
+            if copied:
+                torch._foreach_copy_([shared for shared, _ in copied], [own for _, own in copied])
             specs[:] = [result_spec]
 
         devices = [scale.device] if scale.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # what follows draws as if nothing had been recorded
             replay = self._record(micro_step)
+        self._outputs |= dict(zip(_places(outputs), outputs, strict=True))
         return _Graph(static, outputs, specs[0], replay)
 
 
@@ -133,6 +149,10 @@ def _ran_out_of_memory(error: BaseException | None) -> bool:
 
 def _signature(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+def _places(values: Sequence[Tensor]) -> list[Any]:
+    return [(index, _signature(value)) for index, value in enumerate(values)]
 
 
 class _Delivered(torch.autograd.Function):

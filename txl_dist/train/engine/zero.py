@@ -4,8 +4,8 @@ The loop speaks to the `Engine` protocol. `ZeroEngine` fulfils it with DeepSpeed
 would do in secret is either set explicitly in `deepspeed_config` or done here: the learning rate is set by the loop,
 gradients are averaged over micro-batches and ranks by DeepSpeed. Their norm is taken before the step and decides, once,
 whether it is made: DeepSpeed's own checks are given that norm, or infinity, and clean up as they do after an overflow.
-Clipping and the loss scale are one factor, known on the host. Its checkpoint files are not used: weights and optimizer
-state go out and in as named fragments (`partitions`).
+Clipping and the loss scale are one number, known on the host; on a GPU torch's fused optimizers divide by it. Its
+checkpoint files are not used: weights and optimizer state go out and in as named fragments (`partitions`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class ZeroEngine(Engine):
     ) -> None:
         """`weights` to begin with, the same on every rank; None draws them."""
         deepspeed = import_deepspeed()
+        # Of products of fp32 alone; containers for GPUs may allow TF32 where nobody has asked for it.
+        torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
         torch.manual_seed(derive_seed(config.run.seed, "init"))
         model = TransformerXL(
@@ -72,7 +74,7 @@ class ZeroEngine(Engine):
         else:
             module = FlatModule(module, prefix=_PREFIX)
             self.stored = module.stored
-        if config.engine.cuda_graph:
+        if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer
@@ -88,6 +90,9 @@ class ZeroEngine(Engine):
         if self._stage == 3:
             _reduce_with_first(self._optimizer.leaf_parameters, list(model.blocks))
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
+        # On a CPU steps stay the product with a factor that they were: a quotient differs in the last bits.
+        on_gpu, is_fused = ranks.device.type == "cuda", self._base_optimizer.defaults.get("fused", False)
+        self._update_divides = on_gpu and is_fused and not self._offloads
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
         self._take_over_checks()
 
@@ -160,7 +165,7 @@ class ZeroEngine(Engine):
         # On the host: no check of DeepSpeed's waits for the device again.
         self._given_norm = grad_norm * self._scale()
         clip = max(1.0, (grad_norm + 1e-6) / self._clip_norm) if self._clip_norm else 1.0
-        self._factor = 1.0 / (clip * self._scale())
+        self._divide_gradients(clip * self._scale())
         if self._optimizer is self._base_optimizer:  # stage 0 in fp32
             if math.isfinite(grad_norm):
                 self._rescale([p.grad for p in self._parameters() if p.grad is not None])
@@ -169,8 +174,17 @@ class ZeroEngine(Engine):
                     parameter.grad = None  # the optimizer passes over what has none
         self._engine.step()
 
+    def _divide_gradients(self, divisor: float) -> None:
+        """In the update to come: clip, and take the loss scale out. torch's fused optimizers do it as they read the
+        gradients, which saves a pass over them."""
+        if self._update_divides:
+            scale = None if divisor == 1.0 else torch.full((), divisor, dtype=torch.float32, device=self._device)
+            self._base_optimizer.grad_scale, self._factor = scale, 1.0
+        else:
+            self._factor = 1.0 / divisor
+
     def _rescale(self, gradients: list[Tensor]) -> None:
-        """Clip, and take the loss scale out."""
+        """Multiply by what the optimizer does not divide by."""
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
 
@@ -187,8 +201,8 @@ class ZeroEngine(Engine):
             master.grad = parameter.grad.to(master.dtype)
         self._rescale([master.grad for master, _ in pairs])
         self._base_optimizer.step()
-        for master, parameter in pairs:
-            parameter.data.copy_(master.data)
+        torch._foreach_copy_([parameter.data for _, parameter in pairs], [master.data for master, _ in pairs])
+        for master, _ in pairs:
             master.grad = None
 
     def _parameters(self) -> list[Tensor]:

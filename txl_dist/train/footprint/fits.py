@@ -23,6 +23,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.log import logger
 from txl_dist.model.flops import count_parameters
+from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
@@ -68,14 +69,17 @@ def check_fits(config: Config, *, plan: BatchPlan, vocab_size: int, device: torc
 
 def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool) -> float:
     """Of a rank: no sharding, nothing recomputed, every score and activation kept, and the heap's waste."""
-    model, train, size = config.model, config.train, DTYPES[config.engine.precision].itemsize
+    model, train, size = config.model, config.train, DTYPES[config.engine.dtype].itemsize
     lanes, keys = plan.microbatch_lanes, train.segment_len + train.memory_len
     inner, rows = model.num_heads * model.head_width, lanes * keys
-    memories = 3 * model.num_layers * train.memory_len * model.width * plan.lanes_per_rank
+    copies = 5 if config.engine.replays(on_gpu=on_gpu) else 3
+    memories = copies * model.num_layers * train.memory_len * model.width * plan.lanes_per_rank
     per_layer = rows * (24 * model.width + 10 * inner + 5 * model.ff_width) + keys * 6 * inner
     num_kept = 7 if config.engine.attention == "plain" or not model.scheme.has_distance_terms else 3
     scores = num_kept * lanes * model.num_heads * train.segment_len * keys
-    logits = 4 * max(2**22, 64 * (vocab_size + 16 * 8)) + 16 * lanes * train.segment_len * model.width
+    kind = "cuda" if on_gpu else "cpu"
+    chunk = max(CHUNK_LOGITS[kind], CHUNK_ROWS[kind] * (vocab_size + 16 * 8))
+    logits = 4 * chunk + 16 * lanes * train.segment_len * model.width
     values = memories + 2 * (model.num_layers * (per_layer + scores) + logits)
     fixed = 6.0 * BUCKET_LEN * size if on_gpu else LIBRARY_BYTES["partitioned"]
     return 64.0 * count_parameters(model, vocab_size=vocab_size) + 4.0 * values + fixed
@@ -87,16 +91,18 @@ def _that_fit(
     """Settings that surely fit: each that does alone; where none does, the first so many together; and more ranks."""
     engine, lanes = config.engine, config.train.num_lanes
     sizes = [size for size in range(1, plan.microbatch_lanes) if plan.lanes_per_rank % size == 0]
+    eager: Change = {"engine.cuda_graph": "off"} if engine.replays(on_gpu=on_gpu) else {}
     smaller: list[Change] = [{"train.microbatch_lanes": size} for size in sizes]
     recomputed: Change = {} if engine.activation_checkpointing else {"engine.activation_checkpointing": True}
-    recomputed |= {"engine.cuda_graph": False} if engine.cuda_graph else {}
+    recomputed |= eager
     sharded: list[Change] = [{"engine.zero_stage": stage} for stage in range(engine.zero_stage + 1, 4)]
     offloaded: list[Change] = []
     if on_gpu and not engine.offload_optimizer:
         stages = [{"engine.zero_stage": 1}] if engine.zero_stage == 0 else [{}]
         offloaded = [stage | {"engine.offload_optimizer": True} for stage in (*stages, *sharded[-1:])]
     found = [next(filter(fits, reversed(smaller)))] if smaller and fits(smaller[0]) else []
-    found += [change for family in ([recomputed], sharded, offloaded) if (change := next(filter(fits, family), {}))]
+    families = ([eager], [recomputed], sharded, offloaded)
+    found += [change for family in families if (change := next(filter(fits, family), {}))]
     if not found:
         least = (smaller[0] if smaller else {}) | recomputed
         found += [least | more for more in ({}, *sharded, *offloaded) if fits(least | more)][:1]

@@ -5,7 +5,8 @@ on tensors without storage), the exchange of what they left, the norm, the updat
 and the copy that a checkpoint is written from are counted; they only depend on the ZeRO stage.
 
 On a CPU that is host memory besides what a process holds once it has imported everything, and the C library must be
-told to give memory back (`allocator`; training does). On a GPU it is device memory. Not predicted: fragmentation, on a
+told to give memory back (`allocator`; training does). On a GPU it is device memory, where a CUDA graph keeps what a
+micro-batch needs from everything else. Not predicted: fragmentation, on a
 GPU the CUDA context, with offload what then lies in host memory, and evaluation larger than training.
 """
 
@@ -17,8 +18,9 @@ import torch
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.infer.bundle import DTYPES
-from txl_dist.model.flops import typical_shares
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sections import EngineSection
+from txl_dist.text.clusters import typical_shares
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
 
@@ -40,16 +42,17 @@ def bytes_per_rank(
     start that is fuller than any step.
     """
     engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
-    size, lengths = DTYPES[engine.precision].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
+    size, lengths = DTYPES[engine.dtype].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
     parameters, own = sum(lengths), sum(lengths) / (world if stage >= 1 else 1)
-    has_masters = stage >= 1 or engine.precision != "fp32"
+    gradients = gradient_size(engine) * (own if stage >= 2 else parameters)
+    has_masters = stage >= 1 or engine.dtype != "fp32"
     lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
     state = own * (config.optim.kind.state_bytes(config.optim) + (4 if has_masters else 0))
     # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
     bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
     held = {
         "weights": size * (own if stage == 3 else parameters),
-        "gradients": size * (own if stage >= 2 else parameters),
+        "gradients": gradients,
         "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
         "buckets": float(size * bucket) if stage else 0.0,
         # Of all lanes before the step, and after it but for the micro-batch at work.
@@ -61,8 +64,15 @@ def bytes_per_rank(
             held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
         held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
     peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
+    recorded = 0.0
+    if engine.replays(on_gpu=on_gpu):
+        # All that it needs stays reserved, with the memory that it is given; gradients are handed on as copies.
+        recorded = peak.alive + lane_memory * plan.microbatch_lanes
+        at_once = max(lengths) + min(BUCKET_LEN, parameters)  # at stage 2: what is handed on, and the bucket's copy
+        copies = size * (at_once if stage == 2 else parameters * (plan.num_microbatches == 1))
+        peak = peak._replace(alive=copies, large=copies, small=0.0)
     fullest = max(
-        _fullest_phase(plan, peak, lengths, size=size, stage=stage, buckets=held["buckets"], on_gpu=on_gpu),
+        recorded + _fullest_phase(plan, peak, lengths, engine=engine, buckets=held["buckets"], on_gpu=on_gpu),
         # Before the first step: each rank draws all weights, and they are copied into flat tensors.
         (4 + size) * parameters + 4 * own - sum(held.values()) + held["gradients"] + held["buckets"],
     )
@@ -72,25 +82,38 @@ def bytes_per_rank(
     return held
 
 
+def sums_in_fp32(engine: EngineSection) -> bool:
+    """Whether gradients of micro-batches are summed in a wider type than they have; see `deepspeed_config`."""
+    return engine.precision == "bf16" and engine.zero_stage >= 2
+
+
+def gradient_size(engine: EngineSection) -> int:
+    """Bytes of a value of the gradients that a rank keeps."""
+    return 4 if sums_in_fp32(engine) else DTYPES[engine.dtype].itemsize
+
+
 def _fullest_phase(
-    plan: BatchPlan, peak: Peak, lengths: list[int], *, size: int, stage: int, buckets: float, on_gpu: bool
+    plan: BatchPlan, peak: Peak, lengths: list[int], *, engine: EngineSection, buckets: float, on_gpu: bool
 ) -> float:
     """Bytes of gradients, buckets and all that is temporary, in the phase of a step that has most of them."""
+    stage, size, kept_size = engine.zero_stage, DTYPES[engine.dtype].itemsize, gradient_size(engine)
     # A CPU's heap lets nothing go that small storages had, nor what lies between them.
     kept = 0.0 if on_gpu else HEAP_FACTOR * peak.small
     micro_step = peak.alive if on_gpu else peak.large + kept
     accumulates, gradients = plan.num_microbatches > 1, size * sum(lengths)
-    if stage == 0:
-        return max(micro_step + accumulates * gradients, kept + 2 * gradients)  # the exchange takes a flat copy
+    if stage == 0:  # the exchange takes a flat copy, the update of half precision one in fp32
+        return max(micro_step + accumulates * gradients, kept + gradients + 4 * sum(lengths))
     own = sum(lengths) / plan.world_size
     standing = buckets if stage == 3 or on_gpu else 0.0
     # The norm: DeepSpeed copies a gradient in fp32, or in fp64 where it is in fp32; on a GPU nothing is copied.
-    norm = 0.0 if on_gpu else 2 * size * min(max(lengths), own)
-    # The update of a flat copy in fp32.
-    after = kept + standing + size * own + max(norm, (4 + size * (size < 4)) * own)
+    norm = 0.0 if on_gpu else 2 * kept_size * min(max(lengths), own)
+    # The update of a flat copy in fp32. At stage 2 there are flat sums in fp32 from the first micro-batch on.
+    is_flat = stage == 2 and sums_in_fp32(engine)
+    copies = 0 if is_flat else 4 + kept_size * (kept_size < 4)
+    after = kept + standing + kept_size * own + max(norm, copies * own)
     if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
         return max(micro_step + accumulates * gradients + standing, kept + gradients + buckets, after)
-    before = size * own if stage == 3 or accumulates else 0.0
+    before = kept_size * own if stage == 3 or accumulates or is_flat else 0.0
     return max(micro_step + before + buckets, after)
 
 
@@ -105,7 +128,7 @@ def _micro_step_peak(
         lanes=plan.microbatch_lanes,
         segment_len=train.segment_len,
         memory_len=train.memory_len,
-        dtype=DTYPES[engine.precision],
+        dtype=DTYPES[engine.dtype],
         attention=engine.attention,
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
         is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
@@ -113,7 +136,10 @@ def _micro_step_peak(
     )
     whole: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
     exchanges: tuple[Exchange, ...] = (whole, whole, "sharded", "gathered")
-    return replay(follow(step), exchange=exchanges[stage], num_owners=plan.world_size if stage == 2 else 1)
+    exchange = "stays" if engine.replays(on_gpu=on_gpu) else exchanges[stage]
+    if exchange == "sharded" and sums_in_fp32(engine):
+        exchange = "added"
+    return replay(follow(step), exchange=exchange, num_owners=plan.world_size if stage == 2 else 1)
 
 
 def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:

@@ -27,17 +27,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from txl_dist.allocator import MAPPED_BYTES
+from txl_dist.model import fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
-from txl_dist.model.kernels.launch import mismatch
+from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
-from txl_dist.text.clusters import ClusterRows
+from txl_dist.text.clusters import ClusterRows, sizes_for
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
 
-Exchange = Literal["stays", "dropped", "sharded", "gathered"]
-"""What becomes of a gradient. dropped: it is added to others, which the caller counts."""
+Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
+"""What becomes of a gradient. dropped: it is added to others, which the caller counts; added: that, once exchanged."""
 
 
 class MicroStep(NamedTuple):
@@ -111,7 +112,7 @@ def follow(step: MicroStep) -> Trace:
     has_position_bias = step.model.scheme.has_position_bias
     unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
-    with _without_storage(step.model), _made_in(step.dtype):
+    with _without_storage(step.model), _made_in(step.dtype), _chunks_of_gpu() if step.on_gpu else nullcontext():
         model = TransformerXL(
             step.model,
             vocab_size=step.vocab_size,
@@ -173,11 +174,11 @@ def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
                 live.add(-bytes_made, is_large=bytes_made >= MAPPED_BYTES, is_score=is_score)
             case Complete(key, length) if stays:
                 kept.add(key)
-            case Complete(key, length) if exchange in ("sharded", "gathered"):
+            case Complete(key, length) if exchange in ("sharded", "added", "gathered"):
                 if filled + length > BUCKET_LEN:
                     flush()
                 filled += length
-    if exchange in ("sharded", "gathered"):
+    if exchange in ("sharded", "added", "gathered"):
         flush()
     return live.peak
 
@@ -289,8 +290,22 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def _chunks_of_gpu() -> Iterator[None]:
+    """Logits in as large chunks as on a GPU: tensors without storage are on none."""
+    sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS)
+    before = [size["cpu"] for size in sizes]
+    try:
+        for size in sizes:
+            size["cpu"] = size["cuda"]
+        yield
+    finally:
+        for size, value in zip(sizes, before, strict=True):
+            size["cpu"] = value
+
+
 class _KernelLike(torch.autograd.Function):
-    """Keeps what the Triton kernels keep for the backward pass."""
+    """Makes what the Triton kernels make, and keeps what they keep for the backward pass."""
 
     @staticmethod
     def attend(terms: Terms, *, visible: Any) -> Tensor:
@@ -300,25 +315,39 @@ class _KernelLike(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-        context = torch.empty_like(query)
+        context, _scores = torch.empty_like(query), _score_buffer(query, key)
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, distance, context, normalizers)
         return context
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:4])
+        query, key, value, distance, *_ = ctx.saved_tensors
+        # Queries with either bias, the scores of a chunk, and eight sums of the distances' gradient in fp32.
+        _temporary = torch.empty_like(query), torch.empty_like(query), _score_buffer(query, key)
+        _sums = distance.new_empty(8, *distance.shape, dtype=torch.float32)
+        return tuple(torch.empty_like(tensor) for tensor in (query, key, value, distance))
+
+
+def _score_buffer(query_BTNH: Tensor, key_BKNH: Tensor) -> Tensor:
+    rows, num_keys = query_BTNH[..., 0].numel(), key_BKNH.shape[1]
+    length = min(rows * -(-num_keys // 16) * 16, SCORE_BUFFER_BYTES // query_BTNH.element_size())
+    return query_BTNH.new_empty(length)
 
 
 def _batch(model: TransformerXL, step: MicroStep) -> Batch:
     """Ids without values, and partitions of the size that these shares make."""
     shape, num_tokens = (step.lanes, step.segment_len), step.lanes * step.segment_len
-    multiple = ROWS_MULTIPLE["cuda" if step.on_gpu else "cpu"]
+    counts = [int(num_tokens * share) for share in step.cluster_shares]
 
     def partition(num_clusters: int) -> tuple[ClusterRows, ...] | None:
         if num_clusters == 1:
             return None
-        sizes = [multiple * max(1, -(-int(num_tokens * share) // multiple)) for share in step.cluster_shares]
+        if step.on_gpu:
+            sizes = sizes_for(counts, edges=model.softmax.edges, num_tokens=num_tokens)
+        else:
+            multiple = ROWS_MULTIPLE["cpu"]
+            sizes = tuple(multiple * max(1, -(-count // multiple)) for count in counts)
         return tuple(ClusterRows(*(torch.empty(size, dtype=torch.int64) for _ in range(2))) for size in sizes)
 
     ids_BT = torch.empty(shape, dtype=torch.int64)

@@ -106,10 +106,9 @@ def mfu(job: Job, tokens_per_s: float) -> dict[str, float]:
     """`mfu_pct`, Model FLOPs utilization: what share of the devices' peak the model's own operations take, at a speed
     of all ranks together; nothing where the peak of the device is not known."""
     config, plan, device = job.config, job.plan, job.ranks.device
-    train, uses_tf32 = config.train, torch.backends.cuda.matmul.allow_tf32
-    precision = "tf32" if config.engine.precision == "fp32" and uses_tf32 else config.engine.precision
+    train = config.train
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    peak = config.metrics.peak_tflops or peak_tflops(name, precision=precision)
+    peak = config.metrics.peak_tflops or peak_tflops(name, precision=config.engine.precision)
     flops = flops_by_part(
         config.model,
         vocab_size=job.vocab_size,

@@ -22,6 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.models import tiny_model
+from tests.unit.model.test_adaptive_softmax import VARIANTS
+from tests.unit.model.test_fused_softmax import both
+from txl_dist.model import fused_softmax
 from txl_dist.model import relative_attention as twin
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.relative_attention import kept
@@ -47,6 +51,8 @@ class Case(NamedTuple):
     oldest: int | None = None
     dropout: float = 0.0
     buffer_bytes: int = launch.SCORE_BUFFER_BYTES
+    num_multiprocessors: int = launch.NUM_MULTIPROCESSORS
+    """With few, a small problem has the largest tiles."""
     dtype: torch.dtype = torch.float32
 
 
@@ -63,6 +69,8 @@ CASES = {
     "window": Case(33, 20, B=2, rows=16, documents="borders", oldest=1),
     "window_over_many_tiles": Case(300, 20, B=3, documents="borders", oldest=0),
     "window_longer_than_memory": Case(70, 5, rows=16, documents="borders", oldest=0),
+    "large_tiles": Case(128, 128, B=2, N=2, H=64, documents="borders", num_multiprocessors=1),
+    "large_tiles_of_one_document": Case(128, 384, H=128, num_multiprocessors=1),
     "dropout": Case(37, 23, B=2, rows=16, columns=32, dropout=0.3, buffer_bytes=SMALL_BUFFER),
     "bf16": Case(24, 16, rows=16, documents="borders", dropout=0.2, dtype=torch.bfloat16),
 }
@@ -128,11 +136,10 @@ def drawn_mask(case: Case, seed: Tensor) -> Tensor:
 
 
 def use_tiles(case: Case) -> None:
-    launch.SCORE_BUFFER_BYTES = case.buffer_bytes
+    launch.SCORE_BUFFER_BYTES, launch.NUM_MULTIPROCESSORS = case.buffer_bytes, case.num_multiprocessors
     if case.rows is not None:
-        tile = launch.Tile(case.rows, case.columns, 1, 1)
-        small = {name: tile if known.columns else tile._replace(columns=0) for name, known in launch.tiles(64).items()}
-        launch.tiles = lambda head_width: small
+        tile = launch.Tile(case.rows, case.columns, 1, 1, resident=1)
+        launch.tiles = lambda head_width, has_dropout: dict.fromkeys([*launch.FORWARD, *launch.BACKWARD], (tile,))
 
 
 def relative_errors(name: str) -> dict[str, float]:
@@ -191,11 +198,55 @@ def recomputed() -> dict[str, float]:
     return {"same_seed": difference, "other_seed": (once[0] - other[0]).abs().max().item()}
 
 
+def softmax_errors() -> dict[str, float]:
+    """Relative, of losses and gradients of logits, against the twin in fp64, and the largest number in the padding.
+
+    Short rows many to a program, rows that end within a program's columns and at their end, rows that take many turns.
+    """
+    found, generator = {}, torch.Generator().manual_seed(0)
+    for num_rows, num_columns, dtype in [
+        (5, 204, torch.float32),
+        (37, 17, torch.float32),
+        (3, 4096, torch.float32),
+        (2, 9003, torch.float32),
+        (3, 9003, torch.bfloat16),
+        (21, 300, torch.float16),
+    ]:
+        stride = -(-num_columns // 16) * 16
+        buffer = torch.randn(num_rows, stride, generator=generator).mul_(5).to(dtype)
+        bias, share = torch.randn(num_columns, generator=generator), torch.rand(num_rows, generator=generator)
+        targets, logits = torch.randint(num_columns, (num_rows,), generator=generator), buffer[:, :num_columns]
+        exact = logits.double() + bias
+        expected = fused_softmax._into_gradient(exact, targets[:, None], share.double()[:, None])
+        padded = torch.nn.functional.pad(bias, (0, stride - num_columns), value=float("-inf"))
+        losses = fused_softmax._into_gradient_by_kernel(logits, padded, targets, share)
+        kind = f"{num_columns} {str(dtype).removeprefix('torch.')}"
+        found[f"{kind} losses"] = relative_error(losses, expected)
+        found[f"{kind} gradient"] = relative_error(logits, exact)
+        found[f"{kind} padding"] = buffer[:, num_columns:].abs().sum().item()
+    return found
+
+
+def weighted_losses() -> dict[str, float]:
+    """Relative, of weighted loss and every gradient in fp32, clusters cut into chunks, against the plain in fp64."""
+    found = {}
+    for name, settings in VARIANTS.items():
+        exact = tiny_model(**settings).double().softmax
+        (loss, gradients), _ = both(exact, dtype=torch.float64, rounded_to=torch.float32)
+        settled = {"CHUNK_ROWS": {"cpu": 4}, "CHUNK_LOGITS": {"cpu": 1}, "runs_kernel": lambda hidden_SD: True}
+        with mock.patch.multiple(fused_softmax, **settled):
+            _, (measured, ours) = both(tiny_model(**settings).softmax, dtype=torch.float32)
+        errors = [relative_error(ours[key], expected) for key, expected in gradients.items()]
+        found[name] = max(relative_error(measured, loss), *errors)
+    return found
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     # Memory that nothing was written to holds NaN: what is read but was never written would show.
     torch.use_deterministic_algorithms(True)
     checks = {"dropout_rates": dropout_rates, "recomputed": recomputed}
+    checks |= {"softmax_errors": softmax_errors, "weighted_losses": weighted_losses}
     tiles = launch.tiles
     with np.errstate(all="ignore"):
         for name in names:

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from txl_dist.model.kernels.launch import triton_relative_attention
+from txl_dist.model import fused_softmax
+from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
+from txl_dist.model.kernels import launch
+from txl_dist.model.kernels.launch import BACKWARD, FORWARD, tiles, triton_relative_attention
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
 
@@ -29,16 +32,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
 
-KERNELS = {
-    "distance_scores",
-    "attend",
-    "prepare_backward",
-    "key_value_gradients",
-    "query_gradients",
-    "distance_query_gradients",
-    "distance_gradients",
-}
-MAX_SHARED_BYTES = 227 * 1024
+MAX_SHARED_BYTES, MULTIPROCESSOR_SHARED_BYTES = 227 * 1024, 228 * 1024
+NUM_REGISTERS, SOFTMAX_THREADS = 64 * 1024, 256
+
+
+LARGE = 512
+"""Queries that the largest tiles are for."""
 
 
 class Problem(NamedTuple):
@@ -60,6 +59,12 @@ PROBLEMS = {
     "wide_dropout": Problem(128, dropout=0.1),
     "nothing_divides": Problem(41, dropout=0.1, T=37, M=24),
     "window": Problem(64, oldest=0),
+    "narrow_large_tiles": Problem(64, T=LARGE, M=LARGE),
+    "narrow_large_tiles_dropout": Problem(64, dropout=0.1, T=LARGE, M=LARGE),
+    "narrow_large_tiles_window": Problem(64, oldest=0, T=LARGE, M=LARGE),
+    "wide_large_tiles": Problem(128, T=LARGE, M=LARGE),
+    "wide_large_tiles_dropout": Problem(128, dropout=0.1, T=LARGE, M=LARGE),
+    "wide_large_tiles_window": Problem(128, oldest=0, T=LARGE, M=LARGE),
 }
 
 
@@ -70,6 +75,12 @@ class Machine(NamedTuple):
     stack_bytes: int
     shared_bytes: int
     code: str
+
+    def resident(self, num_warps: int) -> int:
+        """Programs that a multiprocessor holds at a time: registers are given to warps in steps of 8 per thread."""
+        of_a_warp = -(-self.registers // 8) * 8 * 32
+        by_shared = MULTIPROCESSOR_SHARED_BYTES // (self.shared_bytes + 1024)
+        return min(NUM_REGISTERS // of_a_warp // num_warps, by_shared, 64 // num_warps)
 
     def count(self, pattern: str) -> int:
         return len(re.findall(pattern, self.code))
@@ -137,12 +148,19 @@ def machine_of(kernel: Any, folder: Path) -> Machine:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_machine_code_is_what_the_design_promises(name: str, compiled: dict[str, Any], tmp_path: Path) -> None:
+def test_machine_code_is_what_the_design_promises(
+    name: str, compiled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_width, _, dropout, oldest, T, _ = PROBLEMS[name]
+    fills = T >= LARGE
+    if fills:
+        monkeypatch.setattr(launch, "NUM_MULTIPROCESSORS", 1)
     launch_all(PROBLEMS[name])
-    assert set(compiled) == KERNELS
+    assert set(compiled) == {*FORWARD, *BACKWARD}
     for kernel, built in compiled.items():
         machine = machine_of(built, tmp_path)
-        print(kernel, machine._replace(code=""), "HGMMA", machine.count(r"\bHGMMA\b"))
+        num_warps = built.metadata.num_warps
+        print(kernel, machine._replace(code=""), "HGMMA", machine.count(r"\bHGMMA\b"), machine.resident(num_warps))
         assert machine.stack_bytes == 0, kernel
         assert machine.count(r"\b(LDL|STL)\b") == 0, f"registers of {kernel} spill"
         assert machine.shared_bytes < MAX_SHARED_BYTES, kernel
@@ -151,11 +169,40 @@ def test_machine_code_is_what_the_design_promises(name: str, compiled: dict[str,
         assert machine.count(r"\bLDG\.\S*U?16\b") == 0, kernel
         assert machine.count(r"\bLDG(STS)?\.\S*128\b") > 0, kernel
         assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0, f"{kernel} sums in no fixed order"
-        if kernel != "prepare_backward":
-            assert machine.count(r"\bHGMMA\b") > 0, f"{kernel} does not use Hopper's tensor cores"
-            assert machine.count(r"\bHMMA\b") == 0, kernel
-        if kernel not in ("prepare_backward", "distance_scores"):
+        assert machine.count(r"\bHGMMA\b") > 0, f"{kernel} does not use Hopper's tensor cores"
+        assert machine.count(r"\bHMMA\b") == 0, kernel
+        options = tiles(-(-head_width // 16) * 16, has_dropout=dropout > 0)[kernel]
+        tile = options[0 if fills else -1]
+        assert (built.metadata.num_warps, built.metadata.num_stages) == (tile.num_warps, tile.num_stages)
+        if oldest is None:
+            assert machine.resident(tile.num_warps) == tile.resident, f"a wave of {kernel} is not what is counted"
+        if kernel != "distance_scores":
             assert machine.count(r"\bLDGSTS\.\S*128\b") > 0, f"{kernel} loads nothing ahead"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_columns", [204, 20_003], ids=["bytes", "words"])
+def test_the_softmax_moves_vectors_and_keeps_all_in_registers(
+    dtype: torch.dtype,
+    num_columns: int,
+    compiled: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_softmax, "runs_kernel", lambda hidden_SD: True)
+    weight, bias = torch.zeros(num_columns, 16, dtype=dtype), torch.zeros(num_columns, dtype=dtype)
+    targets, share = torch.zeros(64, dtype=torch.int64), torch.ones(64)
+    clusters = [Cluster(None, targets, (Columns(weight, bias, 0, num_columns),), None)]
+    weighted_loss(torch.zeros(64, 16, dtype=dtype), clusters, weight_S=share)
+    machine = machine_of(compiled["logits_to_gradient"], tmp_path)
+    print(machine._replace(code=""))
+    assert machine.stack_bytes == 0
+    assert machine.count(r"\b(LDL|STL)\b") == 0
+    assert machine.registers * SOFTMAX_THREADS * 2 <= NUM_REGISTERS  # two programs on a multiprocessor
+    assert machine.count(r"\b(LDG|STG)\.\S*U?16\b") == 0
+    assert machine.count(r"\bLDG\.\S*128\b") > 0
+    assert machine.count(r"\bSTG\.\S*128\b") > 0
+    assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0
 
 
 def test_importing_the_launcher_does_not_import_triton() -> None:

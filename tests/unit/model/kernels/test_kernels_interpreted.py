@@ -23,16 +23,18 @@ def obstacle() -> str | None:
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 
 ROOT = Path(__file__).parents[4]
-FP32 = ["odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "no_memory", "whole_eights", "empty_memory",
-        "borders", "many_tiles",
-        "window", "window_over_many_tiles", "window_longer_than_memory", "dropout"]  # fmt: skip
+FP32 = [
+    *("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "no_memory", "whole_eights", "empty_memory"),
+    *("borders", "many_tiles", "large_tiles", "large_tiles_of_one_document"),
+    *("window", "window_over_many_tiles", "window_longer_than_memory", "dropout"),
+]
 FOUND = dict[str, dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def found() -> FOUND:
     """What each check found, all from one process: starting one costs more than most checks."""
-    names = [*FP32, "bf16", "dropout_rates", "recomputed"]
+    names = [*FP32, "bf16", "dropout_rates", "recomputed", "softmax_errors", "weighted_losses"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.model.kernels.interpreted", *names],
         cwd=ROOT,
@@ -69,3 +71,15 @@ def test_dropout_keeps_the_rate_everywhere_and_differs_between_lanes_and_heads(f
 def test_recomputation_makes_the_same_dropout_again(found: FOUND) -> None:
     assert found["recomputed"]["same_seed"] == 0.0
     assert found["recomputed"]["other_seed"] > 0.1
+
+
+def test_logits_become_the_gradient_that_their_twin_makes(found: FOUND) -> None:
+    limit = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
+    for case, error in found["softmax_errors"].items():
+        _, dtype, of = case.split()
+        assert error <= (0.0 if of == "padding" else 1e-6 if of == "losses" else limit[dtype]), case
+
+
+def test_loss_and_every_gradient_of_an_adaptive_softmax_are_those_of_the_plain_losses(found: FOUND) -> None:
+    assert len(found["weighted_losses"]) > 10
+    assert {name: error for name, error in found["weighted_losses"].items() if not error <= 1e-6} == {}

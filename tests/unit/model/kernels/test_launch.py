@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from txl_dist.config import load_config
 from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import chunks, obstacle
+from txl_dist.model.kernels.launch import Sizes, chunks, launches, obstacle
+
+RECIPES = ("enwik8_base", "enwik8_large", "wt103_base", "nvidia_wt103_base", "wt103_large")
+CONFIGS = Path(__file__).parents[4] / "configs"
+
+
+@pytest.fixture
+def room_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes, int], None]:
+    """Makes the score buffer hold so many matrices."""
+    return lambda sizes, fit: monkeypatch.setattr(
+        launch, "SCORE_BUFFER_BYTES", fit * sizes.matrix_len * sizes.value_bytes
+    )
 
 
 @pytest.mark.parametrize(
     ("num_lanes", "num_heads", "fit"), [(1, 1, 5), (22, 8, 30), (64, 8, 30), (60, 10, 333), (7, 3, 1)]
 )
-def test_chunks_cover_every_lane_and_head_once_and_fit(num_lanes: int, num_heads: int, fit: int) -> None:
-    matrix_bytes = launch.SCORE_BUFFER_BYTES // fit
+def test_chunks_cover_every_lane_and_head_once_and_fit(
+    num_lanes: int, num_heads: int, fit: int, room_for: Callable[[Sizes, int], None]
+) -> None:
+    sizes = Sizes(num_lanes, 64, 100, num_heads, 64)
+    room_for(sizes, fit)
     seen: set[tuple[int, int]] = set()
-    first = next(chunks(num_lanes, num_heads, matrix_bytes=matrix_bytes))
-    for chunk in chunks(num_lanes, num_heads, matrix_bytes=matrix_bytes):
+    first = next(chunks(sizes))
+    for chunk in chunks(sizes):
         assert 0 < chunk.num_lanes * chunk.num_heads <= min(fit, first.num_lanes * first.num_heads)
         pairs = {
             (lane, head)
@@ -31,14 +47,45 @@ def test_chunks_cover_every_lane_and_head_once_and_fit(num_lanes: int, num_heads
     assert len(seen) == num_lanes * num_heads
 
 
-def test_a_matrix_that_fills_the_buffer_alone_is_a_chunk() -> None:
-    assert len(list(chunks(2, 3, matrix_bytes=2 * launch.SCORE_BUFFER_BYTES))) == 6
+def test_a_matrix_that_is_larger_than_the_buffer_is_a_chunk(room_for: Callable[[Sizes, int], None]) -> None:
+    sizes = Sizes(2, 64, 128, 3, 64)
+    room_for(sizes._replace(T=32), 1)
+    assert len(list(chunks(sizes))) == 6
 
 
-def test_chunks_take_all_lanes_of_some_heads_where_these_fit() -> None:
-    parts = list(chunks(22, 8, matrix_bytes=launch.SCORE_BUFFER_BYTES // 50))
+def test_chunks_take_all_lanes_of_some_heads_where_these_fit(room_for: Callable[[Sizes, int], None]) -> None:
+    sizes = Sizes(22, 512, 1024, 8, 64)
+    room_for(sizes, 50)
+    parts = list(chunks(sizes))
     assert {part.num_lanes for part in parts} == {22}
     assert [part.first_head for part in parts] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("fit", [1, 7, 30, 1000])
+def test_no_chunk_has_more_programs_than_the_first(fit: int, room_for: Callable[[Sizes, int], None]) -> None:
+    """What is allocated once for all chunks has the sizes of the first."""
+    sizes = Sizes(5, 150, 300, 7, 48)
+    room_for(sizes, fit)
+    largest: dict[str, tuple[int, ...]] = {}
+    for one in launches(sizes, backward=True):
+        assert all(a <= b for a, b in zip(one.grid, largest.setdefault(one.kernel, one.grid), strict=True))
+    parts = {one.grid[1] for one in launches(sizes, backward=True) if one.kernel == "distance_gradients"}
+    assert len(parts) == 1
+
+
+@pytest.mark.parametrize(("recipe", "lanes"), [("enwik8_base", 22), *((recipe, None) for recipe in RECIPES)])
+def test_a_layer_of_a_recipe_is_few_launches_of_at_least_one_wave(recipe: str, lanes: int | None) -> None:
+    config = load_config(CONFIGS / f"{recipe}.toml")
+    sizes = Sizes.of(config.model, config.train, lanes=lanes or config.train.microbatch_lanes)
+    planned = [one for backward in (False, True) for one in launches(sizes, backward=backward)]
+    assert len(planned) <= 16
+    assert {one.kernel: round(one.waves, 2) for one in planned if one.waves < 1} == {}
+
+
+def test_where_a_layer_does_not_fit_the_default_it_is_twice_as_many_launches() -> None:
+    assert launch.SCORE_BUFFER_BYTES >= 128 * 2**20
+    sizes = Sizes(44, 512, 1024, 8, 64)
+    assert [len(launches(sizes, backward=backward)) for backward in (False, True)] == [4, 10]
 
 
 def test_a_model_on_a_cpu_is_told_that_it_is() -> None:
@@ -83,8 +130,20 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
     launch.lacks_compiler.cache_clear()
     assert "needs Python.h" in (obstacle(queries, has_position_bias=True) or "")
     (tmp_path / "Python.h").touch()
+    for script, found in (
+        ("#!/bin/sh\necho 'fatal error: stdio.h is not there' >&2\nexit 1\n", "(fatal error: stdio.h is not there)"),
+        ("#!/bin/sh\nexit 3\n", "(exit code 3)"),
+        ("#!/no/such/shell\n", "does not run"),
+    ):
+        compiler.write_text(script)
+        launch.lacks_compiler.cache_clear()
+        assert found in (obstacle(queries, has_position_bias=True) or "")
+    compiler.write_text("#!/bin/sh\nexit 0\n")
     launch.lacks_compiler.cache_clear()
     assert launch.lacks_compiler() == ""
+    monkeypatch.setenv("CC", "no-such-compiler")  # which Triton would call all the same
+    launch.lacks_compiler.cache_clear()
+    assert "there is none" in launch.lacks_compiler()
     launch.lacks_compiler.cache_clear()
 
 

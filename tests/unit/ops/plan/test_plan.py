@@ -22,7 +22,7 @@ from txl_dist.config import changed as with_settings
 from txl_dist.errors import ConfigError
 from txl_dist.ops.plan import plan
 from txl_dist.ops.plan.hardware import GPUS, Cluster
-from txl_dist.ops.plan.plan import Choice, Plan, Question, attention_kind, make_plan, usable_gpus
+from txl_dist.ops.plan.plan import Choice, Option, Plan, Question, attention_kind, make_plan, usable_gpus
 from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.text import plan_lines
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -64,8 +64,9 @@ def test_bytes_grow_with_the_micro_batch(facts: Plan) -> None:
 
 
 def test_bytes_fall_with_the_stage_where_parameters_are_most_of_them() -> None:
-    config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 16})
-    rows = make_plan(config, question=question(gpus=16)).options
+    config = changed(CONFIG, model={"num_layers": 6, "width": 512, "ff_width": 2048}, train={"num_lanes": 32})
+    # Of two micro-batches: of one, stage 2 holds its sums in fp32 besides what it exchanges.
+    rows = [row for row in make_plan(config, question=question(gpus=16)).options if row.lanes == 1]
     states = [row.needed_gib for row in rows]
     assert [row.engine.zero_stage for row in rows] == [0, 1, 2, 3]
     assert states[1] > states[2] > states[3]
@@ -130,6 +131,20 @@ def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
     assert attention_kind(CONFIG, gpu=GPUS["h100"]) == "fused"  # fp32
     as_bf16 = make_plan(changed(CONFIG, engine={"precision": "bf16"}), question=question("t4"))
     assert as_bf16.as_configured == "T4 has no bf16."
+
+
+def test_tf32_is_as_large_as_fp32_and_faster() -> None:
+    fp32, tf32 = (
+        make_plan(changed(CONFIG, engine={"precision": precision}), question=question())
+        for precision in ("fp32", "tf32")
+    )
+    assert isinstance(fp32.as_configured, Option)
+    assert isinstance(tf32.as_configured, Option)
+    assert tf32.as_configured.needed_gib == fp32.as_configured.needed_gib
+    assert tf32.as_configured.step.products < fp32.as_configured.step.products
+    assert choice(tf32).engine.precision == "bf16"
+    old = make_plan(changed(CONFIG, engine={"precision": "tf32"}), question=question("t4"))
+    assert old.as_configured == "T4 has no tf32."
 
 
 def test_lamb_leaves_stage_0_alone() -> None:

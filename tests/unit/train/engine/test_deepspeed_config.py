@@ -11,10 +11,14 @@ import torch
 
 from txl_dist.config import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
+from txl_dist.model.attention import implementation
+from txl_dist.model.fused_attention import fused_relative_attention
+from txl_dist.model.kernels import launch
+from txl_dist.model.relative_attention import Terms
 from txl_dist.train import preflight
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
 from txl_dist.train.engine.zero import import_deepspeed
-from txl_dist.train.preflight import check_hardware
+from txl_dist.train.preflight import check_hardware, describe_batch
 
 
 def settings_of(*, world_size: int = 2, on_gpu: bool = False, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +95,9 @@ def test_stage_precision_and_offload_are_said_and_nothing_else(engine: dict[str,
             "stage3_param_persistence_threshold": PERSISTENT_LEN,
         }
     if engine.get("offload_optimizer"):
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if engine.get("offload_parameters"):
-        zero["offload_param"] = {"device": "cpu"}
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     assert settings["zero_optimization"] == zero
     assert ("bf16" in settings) is (engine["precision"] == "bf16")
     assert ("fp16" in settings) is (engine["precision"] == "fp16")
@@ -149,6 +153,27 @@ def test_fp16_is_refused_on_a_cpu() -> None:
         check_hardware(config, device=torch.device(device))
 
 
+def test_tf32_is_fp32_on_gpus_that_have_it_and_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cuda = config_from_dict({"engine": {"precision": "tf32"}}, source="test"), torch.device("cuda")
+    assert config.engine.dtype == "fp32"
+    assert settings_of(engine={"precision": "tf32"}) == settings_of(engine={"precision": "fp32"})
+    refusal = r"engine\.precision=tf32 needs a GPU of compute capability 8\.0"
+    with pytest.raises(ConfigError, match=refusal):
+        check_hardware(config, device=torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match=refusal):
+        check_hardware(config, device=cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    check_hardware(config, device=cuda)
+
+
+def test_offloaded_numbers_lie_in_pinned_memory_where_a_gpu_copies_them() -> None:
+    offload = {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True}
+    for on_gpu in (False, True):
+        zero = settings_of(engine=offload, on_gpu=on_gpu)["zero_optimization"]
+        assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": on_gpu}
+
+
 def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, config = torch.device("cpu"), Config()
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
@@ -162,6 +187,25 @@ def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monke
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(torch.version, "cuda", None)
     check_hardware(config, device=cpu)
+
+
+def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(launch, "lacks_compiler", lambda: "Triton needs Python.h")
+    config = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
+    job = Mock(config=config, plan=plan_batch(config.train, world_size=1), vocab_size=100)
+    assert [line for line in describe_batch(job) if "Python.h" in line] == [
+        "model: 869,732 parameters, vocabulary 100, memory 128 tokens; ZeRO-1, bf16, "
+        "attention fused (not by Triton: Triton needs Python.h)"
+    ]
+    monkeypatch.setattr(preflight, "uses_gpu", lambda: True)
+    monkeypatch.setattr(preflight, "_attention", lambda config: "triton")
+    for choice, ends in (("auto", "triton, CUDA graphs"), ("off", "triton")):
+        job.config = config_from_dict({"engine": {"cuda_graph": choice}}, source="test")
+        assert list(describe_batch(job))[1].endswith(f"attention {ends}")
+    terms = Terms(*(torch.zeros(1, 2, 3, 4) for _ in range(3)), torch.zeros(2, 3, 4))
+    assert implementation("auto", terms) is fused_relative_attention
 
 
 def test_no_extension_of_deepspeeds_is_probed_or_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.models import tiny_model
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
+from txl_dist.text import clusters
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine import graph
 from txl_dist.train.engine.flat import FlatModule
@@ -122,6 +123,30 @@ def test_another_number_or_another_type_is_another_recording(normalizer: float, 
         results.append([loss.detach(), *(parameter.grad for parameter in module.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert (recorder.num_recordings, recorder.num_replays) == (2, 2)
+
+
+def test_graphs_of_other_sizes_share_inputs_results_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "RUNG_ROWS", 4)
+    monkeypatch.setattr(clusters, "size_ladder", clusters.size_ladder.__wrapped__)
+    plain, graphed, recorder = modules()
+    batches = [batch_of(seed) for seed in range(6)]
+    shapes = {tuple(len(cluster.rows) for cluster in batch.target_partition or ()) for batch in batches}
+    assert len(shapes) > 1
+    memories = [empty(plain.module), empty(plain.module)]
+    for seed, batch in enumerate([*batches, *batches]):
+        for index, module in enumerate((plain, graphed)):
+            torch.manual_seed(seed)
+            loss, memories[index] = module(batch, memories[index], 12.0)
+            (loss * 4.0).backward()
+        assert torch.equal(memories[0].hidden_LBMD, memories[1].hidden_LBMD)
+        for mine, other in zip(plain.parameters(), graphed.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+    assert recorder.num_recordings == len(shapes)
+    assert recorder.num_replays == len(batches) * 2
+    held = [{value.data_ptr() for value in graph.outputs} for graph in graphed._graphs.values()]
+    assert all(one == held[0] for one in held)
+    ids = {graph.inputs[0].data_ptr() for graph in graphed._graphs.values()}
+    assert len(ids) == 1
 
 
 def test_evaluation_is_not_recorded() -> None:

@@ -58,6 +58,19 @@ def proposals(message: str) -> list[tuple[int, dict[str, str]]]:
     return found
 
 
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_with_graphs_may_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fits.SURE, "cuda", 1.0)
+    engine = {"precision": "bf16", "zero_stage": 1}
+    eager, graphed = (
+        tiny_config(train={"num_lanes": 2, "microbatch_lanes": 1}, engine=engine | {"cuda_graph": choice})
+        for choice in ("off", "auto")
+    )
+    room = predicted(eager, world_size=2, on_gpu=True) + 1
+    check(eager, room=room, device="cuda")
+    assert (2, {"engine.cuda_graph": "off"}) in proposals(refusal(graphed, room=room, device="cuda"))
+
+
 def with_flags(config: Config, flags: dict[str, str]) -> Config:
     values = config.model_dump()
     for name, value in flags.items():

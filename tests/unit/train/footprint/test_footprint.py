@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.helpers.tiny import tiny_config
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.read.stream import plain_segment
+from txl_dist.model import fused_softmax
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares
@@ -150,22 +151,76 @@ def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> No
     assert off["optimizer"] == 0.0
 
 
+def test_what_a_graph_needs_stays_beside_everything_else() -> None:
+    train = {"num_lanes": 4, "microbatch_lanes": 2, "segment_len": 8, "memory_len": 12}
+    for stage in (0, 1, 2):
+        eager, graphed, auto = (
+            held(
+                tiny_config(train=train, engine={"precision": "bf16", "zero_stage": stage, "cuda_graph": choice}),
+                on_gpu=True,
+            )
+            for choice in ("off", "on", "auto")
+        )
+        assert graphed == auto
+        gradients = 2 * count_parameters(tiny_config().model, vocab_size=300)
+        memory = 2 * 2 * 12 * 32 * 2  # of the two lanes at work
+        more = sum(graphed.values()) - sum(eager.values())
+        assert more >= gradients / 2 + memory, "its gradients, and the memory that it is given"
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> None:
     wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
     train = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
-    config = tiny_config(model=wide, train=train, engine={"precision": "bf16", "zero_stage": stage})
+    config = tiny_config(model=wide, train=train, engine={"precision": "fp16", "zero_stage": stage})
     bytes_by = held(config, on_gpu=True)
     parameters = count_parameters(config.model, vocab_size=300)
     temporary = bytes_by["activations"] + bytes_by["scores"]
     assert temporary == pytest.approx((4 + 2) * parameters)  # the gradients in fp32, and a flat copy
 
 
+def test_chunks_of_logits_and_scores_are_as_large_as_on_a_gpu() -> None:
+    step = MicroStep(
+        model=tiny_config(model={"cutoffs": []}).model,
+        vocab_size=50_000,
+        cluster_shares=(1.0,),
+        lanes=4,
+        segment_len=512,
+        memory_len=0,
+        dtype=torch.bfloat16,
+        attention="auto",
+        recompute_every=0,
+        is_flat=True,
+        on_gpu=True,
+    )
+    made = [event.size for event in footprint_step.follow(step).events if isinstance(event, footprint_step.Made)]
+    assert 2 * 1024 * 50_000 in made, "two bytes for each logit of a chunk of 1,024 tokens"
+    assert made.count(2 * 4 * 2 * 512 * 512) == 4, "all scores, in each pass of both layers"
+    assert fused_softmax.CHUNK_ROWS["cpu"] == 64
+
+
+@pytest.mark.parametrize(("stage", "size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
+def test_gradients_of_bf16_are_summed_in_fp32_from_stage_2_on(stage: int, size: int) -> None:
+    parameters = count_parameters(tiny_config().model, vocab_size=300)
+    assert held(tiny_config(engine={"precision": "bf16", "zero_stage": stage}))["gradients"] == size * parameters
+    assert held(tiny_config(engine={"precision": "fp16", "zero_stage": stage}))["gradients"] == 2 * parameters
+
+
+def test_the_update_of_half_precision_without_sharding_has_gradients_in_fp32() -> None:
+    wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
+    train = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
+    config = tiny_config(model=wide, train=train, engine={"precision": "bf16", "zero_stage": 0})
+    bytes_by = held(config, on_gpu=True)
+    temporary = bytes_by["activations"] + bytes_by["scores"]
+    assert temporary == pytest.approx(4 * count_parameters(config.model, vocab_size=300))
+
+
 def test_what_saves_memory_is_foreseen_to() -> None:
-    long = {"train": {"segment_len": 64, "memory_len": 256}}
+    long = {"train": {"segment_len": 256, "memory_len": 256}}
+    deep = {"num_layers": 4}  # what the kernels need for one layer at a time counts once
 
     def activations(**engine: Any) -> float:
-        config = tiny_config(**long, engine={"precision": "bf16", "zero_stage": 0, **engine})
+        config = tiny_config(model=deep, **long, engine={"precision": "bf16", "zero_stage": 0, **engine})
         bytes_by = held(config, on_gpu=True)
         return bytes_by["activations"] + bytes_by["scores"]
 

@@ -1,0 +1,160 @@
+"""A GPU that is not there: inside `with fake_gpu(recorder) as device:` all runs that CUDA runs, without values.
+
+Tensors are torch's fake ones: they have shapes, types and a device, and no values. All of Python runs as it would on an
+H100: which kernel is taken, in which chunks, what the engine does with the gradients. On the way each operation that
+torch dispatches passes a `Recorder`, and each Triton kernel with its grid.
+
+A build of torch without CUDA knows no guard for its devices, and autograd asks for one. So C++ is told that the
+tensors lie on the meta device, which every build has, and Python that they lie on `cuda`.
+
+What it gives up: values, hence what depends on them (`.item()` gives 1), and ZeRO-3, which compares numbers of ranks.
+What C++ decides by the device goes the way of the meta device; of what is used here that is dropout alone, which is
+replaced by what CUDA takes (`native_dropout`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MULTIPROCESSORS = 132
+_CUDA, _META = torch.device("cuda", 0), torch.device("meta")
+
+
+class Recorder(Protocol):
+    """Is told of everything that happens on the device."""
+
+    def operation(self, function: Any, arguments: tuple[Any, ...], settings: dict[str, Any], result: Any) -> None:
+        """torch dispatched this one."""
+
+    def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
+        """A Triton kernel was launched; `kernel` is the JITFunction."""
+
+
+@contextmanager
+def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
+    """The device, on which everything is to be made that is used inside."""
+    from triton.runtime.jit import JITFunction
+
+    handlers, device_of = fake_tensor._DISPATCH_META_HANDLERS, torch.ops.prim.device.default
+
+    def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **settings: Any) -> None:
+        names = dict(zip(kernel.arg_names, arguments, strict=False)) | settings
+        recorder.kernel(kernel, tuple(grid(names) if callable(grid) else grid), arguments, settings)
+
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        multi_processor_count=MULTIPROCESSORS,
+        total_memory=80 << 30,
+        L2_cache_size=50 << 20,
+    )
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, value: Any, **settings: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value, **settings))
+
+        stack.enter_context(mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}))
+        stack.enter_context(mock.patch.dict(handlers, {device_of: lambda arguments: _META}))
+        patch(FakeTensor, "__torch_dispatch__", classmethod(_dispatch))
+        patch(FakeTensor, "__new__", staticmethod(_new))
+        patch(FakeTensor, "is_cuda", property(lambda self: self.fake_device.type == "cuda"))
+        patch(FakeTensor, "to", _to, create=True)
+        patch(nn.Module, "_apply", _apply)
+        patch(nn.functional, "dropout", _dropout)
+        patch(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch(torch.cuda, "get_device_name", lambda device=None: properties.name)
+        patch(JITFunction, "run", launch)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Recording(recorder))
+        yield _CUDA
+
+
+class _Recording(TorchDispatchMode):
+    """Passes every operation on to the fake device, and then to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
+    ) -> Any:
+        settings = dict(settings or {})
+        if settings.get("device") == _META:  # C++ took the device of a tensor for a new one
+            settings["device"] = _CUDA
+        if function is torch.ops.aten._local_scalar_dense.default:
+            result: Any = 1.0 if arguments[0].is_floating_point() else 1
+        elif function is torch.ops.aten.native_dropout.default:  # nobody has told fake tensors about it
+            result = torch.empty_like(arguments[0]), torch.empty_like(arguments[0], dtype=torch.bool)
+        elif function is torch.ops.aten.native_dropout_backward.default:
+            result = torch.empty_like(arguments[0])
+        else:
+            result = function(*arguments, **settings)
+        on_device = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((arguments, settings, result)))
+        if on_device and function is not torch.ops.prim.device.default:
+            self.recorder.operation(function, arguments, settings, result)
+        return result
+
+
+_true_dispatch: Callable[..., Any] = FakeTensor.__torch_dispatch__
+_true_new: Callable[..., Any] = FakeTensor.__new__
+
+
+def _dispatch(
+    cls: type, function: Any, types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
+) -> Any:
+    if function is torch.ops.prim.device.default:
+        return _META
+    return _true_dispatch(function, types, arguments, settings or {})
+
+
+def _new(cls: type, mode: Any, element: Tensor, device: torch.device, *more: Any, **settings: Any) -> Any:
+    return _true_new(cls, mode, element, _CUDA if device.type == "meta" else device, *more, **settings)
+
+
+def _to(tensor: FakeTensor, *arguments: Any, **settings: Any) -> Any:
+    """`Tensor.to`, whose own code wants CUDA to be there."""
+    copy = settings.pop("copy", False)
+    if arguments and isinstance(arguments[0], Tensor):
+        device, dtype = arguments[0].device, arguments[0].dtype
+    else:
+        device, dtype, _, _ = torch._C._nn._parse_to(*arguments, **settings)
+    device, dtype = device or tensor.device, dtype or tensor.dtype
+    if device.type == tensor.device.type and dtype == tensor.dtype and not copy:
+        return tensor
+    return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device)
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which cannot exchange fake parameters that are tied; here, too, they stay the same objects."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                new = function(parameter)
+            if new is not parameter:
+                parameter.data = new
+                parameter.fake_device = new.device  # type: ignore[attr-defined]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout` as CUDA computes it: one kernel."""
+    return torch.native_dropout(values, p, True)[0] if training and p else values
