@@ -124,6 +124,10 @@ def check_config(config: Config) -> None:
             "engine.offload_parameters=True needs engine.zero_stage=3",
         ),
         (
+            not config.eval.average or optim.ema > 0,
+            "eval.average=True needs an optim.ema above 0, for instance 0.99",
+        ),
+        (
             engine.cuda_graph != "on" or engine.is_replayable,
             "engine.cuda_graph=on needs engine.zero_stage 0, 1 or 2, and no engine.activation_checkpointing",
         ),

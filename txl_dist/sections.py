@@ -222,6 +222,9 @@ OPTIMIZERS = {
 """By `optim.name`."""
 
 
+Schedule = Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "wsd", "constant"]
+
+
 class OptimSection(Section):
     """Optimizer and learning-rate schedule."""
 
@@ -240,18 +243,29 @@ class OptimSection(Section):
     """Decay of matrices; biases, norms and the attention biases u, v are never decayed."""
     clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
     """Largest global gradient norm; 0 switches clipping off."""
-    schedule: Annotated[Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "constant"], WARNED] = "cosine"
+    schedule: Annotated[Schedule, WARNED] = "cosine"
     """Shape of the learning rate after the warm-up. cosine begins where the warm-up ends (NVIDIA, TensorFlow),
-    cosine_from_start at step 0 (original PyTorch code); inverse_sqrt is Noam's."""
+    cosine_from_start at step 0 (original PyTorch code); inverse_sqrt is Noam's; wsd (warm-up, stable, decay) stays at
+    its peak and cools down in the last part of the run."""
+    cooldown_fraction: Annotated[float, Field(gt=0, le=1), WARNED] = 0.2
+    """Part of train.max_steps in which wsd falls, along a line, to min_lr."""
     warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Learning rate at train.max_steps for cosine and linear, and a floor for inverse_sqrt."""
+    """Learning rate at train.max_steps for cosine, linear and wsd, and a floor for inverse_sqrt."""
+    ema: Annotated[Probability, WARNED] = 0.0
+    """Decay per step of an exponential average of the fp32 weights, kept beside them and saved with them; 0 keeps none.
+    It begins with the weights behind the first update. `eval.average` scores it, `txl export --average` takes it."""
 
     @property
     def kind(self) -> OptimizerKind:
         """What `name` names."""
         return OPTIMIZERS[self.name]
+
+    @property
+    def state_bytes(self) -> int:
+        """What is kept per parameter besides the weights, in fp32."""
+        return self.kind.state_bytes(self) + (4 if self.ema else 0)
 
 
 class TrainSection(Section):
@@ -341,6 +355,8 @@ class EvalSection(Section):
     ext_len); only with a memory of 0."""
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
     """Score only the first so many tokens of the split, which gives no bits per byte; 0 means all."""
+    average: Annotated[bool, FREE] = False
+    """While training, score the average of the weights in place of the weights; needs optim.ema."""
 
 
 class CheckpointSection(Section):

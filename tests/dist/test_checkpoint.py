@@ -29,7 +29,7 @@ from txl_dist.run_files import retained
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.policy import prune_checkpoints
-from txl_dist.train.checkpoint.probe import check_probe, make_probe
+from txl_dist.train.checkpoint.probe import check_probe, make_probes
 from txl_dist.train.checkpoint.read import (
     check_checkpoint,
     choose_checkpoint,
@@ -88,7 +88,7 @@ class Job:
         run.mkdir(exist_ok=True)
         silent: Any = SimpleNamespace(beat=lambda phase: None)
         saver = Saver(job_of(in_folder(self.config, run), self.ranks), Watch(silent, silent, lock=None, nonce="test"))
-        saver.begin(state, self.engine, probe=make_probe(self.engine, self.maker, memory_len=12))
+        saver.begin(state, self.engine, probe=make_probes(self.engine, self.maker, config=self.config))
         return saver.finish()
 
     def load(self, checkpoint: Path) -> TrainState:

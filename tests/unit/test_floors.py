@@ -71,7 +71,7 @@ BUDGETS = {
     "model": 1560,
     "infer": 1760,
     "convert": 1850,
-    "train": 4240,
+    "train": 4300,
     "ops": 3680,
     "serve": 1280,
     "verbs": 700,

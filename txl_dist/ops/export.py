@@ -20,7 +20,7 @@ from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
 from txl_dist.run_files import SETTINGS, TRAINED, Kind, kind_of, list_checkpoints, require
 from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.train.checkpoint.probe import read_probe
+from txl_dist.train.checkpoint.probe import AVERAGE_LOSSES, read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 
@@ -53,9 +53,9 @@ def read_trained(run: Path) -> Trained:
     return use_trained(run, _in_memory)
 
 
-def use_trained(run: Path, use: Callable[[Trained], T]) -> T:
-    """What `use` makes of a run's newest whole checkpoint, or of a checkpoint folder, whose weights it may read piece
-    by piece. Raises CheckpointError.
+def use_trained(run: Path, use: Callable[[Trained], T], *, average: bool = False) -> T:
+    """What `use` makes of a run's newest whole checkpoint, or of a checkpoint folder, whose weights, or their averages,
+    it may read piece by piece. Raises CheckpointError.
 
     The run may be training: what is used is kept from being pruned, and what was pruned before that was no choice.
     """
@@ -65,7 +65,7 @@ def use_trained(run: Path, use: Callable[[Trained], T]) -> T:
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
                 )
-            return use(_read_checkpoint(run, name=run.name))
+            return use(_read_checkpoint(run, name=run.name, average=average))
     looked_at: list[Path] | None = None
     rejected: list[str] = []
     while (listed := list_checkpoints(run)) != looked_at:
@@ -74,7 +74,7 @@ def use_trained(run: Path, use: Callable[[Trained], T]) -> T:
             with kept(folder):
                 try:
                     if not (problems := checkpoint_problems(folder)):
-                        used = use(_read_checkpoint(folder, name=run.name))
+                        used = use(_read_checkpoint(folder, name=run.name, average=average))
                         for reason in rejected:
                             logger.warning("passed over a damaged checkpoint, %s", reason)
                         return used
@@ -92,21 +92,21 @@ def _in_memory(trained: Trained) -> Trained:
     return trained._replace(package=dataclasses.replace(trained.package, weights=weights))
 
 
-def _read_checkpoint(folder: Path, *, name: str) -> Trained:
+def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
     """`name` says of which run it is, for those who get the model."""
     saved, config = read_state(folder), load_config(folder / SETTINGS)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    precision = config.engine.dtype
+    precision, probe = config.engine.dtype, read_probe(folder, vocab_size=tokenizer.vocab_size)
     package = Package(
         section=config.model,
-        weights=consolidated_weights(folder),
+        weights=consolidated_weights(folder, average=average),
         tokenizer=tokenizer,
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,
         document_border=config.data.document_border,
         begins_documents=scores_first_tokens(config, saved),
-        source={"run": name, "step": saved.step, "precision": precision},
-        probe=read_probe(folder, vocab_size=tokenizer.vocab_size),
+        source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if average else {}),
+        probe={"tokens": probe["tokens"], "losses": probe[AVERAGE_LOSSES if average else "losses"]},
         probe_dtype=precision,
     )
     return Trained(folder, config, package)
@@ -126,8 +126,9 @@ def _rounded_once(package: Package, dtype: str) -> Package:
     return package if dtype == "fp32" else dataclasses.replace(package, probe_dtype=dtype)
 
 
-def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> Exported:
-    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time.
+def export_bundle(source: Path, out: Path, *, dtype: str = "fp32", average: bool = False) -> Exported:
+    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time; by `average` of the
+    averages that a run or checkpoint has of its weights.
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """
@@ -139,7 +140,7 @@ def export_bundle(source: Path, out: Path, *, dtype: str = "fp32") -> Exported:
         return Exported(folder, error, num_bytes, num_bytes / (4 * values))
 
     if kind_of(source) is not Kind.BUNDLE:
-        return use_trained(source, lambda trained: write(trained.folder, trained.package))
+        return use_trained(source, lambda trained: write(trained.folder, trained.package), average=average)
     package, held = read_bundle(source)
     package.proven(held, where=str(source))
     return write(source, _rounded_once(package, held))

@@ -18,6 +18,8 @@ def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
         inverse_sqrt       lr sqrt(max(1, warmup) / update)                      Noam (labml) if lr is
                                                                                  1 / sqrt(width * warmup)
         linear             lr + (min - lr) x
+        wsd                lr, and in the last cooldown_fraction of max_steps    MiniCPM (arXiv 2404.06395)
+                           lr + (min - lr) y, y the share of these steps done
         constant           lr
     """
     if step < optim.warmup_steps:
@@ -27,7 +29,10 @@ def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
         done = min(1.0, step / max_steps)
     if optim.schedule in ("cosine", "cosine_from_start"):
         return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * done)) / 2
-    if optim.schedule == "linear":
+    if optim.schedule == "wsd":
+        begin = max(optim.warmup_steps, max_steps * (1 - optim.cooldown_fraction))
+        done = min(1.0, max(0.0, step - begin) / max(1, max_steps - begin))
+    if optim.schedule in ("linear", "wsd"):
         return optim.lr + (optim.min_lr - optim.lr) * done
     if optim.schedule == "inverse_sqrt":
         return max(optim.min_lr, optim.lr * math.sqrt(max(1, optim.warmup_steps) / (step + 1)))

@@ -54,6 +54,7 @@ def export(
     /,
     format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
     dtype: WeightType = "fp32",
+    average: bool = False,
 ) -> None:
     """Write an inference bundle, proven by the engine's own losses, or what other programs run.
 
@@ -63,8 +64,14 @@ def export(
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
+        average: Take the average of the weights (optim.ema); for bundles, of which the other formats can be made.
     """
     kind = require(source, *TRAINED)
+    if average and (format != "bundle" or kind is Kind.BUNDLE):
+        raise ConfigError(
+            f"--average makes a bundle of a run or a checkpoint, and this would make {format} of a {kind.value}. "
+            "Export such a bundle first, then this from it."
+        )
     _require_output(out, _WRITES[format])
     if format == "onnx" and dtype != "fp32":
         raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
@@ -91,7 +98,7 @@ def export(
         if not written.has_tokenizer:
             say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
-    made = export_bundle(source, out, dtype=dtype)
+    made = export_bundle(source, out, dtype=dtype, average=average)
     say(
         f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
         f"weights {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32"

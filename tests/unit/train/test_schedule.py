@@ -13,7 +13,7 @@ from txl_dist.sections import OptimSection
 from txl_dist.train.schedule import learning_rate
 
 MAX_STEPS = 100
-SCHEDULES = ["cosine", "cosine_from_start", "linear", "inverse_sqrt", "constant"]
+SCHEDULES = ["cosine", "cosine_from_start", "linear", "inverse_sqrt", "wsd", "constant"]
 
 
 def rates(schedule: str, **changes: Any) -> list[float]:
@@ -51,6 +51,21 @@ def test_cosine_and_linear_follow_their_formula_and_end_at_the_lowest_rate() -> 
         assert values[10 : MAX_STEPS + 1] == pytest.approx(expected, rel=1e-12)
         assert values[55] == pytest.approx(0.275, rel=1e-12)
         assert values[MAX_STEPS:] == pytest.approx([0.05] * MAX_STEPS, rel=1e-12)
+
+
+def test_wsd_stays_at_its_peak_and_falls_along_a_line_in_its_last_part() -> None:
+    values = rates("wsd", cooldown_fraction=0.4)
+    assert values[10:61] == [0.5] * 51
+    assert values[60:101] == pytest.approx([0.5 - 0.45 * done / 40 for done in range(41)], rel=1e-12)
+    assert rates("wsd", cooldown_fraction=1.0) == rates("linear")
+
+
+def test_a_stable_run_cools_down_from_any_step_of_it() -> None:
+    # What docs/checkpoints.md says of a branch: its max_steps are those of its beginning, divided by 1 - fraction.
+    branch = OptimSection(schedule="wsd", lr=0.5, warmup_steps=10)
+    stable = OptimSection(schedule="constant", lr=0.5, warmup_steps=10)
+    assert learning_rate(80, branch, max_steps=100) == learning_rate(80, stable, max_steps=1000)
+    assert learning_rate(81, branch, max_steps=100) == pytest.approx(0.5 * 19 / 20)
 
 
 def test_inverse_sqrt_halves_when_the_updates_have_become_four_times_as_many_and_stops_at_its_floor() -> None:

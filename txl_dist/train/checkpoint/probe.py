@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from txl_dist.config import load_config
+from txl_dist.config import Config, load_config
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError, explained
@@ -20,6 +20,9 @@ from txl_dist.infer.probe import PROBE_LEN, probe_tokens
 from txl_dist.run_files import PROBE, SETTINGS
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
+
+AVERAGE_LOSSES = "average_losses"
+"""In a checkpoint's probe."""
 
 
 def make_probe(
@@ -40,6 +43,16 @@ def make_probe(
     finally:
         torch.set_float32_matmul_precision(of_products)
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
+
+
+def make_probes(engine: Engine, maker: BatchMaker, *, config: Config) -> dict[str, Tensor]:
+    """What a checkpoint keeps: the probe, and where weights are averaged the losses by the average."""
+    probe = make_probe(engine, maker, memory_len=config.train.memory_len)
+    if config.optim.ema:
+        engine.swap_averages()
+        probe[AVERAGE_LOSSES] = make_probe(engine, maker, memory_len=config.train.memory_len)["losses"]
+        engine.swap_averages()
+    return probe
 
 
 def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: str) -> str:

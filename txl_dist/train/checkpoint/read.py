@@ -37,7 +37,7 @@ from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, lane_files, lanes_of, read_state
-from txl_dist.train.engine.partitions import WEIGHT
+from txl_dist.train.engine.partitions import AVERAGE, WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes
 from txl_dist.train.state import Job, TrainState
@@ -252,19 +252,21 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
     return Memory(torch.cat(hidden, dim=1), torch.cat(document))
 
 
-def consolidated_weights(folder: Path) -> dict[str, Rows]:
-    """The model's weights in fp32, the ones that the optimizer keeps, under their names; a tied one once. They are read
-    when they are asked for.
+def consolidated_weights(folder: Path, *, average: bool = False) -> dict[str, Rows]:
+    """The model's weights in fp32, the ones that the optimizer keeps, or their averages, under their names; a tied one
+    once. They are read when they are asked for.
 
     Needs neither ranks nor DeepSpeed. Raises CheckpointError, as reading them may.
     """
-    files = FragmentFiles(folder / "engine")
+    files, kind = FragmentFiles(folder / "engine"), AVERAGE if average else WEIGHT
+    if kind not in files.kinds:
+        raise CheckpointError(f"{folder} holds no average of its weights: it was trained with optim.ema=0.")
 
     def rows_of(name: str, shape: torch.Size) -> Rows:
         width = shape[1:].numel()
 
         def read(start: int, stop: int) -> Tensor:
-            values = files.read(WEIGHT, name, start=start * width, length=(stop - start) * width)
+            values = files.read(kind, name, start=start * width, length=(stop - start) * width)
             return values.view(stop - start, *shape[1:])
 
         return Rows(shape, read)

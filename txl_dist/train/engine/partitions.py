@@ -22,6 +22,10 @@ from torch import Tensor
 from txl_dist.train.engine.flat import Slot, Stored
 
 WEIGHT = "weight"
+AVERAGE = "average"
+"""The exponential average of the weights; it lies with the optimizer's moments, and so goes wherever they go."""
+SWAPPED_LEN = 2**20
+"""Values that are exchanged at a time."""
 
 
 class Piece(NamedTuple):
@@ -136,10 +140,11 @@ class Source(Protocol):
         """Updates that the optimizer had counted for it."""
 
 
-def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: Source) -> None:
+def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: Source, *, with_average: bool) -> None:
     """Copy saved values into the partitions and make the optimizer's state, which a new one lacks."""
     counts_per_tensor = type(optimizer).__module__.startswith("torch.")
-    moments = [kind for kind in source.kinds if kind != WEIGHT]
+    unwanted = (WEIGHT,) if with_average else (WEIGHT, AVERAGE)
+    moments = [kind for kind in source.kinds if kind not in unwanted]
     for tensor, pieces in partitions:
         if not pieces:
             continue
@@ -154,3 +159,26 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
             optimizer.state[tensor] = count | state
         for group in [] if counts_per_tensor else optimizer.param_groups:
             group["step"] = int(step)
+
+
+def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer, *, decay: float) -> None:
+    """average <- decay average + (1 - decay) weight, behind an update; the first time it is the weight."""
+    for tensor, _ in partitions:
+        weight, state = tensor.detach(), optimizer.state[tensor]
+        if AVERAGE in state:
+            state[AVERAGE].lerp_(weight, 1 - decay)
+        else:
+            state[AVERAGE] = weight.clone()
+
+
+def swap_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> None:
+    """Exchange weights and averages, in place; where there is none yet nothing happens."""
+    for tensor, _ in partitions:
+        average = optimizer.state.get(tensor, {}).get(AVERAGE)
+        if average is None:
+            continue
+        pairs = zip(*(x.view(-1).split(SWAPPED_LEN) for x in (tensor.detach(), average)), strict=True)
+        for weight_n, average_n in pairs:
+            kept = weight_n.clone()
+            weight_n.copy_(average_n)
+            average_n.copy_(kept)

@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +35,15 @@ from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
 from txl_dist.train.engine.gathered import saves_no_weights
 from txl_dist.train.engine.graph import GraphedModule
 from txl_dist.train.engine.optim import build_optimizer
-from txl_dist.train.engine.partitions import Fragment, Source, fill, fragments, partitions_of
+from txl_dist.train.engine.partitions import (
+    Fragment,
+    Source,
+    fill,
+    fragments,
+    partitions_of,
+    swap_averages,
+    update_averages,
+)
 from txl_dist.train.engine.protocol import Engine
 
 
@@ -76,7 +84,8 @@ class ZeroEngine(Engine):
             self.stored = module.stored
         if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
-        self._clip_norm, self._stage = config.optim.clip_norm, config.engine.zero_stage
+        self._clip_norm, self._decay = config.optim.clip_norm, config.optim.ema
+        self._stage = config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer
         if self._stage == 3:
             deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
@@ -196,6 +205,8 @@ class ZeroEngine(Engine):
                 for parameter in self._parameters():
                     parameter.grad = None  # the optimizer passes over what has none
         self._engine.step()
+        if self._decay and math.isfinite(grad_norm):
+            update_averages(self._partitions, self._base_optimizer, decay=self._decay)
 
     def _divide_gradients(self, divisor: float) -> None:
         """In the update to come: clip, and take the loss scale out. torch's fused optimizers do it as they read the
@@ -267,11 +278,26 @@ class ZeroEngine(Engine):
 
     @override
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
+        with self._changing_weights():
+            keeps = self._decay > 0
+            together(lambda: fill(self._partitions, self._base_optimizer, source, with_average=keeps))
+        scaler = _loss_scaler(self._optimizer)
+        for name in _SCALER_STATE:
+            if name in loss_scale and hasattr(scaler, name):
+                setattr(scaler, name, loss_scale[name])
+
+    @override
+    def swap_averages(self) -> None:
+        with self._changing_weights():
+            swap_averages(self._partitions, self._base_optimizer)
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """Of the fp32 weights, which are changed within, the ones are made that the model computes with."""
         optimizer = self._optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
-        together(lambda: fill(self._partitions, self._base_optimizer, source))
-        # The weights that the model computes with are made of the fp32 ones.
+        yield
         if self._stage in (1, 2):
             optimizer.update_lp_params()
         elif self._stage == 3:
@@ -281,10 +307,6 @@ class ZeroEngine(Engine):
         elif hasattr(optimizer, "fp32_groups"):
             for master, parameter in _masters(optimizer):
                 parameter.data.copy_(master.data)
-        scaler = _loss_scaler(optimizer)
-        for name in _SCALER_STATE:
-            if name in loss_scale and hasattr(scaler, name):
-                setattr(scaler, name, loss_scale[name])
 
 
 _PREFIX = "model."

@@ -47,7 +47,7 @@ def bytes_per_rank(
     gradients = gradient_size(engine) * (own if stage >= 2 else parameters)
     has_masters = stage >= 1 or engine.dtype != "fp32"
     lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
-    state = own * (config.optim.kind.state_bytes(config.optim) + (4 if has_masters else 0))
+    state = own * (config.optim.state_bytes + (4 if has_masters else 0))
     # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
     bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
     held = {

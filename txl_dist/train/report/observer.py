@@ -56,10 +56,23 @@ class Observer:
             del self._evaluated[step]
 
     def evaluate(self, step: int) -> bool:
-        """Score every split and look at the memory. Returns whether the first split's loss is the best so far.
+        """Score every split and look at the memory, by `eval.average` with averaged weights. Returns whether the first
+        split's loss is the best so far.
 
         Raises StopAskedError.
         """
+        if not self._config.eval.average:
+            return self._evaluate(step)
+        self._engine.swap_averages()
+        try:
+            is_best = self._evaluate(step)
+        except StopAskedError:  # on all ranks together; after anything else nobody needs the weights
+            self._engine.swap_averages()
+            raise
+        self._engine.swap_averages()
+        return is_best
+
+    def _evaluate(self, step: int) -> bool:
         before_segment = partial(self._before_segment, step)
         results = [
             evaluate_split(
