@@ -18,6 +18,7 @@ Shapes: S tokens, D model width, E width of a table, V its rows; R rows of a clu
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -139,9 +140,16 @@ class _Sums:
         self.loss = torch.zeros_like(self.share)
         self.hidden = F.pad(torch.zeros_like(hidden_SD), (0, 0, 0, 1)) if with_hidden else None
         # The first chunk of a cluster overwrites what its slice of a table holds: zeros would cost a pass over it.
+        # Where it is the only one nothing is summed, and the table's gradient has the type that products have.
         tables = {columns.weight_VE for cluster in clusters for columns in cluster.columns}
-        makers = {x: torch.empty_like if x in tables else torch.zeros_like for x in parameters}
-        self.parameters = {x: make(x, dtype=share_S.dtype) for x, make in makers.items()}
+        has_sums = [len(one.targets_R) > _chunk_shape(one, hidden_SD.device)[0] for one in clusters]
+        summed = {columns.weight_VE for one in itertools.compress(clusters, has_sums) for columns in one.columns}
+        self.parameters = {
+            x: (torch.empty_like if x in tables else torch.zeros_like)(
+                x, dtype=x.dtype if x in tables - summed else share_S.dtype
+            )
+            for x in parameters
+        }
         self.by_kernel = runs_kernel(hidden_SD)
         # Zeros, since products in bf16 on a CPU also read beyond a row's end, times zero: that must not be NaN there.
         make = hidden_SD.new_empty if self.by_kernel else hidden_SD.new_zeros
