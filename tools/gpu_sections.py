@@ -433,7 +433,7 @@ def _swept(
 ) -> Found:
     if buffer_mb and not hasattr(launch, "SCORE_BUFFER_BYTES"):
         raise Skipped("launch.py has no SCORE_BUFFER_BYTES")
-    usual = launch.tiles(shape.head_width)
+    usual = launch.tiles(shape.head_width, has_dropout=False)
     if kernel and kernel not in usual:
         raise Skipped(f"launch.py has no kernel {kernel}")
     with _changed(buffer_mb, kernel, tile, usual):
@@ -445,10 +445,9 @@ def _changed(buffer_mb: int, kernel: str, tile: tuple[int, int, int, int], usual
     rows, columns, warps, stages = tile
     changes: dict[str, Any] = {"SCORE_BUFFER_BYTES": buffer_mb << 20} if buffer_mb else {}
     if kernel:
-        other = usual[kernel]._replace(
-            rows=rows, columns=columns, num_warps=warps, num_stages=stages, max_registers=None
-        )
-        changes = {"tiles": lambda width: usual | {kernel: other}}
+        *_, smallest = usual[kernel]
+        other = smallest._replace(rows=rows, columns=columns, num_warps=warps, num_stages=stages, max_registers=None)
+        changes = {"tiles": lambda width, *, has_dropout: usual | {kernel: (other,)}}
     with mock.patch.multiple(launch, **changes) if changes else nullcontext():
         yield
 

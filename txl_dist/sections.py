@@ -248,7 +248,7 @@ class OptimSection(Section):
     cosine_from_start at step 0 (original PyTorch code); inverse_sqrt is Noam's; wsd (warm-up, stable, decay) stays at
     its peak and cools down in the last part of the run."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1), WARNED] = 0.2
-    """Part of train.max_steps in which wsd falls, along a line, to min_lr."""
+    """Share of train.max_steps in which the rate of wsd falls, along a line, to min_lr."""
     warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0

@@ -94,6 +94,7 @@ def test_the_factor_holds_clipping_and_loss_scale(norm: float, factor: float) ->
     engine = ZeroEngine.__new__(ZeroEngine)
     engine._optimizer = SimpleNamespace(loss_scale=1024.0, param_groups=[{}])
     engine._base_optimizer, engine._clip_norm, engine._update_divides = SimpleNamespace(), 0.5, False
+    engine._decay = 0.0
     engine._engine = SimpleNamespace(step=lambda: None)
     engine.step(lr=0.1, grad_norm=norm)
     assert engine._factor == pytest.approx(factor / 1024.0, rel=1e-5)

@@ -202,7 +202,7 @@ def scaled_engine(optimizer: Any) -> ZeroEngine:
     """An engine of stage 1 around an optimizer without weights; fp16 itself needs a GPU."""
     optimizer.update_lp_params = lambda: None
     engine = ZeroEngine.__new__(ZeroEngine)
-    engine._optimizer, engine._stage, engine._partitions = optimizer, 1, []
+    engine._optimizer, engine._stage, engine._partitions, engine._decay = optimizer, 1, [], 0.0
     engine._base_optimizer = torch.optim.SGD([torch.zeros(1)])
     return engine
 

@@ -38,9 +38,9 @@ def test_what_is_being_read_stays_until_it_is_read(
     first = golden_at(tmp_path, 1)
     consolidated = export.consolidated_weights
 
-    def prune_first(folder: Path) -> Any:
+    def prune_first(folder: Path, **named: Any) -> Any:
         save_and_prune(tmp_path, 2)
-        return consolidated(folder)
+        return consolidated(folder, **named)
 
     monkeypatch.setattr(export, "consolidated_weights", prune_first)
     assert read_trained(first if as_folder else tmp_path).package.source["step"] == 1
@@ -57,10 +57,10 @@ def test_where_a_checkpoint_vanishes_while_it_is_read_the_next_newest_is_taken_w
     golden_at(tmp_path, 1)
     original, steps = getattr(export, moment), [2, 3]
 
-    def prune_first(folder: Path) -> Any:
+    def prune_first(folder: Path, **named: Any) -> Any:
         if steps:
             save_and_prune(tmp_path, steps.pop(0))
-        return original(folder)
+        return original(folder, **named)
 
     monkeypatch.setattr(export, moment, prune_first)
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # a file system without locks
@@ -75,9 +75,9 @@ def test_an_export_of_a_run_that_prunes_meanwhile_is_of_the_checkpoint_that_it_c
 ) -> None:
     first, consolidated = golden_at(tmp_path / "run", 1), export.consolidated_weights
 
-    def prune_first(folder: Path) -> Any:
+    def prune_first(folder: Path, **named: Any) -> Any:
         save_and_prune(tmp_path / "run", 2)
-        return consolidated(folder)
+        return consolidated(folder, **named)
 
     monkeypatch.setattr(export, "consolidated_weights", prune_first)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "bundle")]) == 0

@@ -361,7 +361,7 @@ def saving(
     requests: Any = None,
     beat: Callable[[str], None] = lambda phase: None,
 ) -> tuple[Saving, Records]:
-    monkeypatch.setattr(saving_module, "make_probe", lambda *_, **__: PROBE)
+    monkeypatch.setattr(saving_module, "make_probes", lambda *_, **__: PROBE)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
     records: Any = Records()
     maker: Any = None
