@@ -93,7 +93,8 @@ class Service:
             raise RefusalError(400, f"a model with {positions} positions remembers nothing. Give whole texts.")
         if not self.memories.fits(num_memories * self.largest_memory, num_memories=num_memories):
             message = (
-                f"this server does not keep {num_memories} memories. Ask for fewer at a time, or give whole texts."
+                f"this server has no room for {num_memories} memories at a time (--memories, --memory-bytes). "
+                "Ask for fewer, or give whole texts."
             )
             raise RefusalError(400, message, code="too_many_memories")
 

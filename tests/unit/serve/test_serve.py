@@ -441,7 +441,7 @@ def test_memories_go_by_number_bytes_and_age() -> None:
         assert found == [200, 404, 200], "the one that was not used for longest"
         assert len(set(names)) == 3
         assert all(len(name) > 30 for name in names)
-        assert "does not keep 4 memories" in server.complete("a", n=4, keep_memory=True).message
+        assert "no room for 4 memories at a time" in server.complete("a", n=4, keep_memory=True).message
     size = random_model().memory(TEXT).num_bytes
     with served(random_model(), memory_bytes=2 * size + 500) as server:
         names = [server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"] for i in range(3)]
