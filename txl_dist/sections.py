@@ -211,12 +211,15 @@ class OptimizerKind(NamedTuple):
     """Of what it keeps per parameter, in fp32."""
     needs_whole_tensors: bool = False
     """It takes norms of whole tensors, which ZeRO would cut up and flat parameters join."""
+    matrix_state_bytes: int | None = None
+    """Of what it keeps per value of the matrices of blocks, where it treats those apart."""
 
 
 OPTIMIZERS = {
     "adam": OptimizerKind(),
     "adamw": OptimizerKind(),
     "lamb": OptimizerKind(needs_whole_tensors=True),
+    "muon": OptimizerKind(("betas", "eps", "muon_momentum"), matrix_state_bytes=4),
     "sgd": OptimizerKind(("momentum",), state_bytes=lambda optim: 4 if optim.momentum else 0),
 }
 """By `optim.name`."""
@@ -228,15 +231,18 @@ Schedule = Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "wsd
 class OptimSection(Section):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
+    name: Literal["adam", "adamw", "lamb", "muon", "sgd"] = "adamw"
     """adam, adamw and sgd in torch's fused form; lamb as NVIDIA has it (no bias correction, norms of weights counted up
-    to 10), only without ZeRO partitioning."""
+    to 10), only without ZeRO partitioning; muon orthogonalizes the steps of the matrices of blocks, as long as AdamW's,
+    and is AdamW for everything else."""
     lr: Annotated[float, Field(gt=0), WARNED] = 2.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
-    """Decay of the two moments (adam, adamw, lamb)."""
+    """Decay of the two moments (adam, adamw, lamb; muon for what is no matrix)."""
     momentum: Annotated[Probability, WARNED] = 0.0
     """Momentum (sgd)."""
+    muon_momentum: Annotated[Probability, WARNED] = 0.95
+    """Nesterov's momentum of the matrices (muon)."""
     eps: Annotated[float, Field(gt=0), WARNED] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0), WARNED] = 0.0
@@ -262,10 +268,10 @@ class OptimSection(Section):
         """What `name` names."""
         return OPTIMIZERS[self.name]
 
-    @property
-    def state_bytes(self) -> int:
-        """What is kept per parameter besides the weights, in fp32."""
-        return self.kind.state_bytes(self) + (4 if self.ema else 0)
+    def state_bytes(self, *, of_matrices: bool = False) -> int:
+        """What is kept per parameter besides the weights, in fp32; `of_matrices` of blocks some keep less."""
+        own = self.kind.matrix_state_bytes if of_matrices else None
+        return (self.kind.state_bytes(self) if own is None else own) + (4 if self.ema else 0)
 
 
 class TrainSection(Section):

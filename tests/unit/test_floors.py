@@ -71,7 +71,7 @@ BUDGETS = {
     "model": 1620,
     "infer": 1760,
     "convert": 1850,
-    "train": 4320,
+    "train": 4540,
     "ops": 3680,
     "serve": 1280,
     "verbs": 700,

@@ -70,12 +70,19 @@ class FragmentFiles:
             found, index = found + copied, 0 if copied else index + 1
         return values
 
+    def kinds_of(self, parameter: str) -> list[str]:
+        """Kinds of values that a parameter has. Raises CheckpointError if no file holds it."""
+        return self._file_of(parameter).kinds_of(parameter)
+
     def step_of(self, parameter: str) -> float:
-        """Updates that the optimizer had counted for it."""
+        """Updates that the optimizer had counted for it. Raises CheckpointError if no file holds it."""
+        return self._file_of(parameter).steps[parameter]
+
+    def _file_of(self, parameter: str) -> _FragmentFile:
         index = 0
         while index < len(self._opened) or self._open_next():
             if parameter in self._opened[index].steps:
-                return self._opened[index].steps[parameter]
+                return self._opened[index]
             index += 1
         raise CheckpointError(
             f"{self._folder} has no {parameter}. It belongs to another model; use another checkpoint."
@@ -98,6 +105,10 @@ class _FragmentFile:
         with explained(CheckpointError, what, "Use another checkpoint.", of=(KeyError, ValueError)):
             self._starts: dict[str, int] = parse_object(self._file.metadata["starts"])
             self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
+
+    def kinds_of(self, parameter: str) -> list[str]:
+        """Kinds of values that a parameter has here."""
+        return [kind for kind in self.kinds if f"{kind}/{parameter}" in self._file.shapes]
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
         """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -60,15 +60,16 @@ class Owner(NamedTuple):
 class FlatModule(nn.Module):
     """A module whose small parameters lie in flat ones. What is called is `module`, with the same arguments."""
 
-    def __init__(self, module: nn.Module, *, prefix: str) -> None:
-        """`prefix` is left out of the names of the parameters."""
+    def __init__(self, module: nn.Module, *, prefix: str, matrices: Collection[str] = ()) -> None:
+        """`prefix` is left out of the names of the parameters. `matrices` are those, by such names, that the optimizer
+        treats apart from everything else in a block."""
         super().__init__()
         self.module = module
         parameters = dict(module.named_parameters())
         owners = _owners(module)
         self.stored: list[Stored] = []
         self._owners: list[list[list[Owner]]] = []
-        for key, names in _groups(parameters, prefix=prefix).items():
+        for key, names in _groups(parameters, prefix=prefix, matrices=matrices).items():
             members = [parameters[name] for name in names]
             flat, slots = _flattened(members, [name.removeprefix(prefix) for name in names])
             self.register_parameter(f"flat_{key}", flat)
@@ -110,15 +111,17 @@ def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
             yield slot.name, tensor.detach().view(-1)[slot.start : slot.stop].view(slot.shape)
 
 
-def _groups(names: Any, *, prefix: str) -> dict[str, list[str]]:
+def _groups(names: Iterable[str], *, prefix: str, matrices: Collection[str]) -> dict[str, list[str]]:
     """Names that share a flat tensor: the matrices of each block, and all that is not decayed."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        block = re.match(r"blocks\.(\d+)\.", name.removeprefix(prefix))
+        own = name.removeprefix(prefix)
+        block = re.match(r"blocks\.(\d+)\.", own)
         if not is_decayed(name):
             groups.setdefault("kept", []).append(name)
         elif block is not None:
-            groups.setdefault(f"block_{block[1]}", []).append(name)
+            kind = "_matrices" if own in matrices else ""
+            groups.setdefault(f"block_{block[1]}{kind}", []).append(name)
     return groups
 
 

@@ -13,7 +13,7 @@ own, NVIDIA's share it with keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from txl_dist.sections import OptimSection
+from txl_dist.train.engine.muon import Muon
 
 
 def is_decayed(name: str) -> bool:
@@ -28,13 +29,21 @@ def is_decayed(name: str) -> bool:
     return "bias" not in name.rpartition(".")[2] and "norm." not in name
 
 
-def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSection) -> torch.optim.Optimizer:
-    """The optimizer over two groups, decayed and not. A parameter that holds many goes by the name of any of them."""
+def build_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSection, *, matrices: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer over groups: decayed and not, and before both `matrices`, the names of what muon orthogonalizes.
+
+    A parameter that holds many goes by the name of any of them.
+    """
+    orthogonal: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in parameters:
-        (decayed if is_decayed(name) else kept).append(parameter)
+        (orthogonal if name in matrices else decayed if is_decayed(name) else kept).append(parameter)
     groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
+    if orthogonal:
+        groups.insert(0, {"params": orthogonal, "decays": True, "is_orthogonal": True})
     # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
     # 0; at a rate of 0 that moves no weight, and `ZeroEngine` forgets it.
     optimizer = BUILDERS[optim.name](groups, lr=0.0)
@@ -61,6 +70,7 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, fused=True),
     "adamw": partial(torch.optim.AdamW, fused=True),
     "lamb": _lamb,
+    "muon": Muon,
     "sgd": partial(torch.optim.SGD, fused=True),
 }
 """By `optim.name`; each takes groups and a learning rate. What else it must know stands in `sections.OPTIMIZERS`."""

@@ -129,9 +129,8 @@ def _view(tensor: Tensor, piece: Piece) -> Tensor:
 class Source(Protocol):
     """Saved values, by parameter."""
 
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of values that every parameter has, `weight` among them."""
+    def kinds_of(self, parameter: str) -> list[str]:
+        """Kinds of values that a parameter has, `weight` among them."""
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
         """[length] fp32 values on the host, from the flattened parameter."""
@@ -142,12 +141,12 @@ class Source(Protocol):
 
 def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: Source, *, with_average: bool) -> None:
     """Copy saved values into the partitions and make the optimizer's state, which a new one lacks."""
-    counts_per_tensor = type(optimizer).__module__.startswith("torch.")
+    counts_per_tensor = not type(optimizer).__module__.startswith("pytorch_optimizer.")
     unwanted = (WEIGHT,) if with_average else (WEIGHT, AVERAGE)
-    moments = [kind for kind in source.kinds if kind not in unwanted]
     for tensor, pieces in partitions:
         if not pieces:
             continue
+        moments = [kind for kind in source.kinds_of(pieces[0].parameter) if kind not in unwanted]
         step = source.step_of(pieces[0].parameter)
         state = {kind: torch.zeros_like(tensor, requires_grad=False) for kind in moments}
         for piece in pieces:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, all_reduce_sum, limit_waiting, together, uses_gpu
+from txl_dist.dist import Ranks, all_reduce_sum, gather_objects, limit_waiting, together, uses_gpu
 from txl_dist.errors import TrainingError
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.block import Block
@@ -34,6 +34,7 @@ from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
 from txl_dist.train.engine.gathered import saves_no_weights
 from txl_dist.train.engine.graph import GraphedModule
+from txl_dist.train.engine.muon import Division, Matrix, Muon, matrices_of
 from txl_dist.train.engine.optim import build_optimizer
 from txl_dist.train.engine.partitions import (
     Fragment,
@@ -74,13 +75,16 @@ class ZeroEngine(Engine):
         if weights is not None:
             copy_weights(model, weights)
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        # Of what the optimizer treats apart; with others none.
+        matrices = [one for name, shape in self.shapes.items() for one in matrices_of(name, shape)]
+        apart = {one.parameter for one in matrices} if config.optim.name == "muon" else set()
         block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         module: nn.Module = SegmentLoss(model).to(ranks.device)
         # At stage 3 views would keep gathered layers alive.
         if config.engine.zero_stage == 3 or config.optim.kind.needs_whole_tensors:
             self.stored = stored_whole(module, prefix=_PREFIX)
         else:
-            module = FlatModule(module, prefix=_PREFIX)
+            module = FlatModule(module, prefix=_PREFIX, matrices=apart)
             self.stored = module.stored
         if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
@@ -91,7 +95,9 @@ class ZeroEngine(Engine):
             deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(((one.slots[0].name, one.tensor) for one in self.stored), config.optim),
+            optimizer=build_optimizer(
+                ((one.slots[0].name, one.tensor) for one in self.stored), config.optim, matrices=apart
+            ),
             config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
         )
         limit_waiting(timeout_s=config.engine.start_timeout_s)
@@ -103,6 +109,8 @@ class ZeroEngine(Engine):
         on_gpu, is_fused = ranks.device.type == "cuda", self._base_optimizer.defaults.get("fused", False)
         self._update_divides = on_gpu and is_fused and not self._offloads
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
+        if isinstance(self._base_optimizer, Muon):
+            self._divide(self._base_optimizer, matrices, ranks, in_half=on_gpu and config.engine.precision == "bf16")
         self._take_over_checks()
         if hasattr(self._optimizer, "fp32_groups"):
             # Stage 0 in half precision took a step of zeros, which Adam would count as its first.
@@ -112,6 +120,19 @@ class ZeroEngine(Engine):
         if self._stage == 0 and ranks.world_size == 1:
             # DeepSpeed would join all gradients, exchange them with nobody and part them.
             self._engine.enable_backward_allreduce = False
+
+    def _divide(self, optimizer: Muon, matrices: list[Matrix], ranks: Ranks, *, in_half: bool) -> None:
+        """Tell all ranks which of them holds what of the matrices. At stage 0 all are updated together."""
+        held = gather_objects([[(*piece,) for piece in one.pieces] for one in self._partitions])
+        names = {matrix.parameter for matrix in matrices}
+        apart = [i for i in range(len(self._partitions)) if any(piece[0] in names for own in held for piece in own[i])]
+        divisions = {
+            id(self._partitions[unit[0]].tensor): Division(
+                matrices, [[own[i] for i in unit] for own in held], rank=ranks.rank, is_replicated=self._stage == 0
+            )
+            for unit in ([apart] if self._stage == 0 else [[i] for i in apart])
+        }
+        optimizer.divide(divisions, dtype=torch.bfloat16 if in_half else torch.float32, device=ranks.device)
 
     def _take_over_checks(self) -> None:
         """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite, and
@@ -383,6 +404,8 @@ def import_deepspeed() -> Any:
     deepspeed.ops.__compatible_ops__ = {}
 
     deepspeed_logger.setLevel(logging.WARNING)
+    # Ours that it does not know are tested by us.
+    deepspeed_logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     return deepspeed

@@ -22,6 +22,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import EngineSection
 from txl_dist.text.clusters import typical_shares
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.engine.muon import is_matrix
 from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
 
 _MIB = 2**20
@@ -42,12 +43,18 @@ def bytes_per_rank(
     start that is fuller than any step.
     """
     engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
-    size, lengths = DTYPES[engine.dtype].itemsize, _parameter_lengths(config, vocab_size=vocab_size)
-    parameters, own = sum(lengths), sum(lengths) / (world if stage >= 1 else 1)
+    size, shapes = DTYPES[engine.dtype].itemsize, _parameter_shapes(config, vocab_size=vocab_size)
+    lengths = [shape.numel() for shape in shapes.values()]
+    owners = world if stage >= 1 else 1
+    parameters, own = sum(lengths), sum(lengths) / owners
+    matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
     gradients = gradient_size(engine) * (own if stage >= 2 else parameters)
     has_masters = stage >= 1 or engine.dtype != "fp32"
     lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
-    state = own * (config.optim.state_bytes + (4 if has_masters else 0))
+    moments = (
+        config.optim.state_bytes() * (parameters - matrices) + config.optim.state_bytes(of_matrices=True) * matrices
+    )
+    state = moments / owners + own * (4 if has_masters else 0)
     # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
     bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
     held = {
@@ -71,8 +78,10 @@ def bytes_per_rank(
         at_once = max(lengths) + min(BUCKET_LEN, parameters)  # at stage 2: what is handed on, and the bucket's copy
         copies = size * (at_once if stage == 2 else parameters * (plan.num_microbatches == 1))
         peak = peak._replace(alive=copies, large=copies, small=0.0)
+    extra = _orthogonalizing(matrices, world=world, stage=stage) if config.optim.name == "muon" else 0.0
     fullest = max(
-        recorded + _fullest_phase(plan, peak, lengths, engine=engine, buckets=held["buckets"], on_gpu=on_gpu),
+        recorded
+        + _fullest_phase(plan, peak, lengths, engine=engine, buckets=held["buckets"], in_update=extra, on_gpu=on_gpu),
         # Before the first step: each rank draws all weights, and they are copied into flat tensors.
         (4 + size) * parameters + 4 * own - sum(held.values()) + held["gradients"] + held["buckets"],
     )
@@ -93,9 +102,17 @@ def gradient_size(engine: EngineSection) -> int:
 
 
 def _fullest_phase(
-    plan: BatchPlan, peak: Peak, lengths: list[int], *, engine: EngineSection, buckets: float, on_gpu: bool
+    plan: BatchPlan,
+    peak: Peak,
+    lengths: list[int],
+    *,
+    engine: EngineSection,
+    buckets: float,
+    in_update: float,
+    on_gpu: bool,
 ) -> float:
-    """Bytes of gradients, buckets and all that is temporary, in the phase of a step that has most of them."""
+    """Bytes of gradients, buckets and all that is temporary, in the phase of a step that has most of them. `in_update`
+    is what the optimizer makes for itself."""
     stage, size, kept_size = engine.zero_stage, DTYPES[engine.dtype].itemsize, gradient_size(engine)
     # A CPU's heap lets nothing go that small storages had, nor what lies between them.
     kept = 0.0 if on_gpu else HEAP_FACTOR * peak.small
@@ -103,7 +120,8 @@ def _fullest_phase(
     accumulates, gradients = plan.num_microbatches > 1, size * sum(lengths)
     if stage == 0:  # the exchange takes a flat copy, the update of half precision one in fp32
         copied = 4 * sum(lengths) if plan.world_size > 1 or size < 4 else 0
-        return max(micro_step + accumulates * gradients, kept + gradients + copied)
+        updated = in_update + (copied if size < 4 else 0)
+        return max(micro_step + accumulates * gradients, kept + gradients + max(copied, updated))
     own = sum(lengths) / plan.world_size
     standing = buckets if stage == 3 or on_gpu else 0.0
     # The norm: DeepSpeed copies a gradient in fp32, or in fp64 where it is in fp32; on a GPU nothing is copied.
@@ -111,7 +129,7 @@ def _fullest_phase(
     # The update of a flat copy in fp32. At stage 2 there are flat sums in fp32 from the first micro-batch on.
     is_flat = stage == 2 and sums_in_fp32(engine)
     copies = 0 if is_flat else 4 + kept_size * (kept_size < 4)
-    after = kept + standing + kept_size * own + max(norm, copies * own)
+    after = kept + standing + kept_size * own + max(norm, copies * own + in_update)
     if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
         return max(micro_step + accumulates * gradients + standing, kept + gradients + buckets, after)
     before = kept_size * own if stage == 3 or accumulates or is_flat else 0.0
@@ -144,7 +162,14 @@ def _micro_step_peak(
     return replay(follow(step), exchange=exchange, num_owners=plan.world_size if stage == 2 else 1)
 
 
-def _parameter_lengths(config: Config, *, vocab_size: int) -> list[int]:
+def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
+    """Bytes of what `muon` makes of so many values of matrices: a rank's share of them is put together, multiplied and
+    made fp32, and with others it is sent around before and behind."""
+    sent = 0 if world == 1 else 8 * matrices if stage == 0 else 8 * matrices / world
+    return 12 * matrices / world + sent
+
+
+def _parameter_shapes(config: Config, *, vocab_size: int) -> dict[str, torch.Size]:
     with torch.device("meta"):
         network = TransformerXL(config.model, vocab_size=vocab_size)
-    return [parameter.numel() for parameter in network.parameters()]
+    return {name: parameter.shape for name, parameter in network.named_parameters()}

@@ -26,6 +26,7 @@ from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.engine.muon import is_matrix
 from txl_dist.train.footprint import step as footprint_step
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.step import MicroStep
@@ -120,6 +121,21 @@ def test_each_stage_shards_what_it_shards() -> None:
     assert [at[stage]["gradients"] / parameters for stage in range(4)] == [4, 4, 2, 2]
     assert [at[stage]["optimizer"] / parameters for stage in range(4)] == [8, 6, 6, 6]
     assert at[0]["buckets"] == 0.0
+
+
+def test_muon_keeps_one_moment_of_matrices_and_what_it_makes_of_them_is_counted() -> None:
+    config = tiny_config()
+    with torch.device("meta"):
+        model = TransformerXL(config.model, vocab_size=300)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if is_matrix(name, p.shape))
+    assert 0 < matrices < count_parameters(config.model, vocab_size=300)
+    for stage, share in ((0, 1), (1, 2), (3, 2)):
+        muon, adamw = (
+            held(tiny_config(engine={"zero_stage": stage}, optim={"name": name}), world_size=2)
+            for name in ("muon", "adamw")
+        )
+        assert adamw["optimizer"] - muon["optimizer"] == 4 * matrices / share
+        assert muon["activations"] >= adamw["activations"]
 
 
 def test_an_average_of_the_weights_is_as_large_as_they_are_and_spread_as_the_moments() -> None:
