@@ -151,7 +151,7 @@ class OurStack(nn.Module):
         D = hidden_BTD.shape[-1]
         encoding_KD = distance_encoding(visible.num_keys, width=D, clamp_len=0, like=hidden_BTD)
         for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
-            hidden_BTD = block(hidden_BTD, memory_BMD, encoding_KD, visible)
+            hidden_BTD, _ = block(hidden_BTD, memory_BMD, encoding_KD, visible)
         return hidden_BTD
 
 

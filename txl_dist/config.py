@@ -109,6 +109,10 @@ def check_config(config: Config) -> None:
             f"{model.embed_width_or_default()} // {model.div_value}**{len(cutoffs)} = 0",
         ),
         (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
+        (
+            not model.value_residual or model.num_layers > 1,
+            "model.value_residual=True mixes in the values of another layer: it needs model.num_layers of 2 or more",
+        ),
         *_position_rules(config),
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),

@@ -156,8 +156,19 @@ class ModelSection(Section):
     added to the embedding, no memory (Vaswani; attn_type 2: the vanilla baseline)."""
     num_distances: Len = 0
     """Rows of the table of learned_relative; larger distances share the last one."""
-    activation: Literal["relu", "gelu"] = "relu"
-    """Nonlinearity of the feed-forward layer."""
+    norm: Literal["layer", "rms"] = "layer"
+    """layer: mean and variance, with gain and bias (the paper). rms: the root mean square alone, with neither."""
+    activation: Literal["relu", "gelu", "relu2", "swiglu"] = "relu"
+    """Nonlinearity of the feed-forward layer. relu2 is the square of relu; swiglu has a third matrix of ff_width
+    columns, whose silu multiplies what ff_in gives."""
+    zero_init: bool = False
+    """The last matrices of attention and feed-forward layer begin at 0: each block begins as the identity."""
+    query_key_norm: bool = False
+    """Queries, keys and encodings of distances of each head are divided by their root mean square."""
+    residual_scalars: bool = False
+    """Before each block x becomes lambda x + mu x0, with x0 the input of the first; both are learned, per block."""
+    value_residual: bool = False
+    """The values of attention are mixed with those of the first block, half and half at first; shares are learned."""
     value_bias: bool = False
     """A bias on the values of attention (labml)."""
     output_bias: bool = False
@@ -192,6 +203,11 @@ class ModelSection(Section):
     def scheme(self) -> PositionScheme:
         """What `positions` names."""
         return SCHEMES[self.positions]
+
+    @property
+    def num_ff_matrices(self) -> int:
+        """Of the feed-forward layer."""
+        return 3 if self.activation == "swiglu" else 2
 
     def embed_width_or_default(self) -> int:
         """Width of the widest embeddings."""

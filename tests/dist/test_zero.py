@@ -67,7 +67,22 @@ def test_biases_that_layers_share_are_trained_at_all_stages_when_buckets_overflo
         np.testing.assert_allclose(losses[stage], losses[0], rtol=1e-5, atol=0)
 
 
+MODERN = {
+    "pre_norm": True,
+    "final_norm": True,
+    "norm": "rms",
+    "zero_init": True,
+    "query_key_norm": True,
+    "residual_scalars": True,
+    "value_residual": True,
+}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "modern": {"model": {"num_layers": 3, "activation": "relu2", **MODERN}, "optim": {"name": "muon", "lr": 1e-3}},
+    "swiglu": {"model": {"num_layers": 3, "activation": "swiglu", **MODERN, "pre_norm": False, "final_norm": False}},
+    "modern recomputed": {
+        "model": {"num_layers": 3, "activation": "relu2", "ff_dropout": 0.1, **MODERN},
+        "engine": {"activation_checkpointing": True},
+    },
     "labml": {
         "model": {
             "positions": "learned_relative",
@@ -90,8 +105,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 def variants_worker(ranks: Ranks) -> dict[str, list[Any]]:
     return {
         name: [
-            train_engine(ranks, tiny_config(**sections, engine={"zero_stage": stage}), num_steps=6)
-            for stage in (0, 1, 3)
+            train_engine(
+                ranks,
+                tiny_config(**sections | {"engine": sections.get("engine", {}) | {"zero_stage": stage}}),
+                num_steps=6,
+            )
+            for stage in (0, 1, 2, 3)
         ]
         for name, sections in VARIANTS.items()
     }

@@ -41,6 +41,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "activation": "gelu",
         **RECURRENT["learned_relative"],
     },
+    "modern": {
+        "pre_norm": True,
+        "final_norm": True,
+        "norm": "rms",
+        "activation": "relu2",
+        "query_key_norm": True,
+        "residual_scalars": True,
+        "value_residual": True,
+    },
+    "modern_post_norm": {
+        "activation": "swiglu",
+        "query_key_norm": True,
+        "value_bias": True,
+        "value_residual": True,
+        **RECURRENT["learned_relative"],
+    },
 }
 """Networks with a memory, by what is special about them."""
 
@@ -68,6 +84,8 @@ def tiny_model(*, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: 
         for name, parameter in model.named_parameters():
             if "bias" in name:
                 parameter.normal_(0.0, 0.3)
+            elif name.endswith(("scales", "value_share")):
+                parameter.normal_(0.7, 0.3)
     return model.to(dtype)
 
 

@@ -31,18 +31,34 @@ def plus(a: Vector, b: Vector) -> Vector:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
+def rms(vector: Vector, *, eps: float) -> Vector:
+    """Divided by its root mean square."""
+    return [x / math.sqrt(dot(vector, vector) / len(vector) + eps) for x in vector]
+
+
+def same(vector: Vector) -> Vector:
+    return vector
+
+
 def naive_encoding(distance: int, *, width: int) -> Vector:
     """R of one distance: sines of all frequencies, then cosines."""
     angles = [distance / 10000.0 ** (2 * f / width) for f in range((width + 1) // 2)]
     return ([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])[:width]
 
 
-def relative_score(weight_HD: Matrix, content_bias: Vector, position_bias: Vector, *, clamp_len: int = 0) -> Score:
-    """Terms (a) to (d) of one head; `weight_HD` is its W_{k,R}, the biases its u and v."""
+def relative_score(
+    weight_HD: Matrix,
+    content_bias: Vector,
+    position_bias: Vector,
+    *,
+    clamp_len: int = 0,
+    norm: Callable[[Vector], Vector] = same,
+) -> Score:
+    """Terms (a) to (d) of one head; `weight_HD` is its W_{k,R}, the biases its u and v. `norm` is of encodings."""
 
     @functools.cache
     def encoding(distance: int) -> Vector:
-        return times(weight_HD, naive_encoding(distance, width=len(weight_HD[0])))
+        return norm(times(weight_HD, naive_encoding(distance, width=len(weight_HD[0]))))
 
     def score(query: Vector, key: Vector, distance: int) -> float:
         r = encoding(min(distance, clamp_len) if clamp_len else distance)
@@ -51,13 +67,20 @@ def relative_score(weight_HD: Matrix, content_bias: Vector, position_bias: Vecto
     return score
 
 
-def learned_score(table_PH: Matrix, bias_P: Vector, content_bias: Vector, *, clamp_len: int = 0) -> Score:
+def learned_score(
+    table_PH: Matrix,
+    bias_P: Vector,
+    content_bias: Vector,
+    *,
+    clamp_len: int = 0,
+    norm: Callable[[Vector], Vector] = same,
+) -> Score:
     """As `relative_score`, with a learned vector and number per distance; all larger distances have the last."""
     last = min(len(table_PH) - 1, clamp_len) if clamp_len else len(table_PH) - 1
 
     def score(query: Vector, key: Vector, distance: int) -> float:
         row = min(distance, last)
-        return dot(query, key) + dot(query, table_PH[row]) + dot(content_bias, key) + bias_P[row]
+        return dot(query, key) + dot(query, norm(table_PH[row])) + dot(content_bias, key) + bias_P[row]
 
     return score
 

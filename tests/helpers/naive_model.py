@@ -23,6 +23,8 @@ from tests.helpers.naive import (
     plain_score,
     plus,
     relative_score,
+    rms,
+    same,
     times,
 )
 from txl_dist.model.transformer_xl import TransformerXL
@@ -41,6 +43,14 @@ def gelu(x: float) -> float:
 
 def relu(x: float) -> float:
     return max(x, 0.0)
+
+
+def relu2(x: float) -> float:
+    return max(x, 0.0) ** 2
+
+
+def silu(x: float) -> float:
+    return x / (1 + math.exp(-x))
 
 
 def cluster_of(token: int, edges: list[int]) -> int:
@@ -72,10 +82,17 @@ class NaiveModel:
             hidden_TD = [
                 plus(hidden, self.position(len(tokens) - 1 - i)) for i, hidden in enumerate(hidden_TD)
             ]  # counted from the end
-        remembered = []
+        remembered, embedded_TD, first_SD = [], hidden_TD, []
         for layer, memory_MD in enumerate(memory.hidden_LMD):
+            if self.section.residual_scalars:
+                own, other = self.weights[f"residuals.{layer}.scales"]
+                hidden_TD = [
+                    [own * x + other * x0 for x, x0 in zip(*pair, strict=True)]
+                    for pair in zip(hidden_TD, embedded_TD, strict=True)
+                ]
             remembered.append(self.newest(memory_MD + hidden_TD, memory_len))
-            hidden_TD = self.block(layer, hidden_TD, memory_MD, memory.documents, documents, memory_len)
+            first_SD = first_SD or self.values(0, memory_MD + hidden_TD)
+            hidden_TD = self.block(layer, hidden_TD, memory_MD, memory.documents, documents, memory_len, first_SD)
         if self.section.final_norm:
             hidden_TD = [self.norm("final_norm", hidden) for hidden in hidden_TD]
         losses = [-self.log_probability(target, hidden) for target, hidden in zip(targets, hidden_TD, strict=True)]
@@ -131,6 +148,8 @@ class NaiveModel:
         return plus(times(rows, hidden), biases)
 
     def norm(self, name: str, x: Vector) -> Vector:
+        if self.section.norm == "rms":
+            return rms(x, eps=self.section.norm_eps)
         mean = sum(x) / len(x)
         variance = sum((value - mean) ** 2 for value in x) / len(x)
         normed = [(value - mean) / math.sqrt(variance + self.section.norm_eps) for value in x]
@@ -150,17 +169,42 @@ class NaiveModel:
         owner = f"blocks.{0 if section.share_biases else layer}.attention"
         content = self.weights[f"{owner}.content_bias"]
         weight = self.weights[f"blocks.{layer}.attention.distance.weight"]
+        norm = (lambda r: rms(r, eps=section.norm_eps)) if section.query_key_norm else same
         if section.positions == "relative":
             H, position = section.head_width, self.weights[f"{owner}.position_bias"]
             return [
-                relative_score(weight[n * H : (n + 1) * H], content[n], position[n], clamp_len=section.clamp_len)
+                relative_score(
+                    weight[n * H : (n + 1) * H], content[n], position[n], clamp_len=section.clamp_len, norm=norm
+                )
                 for n in heads
             ]
         bias = self.weights[f"blocks.{layer}.attention.distance.bias"]
         return [
-            learned_score([row[n] for row in weight], [row[n] for row in bias], content[n], clamp_len=section.clamp_len)
+            learned_score(
+                [row[n] for row in weight],
+                [row[n] for row in bias],
+                content[n],
+                clamp_len=section.clamp_len,
+                norm=norm,
+            )
             for n in heads
         ]
+
+    def normed_heads(self, x: Vector) -> Matrix:
+        """Of queries or keys."""
+        if not self.section.query_key_norm:
+            return self.heads(x)
+        return [[1.2 * value for value in rms(head, eps=self.section.norm_eps)] for head in self.heads(x)]
+
+    def values(self, layer: int, sources: Matrix) -> Matrix:
+        """Of a layer, given its raw inputs, before any are mixed."""
+        section, name = self.section, f"blocks.{layer}.attention"
+        inner = section.num_heads * section.head_width
+        weight = self.weights[f"{name}.key_value.weight"][inner:]
+        bias = self.weights[f"{name}.key_value.value_bias"] if section.value_bias else [0.0] * inner
+        if section.pre_norm:
+            sources = [self.norm(f"blocks.{layer}.attention_norm", x) for x in sources]
+        return [plus(times(weight, x), bias) for x in sources]
 
     def attention(
         self,
@@ -170,17 +214,27 @@ class NaiveModel:
         memory_documents: list[int],
         documents: list[int],
         memory_len: int,
+        first_SD: Matrix,
     ) -> Matrix:
         section, name = self.section, f"blocks.{layer}.attention"
         inner = section.num_heads * section.head_width
-        key_value = self.weights[f"{name}.key_value.weight"]
-        value_bias = self.weights[f"{name}.key_value.value_bias"] if section.value_bias else [0.0] * inner
+        key = self.weights[f"{name}.key_value.weight"][:inner]
         output_bias = self.weights[f"{name}.output.bias"] if section.output_bias else [0.0] * section.width
-        sources = memory_MD + hidden_TD
+        values = self.values(layer, memory_MD + hidden_TD)
+        if section.value_residual and layer > 0:
+            (share,) = self.weights[f"{name}.value_share"]
+            values = [
+                [(1 - share) * v + share * first for v, first in zip(*pair, strict=True)]
+                for pair in zip(values, first_SD, strict=True)
+            ]
+        if section.pre_norm:
+            hidden_TD, memory_MD = (
+                [self.norm(f"blocks.{layer}.attention_norm", x) for x in states] for states in (hidden_TD, memory_MD)
+            )
         context_TNH = naive_attention(
-            [self.heads(times(self.weights[f"{name}.query.weight"], x)) for x in hidden_TD],
-            [self.heads(times(key_value[:inner], x)) for x in sources],
-            [self.heads(plus(times(key_value[inner:], x), value_bias)) for x in sources],
+            [self.normed_heads(times(self.weights[f"{name}.query.weight"], x)) for x in hidden_TD],
+            [self.normed_heads(times(key, x)) for x in memory_MD + hidden_TD],
+            [self.heads(value) for value in values],
             score_N=self.scores(layer),
             memory_documents=memory_documents,
             documents=documents,
@@ -191,10 +245,17 @@ class NaiveModel:
         return [plus(times(output, [x for head in heads for x in head]), output_bias) for heads in context_TNH]
 
     def feed_forward(self, layer: int, x: Vector) -> Vector:
-        activation, weights = {"relu": relu, "gelu": gelu}[self.section.activation], self.weights
-        inner = plus(times(weights[f"blocks.{layer}.ff_in.weight"], x), weights[f"blocks.{layer}.ff_in.bias"])
-        outer = [activation(value) for value in inner]
-        return plus(times(weights[f"blocks.{layer}.ff_out.weight"], outer), weights[f"blocks.{layer}.ff_out.bias"])
+        def linear(name: str, x: Vector) -> Vector:
+            name = f"blocks.{layer}.{name}"
+            return plus(times(self.weights[f"{name}.weight"], x), self.weights[f"{name}.bias"])
+
+        inner = linear("ff_in", x)
+        if self.section.activation == "swiglu":
+            outer = [value * silu(gate) for value, gate in zip(inner, linear("ff_gate", x), strict=True)]
+        else:
+            activation = {"relu": relu, "gelu": gelu, "relu2": relu2}[self.section.activation]
+            outer = [activation(value) for value in inner]
+        return linear("ff_out", outer)
 
     def block(
         self,
@@ -204,14 +265,12 @@ class NaiveModel:
         memory_documents: list[int],
         documents: list[int],
         memory_len: int,
+        first_SD: Matrix,
     ) -> Matrix:
         attention_norm, ff_norm = f"blocks.{layer}.attention_norm", f"blocks.{layer}.ff_norm"
-        about = (memory_documents, documents, memory_len)
+        contexts = self.attention(layer, hidden_TD, memory_MD, memory_documents, documents, memory_len, first_SD)
+        sums = [plus(x, context) for x, context in zip(hidden_TD, contexts, strict=True)]
         if self.section.pre_norm:
-            normed_TD, normed_MD = ([self.norm(attention_norm, x) for x in states] for states in (hidden_TD, memory_MD))
-            contexts = self.attention(layer, normed_TD, normed_MD, *about)
-            sums = [plus(x, context) for x, context in zip(hidden_TD, contexts, strict=True)]
             return [plus(x, self.feed_forward(layer, self.norm(ff_norm, x))) for x in sums]
-        contexts = self.attention(layer, hidden_TD, memory_MD, *about)
-        sums = [self.norm(attention_norm, plus(x, context)) for x, context in zip(hidden_TD, contexts, strict=True)]
+        sums = [self.norm(attention_norm, x) for x in sums]
         return [self.norm(ff_norm, plus(x, self.feed_forward(layer, x))) for x in sums]

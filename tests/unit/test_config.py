@@ -320,10 +320,9 @@ def changed(value: Any, *, key: str) -> Any:
         return value + 1 if isinstance(value, int) else value / 2 + 0.25
     if isinstance(value, list):
         return [0.5, 0.5] if len(value) == 2 else [*value, True]
-    others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask", "off": "memory", "relu": "gelu"}
-    return (others | {"relative": "absolute", "fail": "skip", "report": "rewind", "auto": "plain"}).get(
-        value, f"{value}x"
-    )
+    others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask", "off": "memory"}
+    others |= {"relu": "gelu", "layer": "rms", "relative": "absolute"}
+    return (others | {"fail": "skip", "report": "rewind", "auto": "plain"}).get(value, f"{value}x")
 
 
 @pytest.mark.parametrize("name", setting_names())
@@ -342,7 +341,7 @@ def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fin
 def test_every_setting_has_one_of_three_classes_and_a_change_of_class_is_seen_here() -> None:
     counts = Counter(resume_policy(name) for name in setting_names())
     assert sum(counts.values()) == len(setting_names())
-    assert counts == {"frozen": 30, "warned": 30, "free": 45}
+    assert counts == {"frozen": 35, "warned": 30, "free": 45}
 
 
 def test_what_defines_the_run_is_frozen_and_what_only_watches_it_is_free() -> None:

@@ -125,6 +125,7 @@ def inexpressible(model: ModelSection) -> list[str]:
     """What of a model transformers' TransfoXL lacks, in words; empty if it has all of it."""
     plain = ModelSection()
     names = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding"]
+    names += ["norm", "query_key_norm", "residual_scalars", "value_residual"]
     names += ["project_same_width"] if model.div_value > 1 else []
     rates = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
     different = [name for name in names if getattr(model, name) != getattr(plain, name)]

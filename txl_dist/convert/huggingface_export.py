@@ -37,6 +37,7 @@ CHECKED_SEGMENTS = 5
 AS_OURS = (
     *("num_layers", "width", "num_heads", "head_width", "ff_width", "cutoffs", "div_value", "tie_projections"),
     *("project_same_width", "scale_embedding", "pre_norm", "final_norm", "norm_eps", "activation", "value_bias"),
+    *("norm", "query_key_norm", "residual_scalars", "value_residual"),
     *("output_bias", "positions", "num_distances", "share_biases", "same_length", "clamp_len"),
 )
 """Settings of the model that stand in config.json under our names."""

@@ -139,9 +139,15 @@ class Step(nn.Module):
             Memory(memory_L2NBMH, document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length
         )
         hidden, memory = _embedded(network.embedding, tokens_BT), []
-        for block, memory_2NBMH in zip(cast(list[Block], list(network.blocks)), memory_L2NBMH.unbind(0), strict=True):
+        embedded, first_value = hidden, None
+        blocks = cast(list[Block], list(network.blocks))
+        for index, (block, memory_2NBMH) in enumerate(zip(blocks, memory_L2NBMH.unbind(0), strict=True)):
+            if section.residual_scalars:
+                hidden = network.residuals[index](hidden, embedded)
             normed = block.attention_norm(hidden) if section.pre_norm else hidden
-            new_BT2NH = block.attention.project_key_value(normed)
+            new_BT2NH = block.attention.project_key_value(normed, first_value)
+            if block.gives_values:
+                first_value = new_BT2NH.select(-3, 1)
             key_value_2NBKH = torch.cat([memory_2NBMH, new_BT2NH.permute(2, 3, 0, 1, 4)], dim=3)
             context_BTD = block.attention(
                 normed,

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import Partition
-from txl_dist.model.block import Block
+from txl_dist.model.block import Block, swiglu
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.relative_attention import at_least_fp32
@@ -202,19 +202,36 @@ class _Layer(NamedTuple):
     output: Callable[[Tensor], Tensor]
     ff_norm: Callable[[Tensor], Tensor]
     ff_in: Callable[[Tensor], Tensor]
+    ff_gate: Callable[[Tensor], Tensor] | None
     ff_out: Callable[[Tensor], Tensor]
     weight: Tensor
-    """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them."""
+    """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them, unless
+    they are normed."""
     bias: Tensor | None
     query_bias_2N11H: Tensor
     """u, v; v is 0 where the model has none."""
+
+    def finished(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(query_NBTH, key_value_2NBTH) as they are attended with, where they are normed or mixed."""
+        query, key, value = projected_3NBTH.unbind(0)
+        attention = self.block.attention
+        if attention.norm_eps is not None:
+            query = attention.normed(query) * query.shape[-1] ** -0.5
+        return query, torch.stack([attention.normed(key), attention.mixed(value, first_value)])
 
     def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
         """As `Block.finish`, in evaluation, of positions S of any rows."""
         hidden, pre_norm = hidden_SD + self.output(context_SD), self.block.pre_norm
         if not pre_norm:
             hidden = self.attention_norm(hidden)
-        hidden = hidden + self.ff_out(self.block.activation(self.ff_in(self.ff_norm(hidden) if pre_norm else hidden)))
+        given = self.ff_norm(hidden) if pre_norm else hidden
+        inner = self.ff_in(given)
+        if self.ff_gate is not None:
+            inner = swiglu(inner, self.ff_gate(given))
+        else:
+            assert self.block.activation is not None
+            inner = self.block.activation(inner)
+        hidden = hidden + self.ff_out(inner)
         return hidden if pre_norm else self.ff_norm(hidden)
 
 
@@ -222,6 +239,8 @@ def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a linear map or a layer norm computes, with its parameters at hand."""
     if isinstance(module, nn.Linear):
         return partial(F.linear, weight=module.weight, bias=module.bias)
+    if isinstance(module, nn.RMSNorm):
+        return partial(F.rms_norm, normalized_shape=module.normalized_shape, eps=module.eps)
     assert isinstance(module, nn.LayerNorm)
     shape, weight, bias, eps = tuple(module.normalized_shape), module.weight, module.bias, module.eps
     return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
@@ -275,7 +294,9 @@ class FrozenModel:
             value_bias = attention.key_value.value_bias
             bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
             biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
-            weight = torch.cat([attention.query.weight * scale, attention.key_value.weight])
+            # Queries that are normed are scaled behind that.
+            query_scale = 1.0 if section.query_key_norm else scale
+            weight = torch.cat([attention.query.weight * query_scale, attention.key_value.weight])
             self.layers.append(
                 _Layer(
                     block,
@@ -283,6 +304,7 @@ class FrozenModel:
                     output=_function_of(attention.output),
                     ff_norm=_function_of(block.ff_norm),
                     ff_in=_function_of(block.ff_in),
+                    ff_gate=None if block.ff_gate is None else _function_of(block.ff_gate),
                     ff_out=_function_of(block.ff_out),
                     weight=weight,
                     bias=bias,
@@ -290,6 +312,7 @@ class FrozenModel:
                 )
             )
         self.tables = model.softmax.tables()
+        self._finishes = section.query_key_norm or section.value_residual
         self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
         self._distances: list[tuple[Tensor, Tensor | None]] = []
 
@@ -310,12 +333,11 @@ class FrozenModel:
     @torch.inference_mode()
     def past_of(self, memory: Memory) -> list[Past]:
         """What each lane of a memory of hidden states remembers, as keys and values."""
-        key_value_LBM2NH = torch.stack(
-            [
-                layer.block.project_key_value(hidden_BMD)
-                for layer, hidden_BMD in zip(self.layers, memory.hidden_LBMD, strict=True)
-            ]
-        )
+        key_values: list[Tensor] = []
+        for layer, hidden_BMD in zip(self.layers, memory.hidden_LBMD, strict=True):
+            first_value = key_values[0].select(-3, 1) if key_values else None
+            key_values.append(layer.block.project_key_value(hidden_BMD, first_value))
+        key_value_LBM2NH = torch.stack(key_values)
         pasts = []
         for lane, document_M in enumerate(memory.document_BM):
             first = int((document_M == EMPTY).sum())
@@ -358,13 +380,20 @@ class FrozenModel:
         if num_tokens > 1:
             parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
             attend = partial(self._attend, parts=parts)
+        embedded_SD, first_value = hidden_SD, None
         for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
+            if section.residual_scalars:
+                hidden_SD = self.model.residuals[index](hidden_SD, embedded_SD)
             hiddens.append(hidden_SD.view_as(embedded_BTD))
             normed = layer.attention_norm(hidden_SD) if section.pre_norm else hidden_SD
             projected = F.linear(normed, layer.weight, layer.bias)
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
-            key_NBKH, value_NBKH = ring.write(index, projected_3NBTH[1:], past_len=past_len)
-            query_2NBTH = projected_3NBTH[0] + layer.query_bias_2N11H
+            query_NBTH, key_value_2NBTH = projected_3NBTH[0], projected_3NBTH[1:]
+            if self._finishes:
+                query_NBTH, key_value_2NBTH = layer.finished(projected_3NBTH, first_value)
+                first_value = key_value_2NBTH[1] if index == 0 else first_value
+            key_NBKH, value_NBKH = ring.write(index, key_value_2NBTH, past_len=past_len)
+            query_2NBTH = query_NBTH + layer.query_bias_2N11H
             context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, window=window)
             hidden_SD = layer.finish(hidden_SD, context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1))
         return [*hiddens, self.model.final_norm(hidden_SD).view_as(embedded_BTD)]

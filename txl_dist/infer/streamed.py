@@ -37,8 +37,8 @@ class StreamedXL(TransformerXL):
             self.softmax = _Softmax(model, vocab_size=vocab_size, embedding=self.embedding, reader=reader)
         reader.sources.update({parameter: weights[name] for name, parameter in self.named_parameters()})
         self.final_norm = _Part(self.final_norm, reader)
-        for block in self.blocks:
-            _stream(block, reader)
+        for part in (*self.blocks, self.residuals):
+            _stream(part, reader)
         self._like = torch.empty(0, dtype=dtype)
         self.eval()
 

@@ -23,6 +23,9 @@ from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.sections import AttentionKernel, ModelSection
 
+QUERY_KEY_GAIN = 1.2
+"""Of normed queries and keys (nanochat): their products would hardly tell one key from another without."""
+
 
 class Distances(NamedTuple):
     """What a layer knows of the distances K-1 ... 0, in that order."""
@@ -60,11 +63,12 @@ class Attention(nn.Module):
         distance: nn.Module | None = None,
         content_bias_NH: nn.Parameter | None = None,
         position_bias_NH: nn.Parameter | None = None,
+        mixes_values: bool = False,
         kernel: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
         self.num_heads, self.head_width, self.dropout = model.num_heads, model.head_width, model.attention_dropout
-        self.kernel = kernel
+        self.kernel, self.norm_eps = kernel, model.norm_eps if model.query_key_norm else None
         inner = model.num_heads * model.head_width
         self.query = nn.Linear(model.width, inner, bias=False)
         self.key_value = KeyValue(model)
@@ -72,21 +76,45 @@ class Attention(nn.Module):
         self.output = nn.Linear(inner, model.width, bias=model.output_bias)
         # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
         self.content_bias, self.position_bias = content_bias_NH, position_bias_NH
+        self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
 
-    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """key_value_BS2NH of any positions."""
+    def project_query(self, hidden_BTD: Tensor) -> Tensor:
+        """query_BTNH."""
+        return self.normed(self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width)))
+
+    def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
+        """key_value_BS2NH of any positions, as they are attended to, given the first layer's values there where this
+        one mixes them in."""
         key_value: Tensor = self.key_value(hidden_BSD)
-        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
+        key_value = key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
+        if self.norm_eps is None and self.value_share is None:
+            return key_value
+        key, value = key_value.unbind(-3)
+        return torch.stack([self.normed(key), self.mixed(value, first_value_BSNH)], dim=-3)
+
+    def normed(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
+        """Queries or keys [..., H], each divided by its root mean square where the model has it so."""
+        return heads if self.norm_eps is None else gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
+
+    def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
+        """Values of any positions with those of the first layer there, where this one mixes them in."""
+        if self.value_share is None:
+            return value
+        assert first_value is not None
+        return torch.lerp(value, first_value, self.value_share.to(value.dtype))
 
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances | None:
         """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
-        return None if self.distance is None else self.distance(num_distances, encoding_KD)
+        if self.distance is None:
+            return None
+        key_KNH, bias_KN = self.distance(num_distances, encoding_KD)
+        return Distances(self.normed(key_KNH, gain=1.0), bias_KN)
 
     def forward(
         self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distances: Distances | None, visible: Visibility
     ) -> Tensor:
         """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
-        query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
+        query_BTNH = self.project_query(hidden_BTD)
         key_BKNH, value_BKNH = key_value_BK2NH.unbind(2)  # two slices would have two gradients filled with zeros
         terms = Terms(query_BTNH, key_BKNH, value_BKNH)
         if distances is not None:

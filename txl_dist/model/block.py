@@ -11,47 +11,92 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.model.dropout import dropout, gelu_dropout, relu_dropout_
+from txl_dist.model.dropout import dropout, gelu_dropout, relu2_dropout, relu_dropout_
 from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.sections import AttentionKernel, ModelSection
 
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"relu": relu_dropout_, "gelu": gelu_dropout}
-"""Each with the dropout behind it, whose rate is 0 unless given; they may write over what they are given."""
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "relu": relu_dropout_,
+    "gelu": gelu_dropout,
+    "relu2": relu2_dropout,
+}
+"""Each with the dropout behind it, whose rate is 0 unless given; they may write over what they are given. swiglu is of
+two arguments."""
+
+FirstValues = tuple[Tensor, Tensor] | None
+"""Values of the first layer at the positions of memory and segment, [B, M, N, H] and [B, T, N, H]."""
+
+
+def build_norm(model: ModelSection) -> nn.Module:
+    """The norm that `model.norm` names."""
+    if model.norm == "rms":
+        return nn.RMSNorm(model.width, eps=model.norm_eps, elementwise_affine=False)
+    return nn.LayerNorm(model.width, eps=model.norm_eps)
+
+
+class ResidualMix(nn.Module):
+    """lambda x + mu x0: what a block is given (`model.residual_scalars`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.empty(2))
+
+    def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
+        """x and x0 of any shape."""
+        scales = self.scales.to(hidden.dtype)
+        return scales[0] * hidden + scales[1] * first
 
 
 class Block(nn.Module):
     """One layer, over a memory of hidden states. `infer.cached` runs its parts over keys and values made before."""
 
-    def __init__(self, model: ModelSection, *, biases: AttentionBiases, kernel: AttentionKernel = "auto") -> None:
+    def __init__(
+        self, model: ModelSection, *, biases: AttentionBiases, is_first: bool = True, kernel: AttentionKernel = "auto"
+    ) -> None:
         super().__init__()
-        self.pre_norm, self.activation = model.pre_norm, ACTIVATIONS[model.activation]
+        self.pre_norm, self.activation = model.pre_norm, ACTIVATIONS.get(model.activation)
         self.projection_dropout, self.ff_dropout = model.rate(model.projection_dropout), model.rate(model.ff_dropout)
-        self.attention = build_attention(model, biases=biases, kernel=kernel)
-        self.attention_norm = nn.LayerNorm(model.width, eps=model.norm_eps)
+        self.gives_values = model.value_residual and is_first
+        mixes_values = model.value_residual and not is_first
+        self.attention = build_attention(model, biases=biases, mixes_values=mixes_values, kernel=kernel)
+        self.attention_norm = build_norm(model)
         self.ff_in = nn.Linear(model.width, model.ff_width)
+        self.ff_gate = nn.Linear(model.width, model.ff_width) if model.activation == "swiglu" else None
         self.ff_out = nn.Linear(model.ff_width, model.width)
-        self.ff_norm = nn.LayerNorm(model.width, eps=model.norm_eps)
+        self.ff_norm = build_norm(model)
 
     def forward(
-        self, hidden_BTD: Tensor, memory_BMD: Tensor, encoding_KD: Tensor | None, visible: Visibility
-    ) -> Tensor:
-        """The layer's output for a segment. Positional, because activation checkpointing passes positions.
+        self,
+        hidden_BTD: Tensor,
+        memory_BMD: Tensor,
+        encoding_KD: Tensor | None,
+        visible: Visibility,
+        first: FirstValues = None,
+    ) -> tuple[Tensor, FirstValues]:
+        """The layer's output for a segment, and the first layer's values for the next one, where they are mixed.
+        Positional, because activation checkpointing passes positions.
 
         `encoding_KD` are the sinusoids of the distances K-1 ... 0, where the attention uses them.
         """
         distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
-        key_value = _joined(self.project_key_value(memory_BMD), self.attention.project_key_value(normed))
-        context = self.attention(normed, key_value_BK2NH=key_value, distances=distances, visible=visible)
-        return self.finish(hidden_BTD, context)
+        first_past, first_new = first or (None, None)
+        past = self.project_key_value(memory_BMD, first_past)
+        new = self.attention.project_key_value(normed, first_new)
+        context = self.attention(normed, key_value_BK2NH=_joined(past, new), distances=distances, visible=visible)
+        if self.gives_values:
+            first = past.select(-3, 1), new.select(-3, 1)
+        return self.finish(hidden_BTD, context), first
 
-    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """key_value_BS2NH of positions, given the layer's raw inputs there."""
-        return self.attention.project_key_value(self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD)
+    def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
+        """key_value_BS2NH of positions, given the layer's raw inputs there, and the first layer's values."""
+        normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
+        return self.attention.project_key_value(normed, first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """The layer's output, given its input and what its attention made of it."""
@@ -59,13 +104,22 @@ class Block(nn.Module):
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
         # As a matrix, because what is written in place over a view has a backward pass that copies.
-        inner = self.ff_in((self.ff_norm(hidden) if self.pre_norm else hidden).flatten(0, -2))
-        inner = self.activation(inner, self.ff_dropout if self.training else 0.0)
+        given = (self.ff_norm(hidden) if self.pre_norm else hidden).flatten(0, -2)
+        if self.activation is not None:
+            inner = self.activation(self.ff_in(given), self.ff_dropout if self.training else 0.0)
+        else:
+            assert self.ff_gate is not None
+            inner = self._drop(swiglu(self.ff_in(given), self.ff_gate(given)), self.ff_dropout)
         hidden = hidden + self._drop(self.ff_out(inner), self.ff_dropout).view_as(hidden)
         return hidden if self.pre_norm else self.ff_norm(hidden)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
         return dropout(x, rate) if self.training else x
+
+
+def swiglu(x: Tensor, gate: Tensor) -> Tensor:
+    """x silu(gate) (Shazeer 2020)."""
+    return x * F.silu(gate)
 
 
 def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:

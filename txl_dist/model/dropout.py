@@ -53,6 +53,11 @@ def gelu_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
     return dropout(F.gelu(x), rate)
 
 
+def relu2_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
+    """dropout(relu(x) ** 2), written over `x` in between."""
+    return dropout(torch.relu_(x).square(), rate)
+
+
 def draw_kept_(keep: Tensor, rate: float) -> Tensor:
     """Draw 1 with probability 1 - rate or else 0, into contiguous int16 numbers [n] on a CPU, n % 4 == 0."""
     keep.view(torch.int64).random_(-(2**63), None)

@@ -1,7 +1,9 @@
 """Initial weights, all in one place (peers' `weights_init`; Dai et al. 2019 give no formula).
 
 Linear and embedding weights and the attention biases u, v: N(0, init_std). Embedding and output projections:
-N(0, projection_init_std). Layer-norm gains: N(1, init_std). Every other bias: 0.
+N(0, projection_init_std). Layer-norm gains: N(1, init_std). Every other bias: 0. With `zero_init` the last matrices of
+attention and feed-forward layer: 0. Scalars of the residual stream begin as nanochat's (gpt.py, init_weights): the
+deeper, the less of x and x0; shares of the first layer's values at a half.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ def initialize(module: nn.Module, model: ModelSection) -> None:
             continue
         owner, leaf = name.rpartition(".")[::2]
         with torch.no_grad():
-            if leaf.startswith("projection_"):
+            if leaf == "scales":
+                depth = int(owner.rpartition(".")[2]) / max(1, model.num_layers - 1)
+                parameter.copy_(torch.tensor([1.15 - 0.10 * depth, 0.20 - 0.15 * depth]))
+            elif leaf == "value_share":
+                parameter.fill_(0.5)
+            elif model.zero_init and name.endswith((".attention.output.weight", ".ff_out.weight")):
+                parameter.zero_()
+            elif leaf.startswith("projection_"):
                 parameter.normal_(0.0, model.projection_init_std)
             elif leaf in ("content_bias", "position_bias"):
                 parameter.normal_(0.0, model.init_std)

@@ -12,6 +12,7 @@ Shapes: K keys, P rows of a table, D model width, N heads, H head width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -86,16 +87,18 @@ def attention_biases(model: ModelSection) -> AttentionBiases:
     return AttentionBiases(nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape)))
 
 
-def build_attention(model: ModelSection, *, biases: AttentionBiases, kernel: AttentionKernel = "auto") -> Attention:
-    """The attention layer that `model.positions` names; `kernel` computes relative ones."""
+def build_attention(
+    model: ModelSection, *, biases: AttentionBiases, mixes_values: bool = False, kernel: AttentionKernel = "auto"
+) -> Attention:
+    """The attention layer that `model.positions` names; `kernel` computes relative ones. `mixes_values`: with those of
+    the first layer."""
     content, position = biases
+    build = partial(Attention, model, mixes_values=mixes_values)
     match model.positions:
         case "relative":
             distance = SinusoidalDistances(model)
-            return Attention(
-                model, distance=distance, content_bias_NH=content, position_bias_NH=position, kernel=kernel
-            )
+            return build(distance=distance, content_bias_NH=content, position_bias_NH=position, kernel=kernel)
         case "learned_relative":
-            return Attention(model, distance=LearnedDistances(model), content_bias_NH=content, kernel=kernel)
+            return build(distance=LearnedDistances(model), content_bias_NH=content, kernel=kernel)
         case "absolute":
-            return Attention(model)
+            return build()

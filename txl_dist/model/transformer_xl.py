@@ -9,6 +9,8 @@ Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N head
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from txl_dist.config import check_vocabulary
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.block import Block
+from txl_dist.model.block import Block, FirstValues, ResidualMix, build_norm
 from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import Memory, empty_memory, visible_keys
@@ -55,11 +57,12 @@ class TransformerXL(nn.Module):
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
         biases = [attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
         self.blocks = nn.ModuleList(
-            Block(model, biases=own, kernel=attention) for own in (biases * model.num_layers)[: model.num_layers]
+            Block(model, biases=own, is_first=index == 0, kernel=attention)
+            for index, own in enumerate((biases * model.num_layers)[: model.num_layers])
         )
-        self.final_norm: nn.Module = (
-            nn.LayerNorm(model.width, eps=model.norm_eps) if model.final_norm else nn.Identity()
-        )
+        # Not inside of the blocks: their gradients are there before the blocks' are whole, and ZeRO-3 exchanges those.
+        self.residuals = nn.ModuleList(ResidualMix() for _ in range(model.num_layers if model.residual_scalars else 0))
+        self.final_norm = build_norm(model) if model.final_norm else nn.Identity()
         self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
         initialize(self, model)
 
@@ -102,13 +105,16 @@ class TransformerXL(nn.Module):
         elif scheme.sinusoids == "embedding":
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
-        inputs = []
+        inputs, embedded = [], hidden
+        values: FirstValues = None
         for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden_LBMD, strict=True)):
+            if section.residual_scalars:
+                hidden = self.residuals[index](hidden, embedded)
             inputs.append(hidden)
+            run: Callable[..., tuple[Tensor, FirstValues]] = block
             if self.recompute_every and self.training and index % self.recompute_every == 0:
-                hidden = checkpoint(block, hidden, memory_BMD, encoding_KD, visible, use_reentrant=False)
-            else:
-                hidden = block(hidden, memory_BMD, encoding_KD, visible)
+                run = partial(checkpoint, block, use_reentrant=False)
+            hidden, values = run(hidden, memory_BMD, encoding_KD, visible, values)
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(inputs, document_BT=document_BT)
 

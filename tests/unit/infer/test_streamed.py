@@ -40,4 +40,4 @@ def test_its_scores_are_those_of_the_network_however_small_the_pieces(
     found = log_probabilities(network, tokens, segment_len=7, memory_len=memory_len)
     assert (found - expected).abs().max() <= tolerance
     kept = {name for name, parameter in network.named_parameters() if not parameter.is_meta}
-    assert {name.rpartition(".")[2] for name in kept} <= {"content_bias", "position_bias"}
+    assert {name.rpartition(".")[2] for name in kept} <= {"content_bias", "position_bias", "value_share"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.helpers.models import POSITIONS, tiny_section
 from tests.helpers.naive import learned_score, naive_attention, plain_score, relative_score
 from txl_dist.model.attention import Attention
-from txl_dist.model.block import Block
+from txl_dist.model.block import Block, ResidualMix
 from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
 from txl_dist.model.positions import attention_biases, build_attention, distance_encoding
 from txl_dist.model.relative_attention import Terms, relative_attention
@@ -186,7 +186,28 @@ def test_gradients_of_a_block_are_those_of_what_is_computed(name: str, activatio
     states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, len(past), 3, seed=2).requires_grad_(bool(past))]
 
     def run(hidden_BTD: Tensor, memory_BMD: Tensor, *_: Tensor) -> Tensor:
-        result: Tensor = block(hidden_BTD, memory_BMD, encoding_KD, visible)
+        result: Tensor = block(hidden_BTD, memory_BMD, encoding_KD, visible)[0]
+        return result
+
+    assert torch.autograd.gradcheck(run, (*states, *parameters))
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_gradients_of_a_modern_block_are_those_of_what_is_computed(name: str, activation: str) -> None:
+    changes = {"width": 3, "head_width": 2, "ff_width": 4, "activation": activation, "pre_norm": True, "norm": "rms"}
+    section = tiny_section(**{**changes, "query_key_norm": True, "value_residual": True, **POSITIONS[name]})
+    first, block = (Block(section, biases=attention_biases(section), is_first=i == 0) for i in range(2))
+    mix = ResidualMix()
+    parameters = [*double_parameters(first), *double_parameters(block), *double_parameters(mix)]
+    past = [] if name == "absolute" else [0, 0]
+    visible = visibility([past], [[0, 0, 1]])
+    encoding_KD = distance_encoding(len(past) + 3, width=3, clamp_len=0, like=parameters[0])
+    states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, len(past), 3, seed=2).requires_grad_(bool(past))]
+
+    def run(hidden_BTD: Tensor, memory_BMD: Tensor, *_: Tensor) -> Tensor:
+        between, values = first(hidden_BTD, memory_BMD, encoding_KD, visible)
+        result: Tensor = block(mix(between, hidden_BTD), memory_BMD, encoding_KD, visible, values)[0]
         return result
 
     assert torch.autograd.gradcheck(run, (*states, *parameters))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, tiny_model
+from tests.helpers.models import POSITIONS, RECURRENT, VARIANTS, random_tokens, tiny_model
 from tests.helpers.naive_model import NaiveMemory, NaiveModel
 from txl_dist.model.memory import attended
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -121,6 +121,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one_distance": {"positions": "learned_relative", "num_distances": 1},
     "more_distances_than_keys": {"positions": "learned_relative", "num_distances": 40},
     "gelu": {"activation": "gelu"},
+    "relu2": {"activation": "relu2"},
+    "swiglu": {"activation": "swiglu"},
+    "swiglu_pre_norm": {"activation": "swiglu", "pre_norm": True},
+    "rms": {"norm": "rms", "norm_eps": 0.3},
+    "rms_pre_norm": {"norm": "rms", "pre_norm": True, "final_norm": True},
+    "query_key_norm": {"query_key_norm": True, "norm_eps": 0.1},
+    "query_key_norm_of_learned_distances": {"query_key_norm": True, **POSITIONS["learned_relative"]},
+    "query_key_norm_of_absolute_positions": {"query_key_norm": True, **POSITIONS["absolute"]},
+    "residual_scalars": {"residual_scalars": True},
+    "residual_scalars_of_absolute_positions": {"residual_scalars": True, **POSITIONS["absolute"]},
+    "value_residual": {"value_residual": True},
+    "value_residual_with_bias": {"value_residual": True, "value_bias": True, "pre_norm": True},
+    "value_residual_of_absolute_positions": {"value_residual": True, **POSITIONS["absolute"]},
+    "everything_modern": VARIANTS["modern"],
+    "everything_modern_post_norm": VARIANTS["modern_post_norm"],
     "value_bias": {"value_bias": True},
     "output_bias": {"output_bias": True},
     "unscaled_embedding": {"scale_embedding": False},
@@ -170,7 +185,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_each_option_does_what_its_source_says(name: str) -> None:
-    model = tiny_model(dtype=torch.float64, num_layers=2, **OPTIONS[name])
+    model = tiny_model(dtype=torch.float64, num_layers=3, **OPTIONS[name])
     assert_equal_to_naive(
         model, memory_len=0 if model.section.positions == "absolute" else 7, document_BS=DOCUMENTS, lengths=(5, 5, 2)
     )

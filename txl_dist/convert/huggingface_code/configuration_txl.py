@@ -47,7 +47,16 @@ class TxlConfig(PreTrainedConfig):
     final_norm: bool = False
     """Layer norm on the last hidden state."""
     norm_eps: float = 1e-5
+    norm: str = "layer"
+    """layer: mean and variance, with gain and bias. rms: the root mean square alone."""
     activation: str = "relu"
+    """relu, gelu, relu2 (its square) or swiglu (with a third matrix)."""
+    query_key_norm: bool = False
+    """Queries, keys and encodings of distances are divided by their root mean square."""
+    residual_scalars: bool = False
+    """Each block is given a mixture of its input and that of the first."""
+    value_residual: bool = False
+    """The values of attention are mixed with those of the first block."""
     value_bias: bool = False
     output_bias: bool = False
     positions: str = "relative"

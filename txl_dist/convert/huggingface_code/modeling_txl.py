@@ -288,10 +288,12 @@ class RelativeAttention(nn.Module):
     (q_i + u) . k_j  +  (q_i + v) . r_{i-j}            or, with learned distances,  ... + q_i . r_{i-j} + s_{i-j}
     """
 
-    def __init__(self, config, *, has_biases):
+    def __init__(self, config, *, has_biases, mixes_values):
         super().__init__()
         inner = config.num_heads * config.head_width
         self.num_heads, self.scale = config.num_heads, config.head_width**-0.5
+        self.norm_eps = config.norm_eps if config.query_key_norm else None
+        self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
         self.query = nn.Linear(config.width, inner, bias=False)
         self.key_value = KeyValue(config)
         is_learned = config.positions == "learned_relative"
@@ -302,14 +304,23 @@ class RelativeAttention(nn.Module):
             if not is_learned:
                 self.position_bias = nn.Parameter(torch.empty(config.num_heads, config.head_width))
 
-    def keys_and_values(self, hidden_BTD):
-        """Of any positions, each [B, N, T, H]."""
-        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self.key_value(hidden_BTD)]
+    def keys_and_values(self, hidden_BTD, first_value=None):
+        """Of any positions, each [B, N, T, H], given the values of the first layer there where they are mixed in."""
+        key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self.key_value(hidden_BTD))
+        if self.value_share is not None:
+            value = torch.lerp(value, first_value, self.value_share)
+        return self._normed(key), value
 
-    def forward(self, hidden_BTD, memory_layer, is_seen_BTK, biases):
-        """The attention's output_BTD; `memory_layer` then holds these positions too. `biases` has u and v."""
-        key_BNKH, value_BNKH = memory_layer.update(*self.keys_and_values(hidden_BTD))
-        query_BNTH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+    def _normed(self, heads, gain=1.2):
+        """Queries, keys or (with a gain of 1) encodings, each over its root mean square where the model has it so."""
+        return heads if self.norm_eps is None else gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
+
+    def forward(self, hidden_BTD, memory_layer, is_seen_BTK, biases, first_value=None):
+        """The attention's output_BTD and its values at these positions; `memory_layer` then holds them too. `biases`
+        has u and v."""
+        key_BNTH, value_BNTH = self.keys_and_values(hidden_BTD, first_value)
+        key_BNKH, value_BNKH = memory_layer.update(key_BNTH, value_BNTH)
+        query_BNTH = self._normed(self.query(hidden_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
         (T, K), u_N1H = is_seen_BTK.shape[1:], biases.content_bias[:, None]
         position_query = query_BNTH
         if hasattr(biases, "position_bias"):
@@ -324,42 +335,70 @@ class RelativeAttention(nn.Module):
         scores_BNTK = scores_BNTK.masked_fill(~is_seen_BTK[:, None], float("-inf"))
         dtype = torch.promote_types(torch.float32, scores_BNTK.dtype)
         probabilities = scores_BNTK.softmax(-1, dtype=dtype).to(value_BNKH.dtype)
-        return self.output((probabilities @ value_BNKH).transpose(1, 2).flatten(2))
+        return self.output((probabilities @ value_BNKH).transpose(1, 2).flatten(2)), value_BNTH
 
     def _distances(self, memory_layer, num_distances):
         """Of K keys. They are the same for all texts, and kept with the memory, unless gradients are wanted."""
         known = memory_layer.distances
         if known is None or known[0].shape[1] < num_distances or torch.is_grad_enabled():
             more = num_distances if torch.is_grad_enabled() else 2 * num_distances
-            known = self.distance(more)
+            encoding_NKH, term_NK = self.distance(more)
+            known = self._normed(encoding_NKH, gain=1.0), term_NK
             memory_layer.distances = None if torch.is_grad_enabled() else known
         encoding_NKH, term_NK = known
         first = encoding_NKH.shape[1] - num_distances
         return encoding_NKH[:, first:], None if term_NK is None else term_NK[:, first:]
 
 
+def build_norm(config):
+    """A norm of hidden states: layer norm, or the root mean square alone."""
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=config.norm_eps, elementwise_affine=False)
+    return nn.LayerNorm(config.width, eps=config.norm_eps)
+
+
 class Block(nn.Module):
     """Attention and a feed-forward network, each with a residual sum."""
 
-    def __init__(self, config, *, has_biases):
+    def __init__(self, config, *, has_biases, is_first):
         super().__init__()
-        self.pre_norm, self.activation = config.pre_norm, {"relu": F.relu, "gelu": F.gelu}[config.activation]
-        self.attention = RelativeAttention(config, has_biases=has_biases)
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.pre_norm, self.activation = config.pre_norm, config.activation
+        mixes_values = config.value_residual and not is_first
+        self.attention = RelativeAttention(config, has_biases=has_biases, mixes_values=mixes_values)
+        self.attention_norm = build_norm(config)
         self.ff_in = nn.Linear(config.width, config.ff_width)
+        self.ff_gate = nn.Linear(config.width, config.ff_width) if config.activation == "swiglu" else None
         self.ff_out = nn.Linear(config.ff_width, config.width)
-        self.ff_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.ff_norm = build_norm(config)
 
-    def forward(self, hidden, memory_layer, is_seen_BTK, biases):
-        """The layer's output_BTD."""
+    def forward(self, hidden, memory_layer, is_seen_BTK, biases, first_value=None):
+        """The layer's output_BTD and its values."""
+        normed = self.attention_norm(hidden) if self.pre_norm else hidden
+        context, value = self.attention(normed, memory_layer, is_seen_BTK, biases, first_value)
         if self.pre_norm:
-            hidden = hidden + self.attention(self.attention_norm(hidden), memory_layer, is_seen_BTK, biases)
-            return hidden + self._feed_forward(self.ff_norm(hidden))
-        hidden = self.attention_norm(hidden + self.attention(hidden, memory_layer, is_seen_BTK, biases))
-        return self.ff_norm(hidden + self._feed_forward(hidden))
+            hidden = hidden + context
+            return hidden + self._feed_forward(self.ff_norm(hidden)), value
+        hidden = self.attention_norm(hidden + context)
+        return self.ff_norm(hidden + self._feed_forward(hidden)), value
 
     def _feed_forward(self, hidden):
-        return self.ff_out(self.activation(self.ff_in(hidden)))
+        inner = self.ff_in(hidden)
+        if self.ff_gate is not None:
+            return self.ff_out(inner * F.silu(self.ff_gate(hidden)))
+        inner = F.gelu(inner) if self.activation == "gelu" else F.relu(inner)
+        return self.ff_out(inner.square() if self.activation == "relu2" else inner)
+
+
+class ResidualMix(nn.Module):
+    """What a block is given: its input and that of the first, weighted."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.empty(2))
+
+    def forward(self, hidden, first):
+        """Of the same shape."""
+        return self.scales[0] * hidden + self.scales[1] * first
 
 
 class TxlForCausalLM(PreTrainedModel, GenerationMixin):
@@ -375,9 +414,13 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.embedding = AdaptiveEmbedding(config)
         self.blocks = nn.ModuleList(
-            Block(config, has_biases=i == 0 or not config.share_biases) for i in range(config.num_layers)
+            Block(config, has_biases=i == 0 or not config.share_biases, is_first=i == 0)
+            for i in range(config.num_layers)
         )
-        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_eps) if config.final_norm else nn.Identity()
+        self.residuals = nn.ModuleList(
+            ResidualMix() for _ in range(config.num_layers if config.residual_scalars else 0)
+        )
+        self.final_norm = build_norm(config) if config.final_norm else nn.Identity()
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.post_init()
 
@@ -458,11 +501,16 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         is_seen_BTK = (key_K <= query_T[:, None]) & (key_K >= oldest_BT[:, :, None])
         is_seen_BTK = is_seen_BTK & (document_BK[:, None] == document_BT[:, :, None])
         memory.document_BS = document_BK
-        hiddens = [self.embedding(input_ids)]
-        for block, layer in zip(self.blocks, memory.layers, strict=True):
+        hidden = embedded = self.embedding(input_ids)
+        hiddens, first_value = [], None
+        for i, (block, layer) in enumerate(zip(self.blocks, memory.layers, strict=True)):
+            if self.config.residual_scalars:
+                hidden = self.residuals[i](hidden, embedded)
+            hiddens.append(hidden)
             biases = self.blocks[0] if self.config.share_biases else block
-            hiddens.append(block(hiddens[-1], layer, is_seen_BTK, biases.attention))
-        return [*hiddens[:-1], self.final_norm(hiddens[-1])]
+            hidden, value = block(hidden, layer, is_seen_BTK, biases.attention, first_value)
+            first_value = value if i == 0 else first_value
+        return [*hiddens, self.final_norm(hidden)]
 
     @torch.no_grad()
     def zero_memory(self, batch_size, memory_len=None):
@@ -470,9 +518,12 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         TransfoXL began, where this model begins with nothing."""
         memory = TxlMemory(self.config, memory_len)
         hidden = self.blocks[0].ff_in.weight.new_zeros(batch_size, memory.memory_len, self.config.width)
+        first_value = None
         for block, layer in zip(self.blocks, memory.layers, strict=True):
             normed = block.attention_norm(hidden) if self.config.pre_norm else hidden
-            layer.update(*block.attention.keys_and_values(normed))
+            key, value = block.attention.keys_and_values(normed, first_value)
+            layer.update(key, value)
+            first_value = value if first_value is None else first_value
         memory.document_BS = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         return memory
 

@@ -236,7 +236,7 @@ def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     yield Product(rows, width, 3 * inner, 3 * layers)
     yield Product(memory_rows, width, num_projections * inner, num_passes * layers)
     yield Product(rows, inner, width, 3 * layers)
-    yield Product(rows, width, model.ff_width, 6 * layers)
+    yield Product(rows, width, model.ff_width, 3 * model.num_ff_matrices * layers)
     if model.scheme.sinusoids == "distances":
         yield Product(work.segment_len + work.memory_len, width, inner, 2 * layers)
 

@@ -25,8 +25,10 @@ from txl_dist.train.engine.muon import Muon
 
 
 def is_decayed(name: str) -> bool:
-    """Whether a parameter of the model is one of the matrices; biases, norms and attention biases are not decayed."""
-    return "bias" not in name.rpartition(".")[2] and "norm." not in name
+    """Whether a parameter of the model is one of the matrices; biases, norms, scalars and attention biases are not
+    decayed."""
+    leaf = name.rpartition(".")[2]
+    return "bias" not in leaf and "norm." not in name and leaf not in ("scales", "value_share")
 
 
 def build_optimizer(
