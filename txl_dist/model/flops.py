@@ -4,7 +4,7 @@ Per trained token, forward and backward, a multiply-add being 2 operations (L la
 feed-forward width, T segment, M memory, K = M + T, b lanes per rank and micro-batch, E_i and V_i width and size of
 cluster i, p_i its share of the tokens, C tail clusters):
 
-    linear      L (4 D NH + 2 D F) 2*3            query, key, value, output and feed-forward of the segment (swiglu: 3 D F)
+    linear      L (4 D NH + 2 D F) 2*3            query, key, value, output, feed-forward of the segment (swiglu: 3 D F)
     memory      L (M / T) 2 D NH 2*2              keys and values of the memory: no gradient flows into it
     distances   L K D NH / (b T) 2*2              projected once per micro-batch; only for sinusoids of the distance
     scores      L 2 NH S 2*3                      terms (a)+(c) and the weighted sum over the S keys that are seen
