@@ -68,7 +68,7 @@ BUDGETS = {
     "top": 1720,
     "text": 815,
     "data": 4250,
-    "model": 1700,
+    "model": 1730,
     "infer": 1790,
     "convert": 1910,
     "train": 4540,

@@ -145,13 +145,16 @@ class Step(nn.Module):
             if section.residual_scalars:
                 hidden = network.residuals[index](hidden, embedded)
             normed = block.attention_norm(hidden) if section.pre_norm else hidden
-            new_BT2NH = block.attention.project_key_value(normed, first_value)
+            new_BT2NH = block.attention.project_key_value(normed)
+            new_BT2NH = block.attention.finished_key_value(new_BT2NH, first_value)
             if block.gives_values:
                 first_value = new_BT2NH.select(-3, 1)
             key_value_2NBKH = torch.cat([memory_2NBMH, new_BT2NH.permute(2, 3, 0, 1, 4)], dim=3)
+            key_BKNH, value_BKNH = key_value_2NBKH.permute(0, 2, 3, 1, 4).unbind(0)
             context_BTD = block.attention(
                 normed,
-                key_value_BK2NH=key_value_2NBKH.permute(2, 3, 0, 1, 4),
+                key_BKNH=key_BKNH,
+                value_BKNH=value_BKNH,
                 distances=block.attention.distances(visible.num_keys, encoding_KD=self.encoding_KD),
                 visible=visible,
             )

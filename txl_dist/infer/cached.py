@@ -42,6 +42,7 @@ from txl_dist.model.block import Block, swiglu
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.relative_attention import at_least_fp32
+from txl_dist.model.rms_norm import RmsNorm, rms_norm
 from txl_dist.model.transformer_xl import TransformerXL
 
 BLOCK_LEN = {"cpu": 128, "cuda": 512}
@@ -217,7 +218,7 @@ class _Layer(NamedTuple):
         attention = self.block.attention
         if attention.norm_eps is not None:
             query = attention.normed(query) * query.shape[-1] ** -0.5
-        return query, torch.stack([attention.normed(key), attention.mixed(value, first_value)])
+        return query, torch.stack(attention.finished(key, value, first_value))
 
     def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
         """As `Block.finish`, in evaluation, of positions S of any rows."""
@@ -239,8 +240,8 @@ def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a linear map or a layer norm computes, with its parameters at hand."""
     if isinstance(module, nn.Linear):
         return partial(F.linear, weight=module.weight, bias=module.bias)
-    if isinstance(module, nn.RMSNorm):
-        return partial(F.rms_norm, normalized_shape=module.normalized_shape, eps=module.eps)
+    if isinstance(module, RmsNorm):
+        return partial(rms_norm, eps=module.eps)
     assert isinstance(module, nn.LayerNorm)
     shape, weight, bias, eps = tuple(module.normalized_shape), module.weight, module.bias, module.eps
     return lambda x: torch.layer_norm(x, shape, weight, bias, eps)

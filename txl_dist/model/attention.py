@@ -21,6 +21,7 @@ from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import launch
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms, relative_attention
+from txl_dist.model.rms_norm import rms_norm
 from txl_dist.sections import AttentionKernel, ModelSection
 
 QUERY_KEY_GAIN = 1.2
@@ -82,26 +83,29 @@ class Attention(nn.Module):
         """query_BTNH."""
         return self.normed(self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width)))
 
-    def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
-        """key_value_BS2NH of any positions, as they are attended to, given the first layer's values there where this
-        one mixes them in."""
+    def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
+        """key_value_BS2NH of any positions, not `finished`."""
         key_value: Tensor = self.key_value(hidden_BSD)
-        key_value = key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
+        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
+
+    def finished(self, key: Tensor, value: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., H] of any positions as they are attended to: normed, mixed with the values of the first
+        layer there, where the model has it so."""
+        if self.value_share is not None:
+            assert first_value is not None
+            value = torch.lerp(value, first_value, self.value_share.to(value.dtype))
+        return self.normed(key), value
+
+    def finished_key_value(self, key_value_BS2NH: Tensor, first_value_BSNH: Tensor | None) -> Tensor:
+        """The same of both in one tensor."""
         if self.norm_eps is None and self.value_share is None:
-            return key_value
-        key, value = key_value.unbind(-3)
-        return torch.stack([self.normed(key), self.mixed(value, first_value_BSNH)], dim=-3)
+            return key_value_BS2NH
+        key, value = key_value_BS2NH.unbind(-3)
+        return torch.stack(self.finished(key, value, first_value_BSNH), dim=-3)
 
     def normed(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
         """Queries or keys [..., H], each divided by its root mean square where the model has it so."""
-        return heads if self.norm_eps is None else gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
-
-    def mixed(self, value: Tensor, first_value: Tensor | None) -> Tensor:
-        """Values of any positions with those of the first layer there, where this one mixes them in."""
-        if self.value_share is None:
-            return value
-        assert first_value is not None
-        return torch.lerp(value, first_value, self.value_share.to(value.dtype))
+        return heads if self.norm_eps is None else rms_norm(heads, eps=self.norm_eps, gain=gain)
 
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances | None:
         """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
@@ -111,11 +115,16 @@ class Attention(nn.Module):
         return Distances(self.normed(key_KNH, gain=1.0), bias_KN)
 
     def forward(
-        self, hidden_BTD: Tensor, *, key_value_BK2NH: Tensor, distances: Distances | None, visible: Visibility
+        self,
+        hidden_BTD: Tensor,
+        *,
+        key_BKNH: Tensor,
+        value_BKNH: Tensor,
+        distances: Distances | None,
+        visible: Visibility,
     ) -> Tensor:
         """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
         query_BTNH = self.project_query(hidden_BTD)
-        key_BKNH, value_BKNH = key_value_BK2NH.unbind(2)  # two slices would have two gradients filled with zeros
         terms = Terms(query_BTNH, key_BKNH, value_BKNH)
         if distances is not None:
             key_KNH, bias_KN = distances

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from txl_dist.model.dropout import dropout, gelu_dropout, relu2_dropout, relu_dropout_
 from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import AttentionBiases, build_attention
+from txl_dist.model.rms_norm import RmsNorm
 from txl_dist.sections import AttentionKernel, ModelSection
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
@@ -27,14 +28,11 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 """Each with the dropout behind it, whose rate is 0 unless given; they may write over what they are given. swiglu is of
 two arguments."""
 
-FirstValues = tuple[Tensor, Tensor] | None
-"""Values of the first layer at the positions of memory and segment, [B, M, N, H] and [B, T, N, H]."""
-
 
 def build_norm(model: ModelSection) -> nn.Module:
     """The norm that `model.norm` names."""
     if model.norm == "rms":
-        return nn.RMSNorm(model.width, eps=model.norm_eps, elementwise_affine=False)
+        return RmsNorm(eps=model.norm_eps)
     return nn.LayerNorm(model.width, eps=model.norm_eps)
 
 
@@ -75,8 +73,8 @@ class Block(nn.Module):
         memory_BMD: Tensor,
         encoding_KD: Tensor | None,
         visible: Visibility,
-        first: FirstValues = None,
-    ) -> tuple[Tensor, FirstValues]:
+        first_value_BKNH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """The layer's output for a segment, and the first layer's values for the next one, where they are mixed.
         Positional, because activation checkpointing passes positions.
 
@@ -85,18 +83,20 @@ class Block(nn.Module):
         distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
-        first_past, first_new = first or (None, None)
-        past = self.project_key_value(memory_BMD, first_past)
-        new = self.attention.project_key_value(normed, first_new)
-        context = self.attention(normed, key_value_BK2NH=_joined(past, new), distances=distances, visible=visible)
-        if self.gives_values:
-            first = past.select(-3, 1), new.select(-3, 1)
-        return self.finish(hidden_BTD, context), first
+        normed_past = self.attention_norm(memory_BMD) if self.pre_norm else memory_BMD
+        key_value_BK2NH = _joined(
+            self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
+        )
+        key, value = key_value_BK2NH.unbind(2)  # two slices would have two gradients filled with zeros
+        key, value = self.attention.finished(key, value, first_value_BKNH)
+        context = self.attention(normed, key_BKNH=key, value_BKNH=value, distances=distances, visible=visible)
+        return self.finish(hidden_BTD, context), value if self.gives_values else first_value_BKNH
 
     def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
-        """key_value_BS2NH of positions, given the layer's raw inputs there, and the first layer's values."""
+        """key_value_BS2NH of positions as they are attended to, given the layer's raw inputs there, and the first
+        layer's values."""
         normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
-        return self.attention.project_key_value(normed, first_value_BSNH)
+        return self.attention.finished_key_value(self.attention.project_key_value(normed), first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """The layer's output, given its input and what its attention made of it."""

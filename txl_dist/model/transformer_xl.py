@@ -21,7 +21,7 @@ from txl_dist.config import check_vocabulary
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.block import Block, FirstValues, ResidualMix, build_norm
+from txl_dist.model.block import Block, ResidualMix, build_norm
 from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import Memory, empty_memory, visible_keys
@@ -106,15 +106,15 @@ class TransformerXL(nn.Module):
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs, embedded = [], hidden
-        values: FirstValues = None
+        first_value_BKNH: Tensor | None = None
         for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden_LBMD, strict=True)):
             if section.residual_scalars:
                 hidden = self.residuals[index](hidden, embedded)
             inputs.append(hidden)
-            run: Callable[..., tuple[Tensor, FirstValues]] = block
+            run: Callable[..., tuple[Tensor, Tensor | None]] = block
             if self.recompute_every and self.training and index % self.recompute_every == 0:
                 run = partial(checkpoint, block, use_reentrant=False)
-            hidden, values = run(hidden, memory_BMD, encoding_KD, visible, values)
+            hidden, first_value_BKNH = run(hidden, memory_BMD, encoding_KD, visible, first_value_BKNH)
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(inputs, document_BT=document_BT)
 

@@ -161,9 +161,11 @@ def test_gradients_of_attention_are_those_of_what_is_computed(name: str, where: 
     states = [draw(1, 3, 3, seed=1).requires_grad_(), draw(1, K, 3, seed=2).requires_grad_()]
 
     def attend(hidden_BTD: Tensor, source_BKD: Tensor, encoding_KD: Tensor, *_: Tensor) -> Tensor:
+        key, value = attention.project_key_value(source_BKD).unbind(2)
         result: Tensor = attention(
             hidden_BTD,
-            key_value_BK2NH=attention.project_key_value(source_BKD),
+            key_BKNH=key,
+            value_BKNH=value,
             distances=attention.distances(K, encoding_KD=encoding_KD),
             visible=visible,
         )

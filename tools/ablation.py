@@ -1,0 +1,217 @@
+"""What each switch of `switches` brings at equal seconds.
+
+    python tools/ablation.py --corpus stdlib=DIR --corpus wikitext-2=DIR --csv docs/ablation.csv --runs DIR
+
+The quickstart's model and batch, one thread, one rank. A run has `--seconds`: as many steps as fit into them, by the
+milliseconds of its step beside the others' (minima of interleaved rounds), so that a neighbour's load cannot choose the
+winner. Its schedule ends with its last step. What counts is the held-out loss then, of the first 122,880 tokens.
+
+    cost     milliseconds of a step of every variant
+    rates    AdamW and Muon over a grid of rates, per corpus: the best is taken in what follows
+    alone    AdamW with one switch
+    whole    Muon with all switches, with all but one, and with swiglu in place of relu2
+    seeds    two more seeds of AdamW, Muon and the whole, and of each that gains more than minus twice AdamW's
+             deviation
+
+Every row of the CSV is one run, or one cost. What has its row is not run again; what was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from measuring import interleaved
+from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
+from trainers import Sizes, zipf_segments
+
+from txl_dist.config import flat
+from txl_dist.dist import joined_ranks
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
+VOCAB_SIZE = 4_096
+EVAL_TOKENS = 122_880
+
+
+class Run(NamedTuple):
+    """One training."""
+
+    corpus: str
+    variant: str
+    lr: float
+    seed: int = 1
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """What the name of the variant stands for."""
+        if self.variant.startswith("whole"):
+            _, *changes = self.variant.split()
+            names = [name for name in WHOLE if f"-{name}" not in changes]
+            return (*names, *(change[1:] for change in changes if change.startswith("+")))
+        return () if self.variant == "adamw" else tuple(self.variant.split("+"))
+
+
+def variants() -> list[str]:
+    """All, by name."""
+    minus = [f"whole -{name}" for name in WHOLE if name != "muon"]
+    return ["adamw", *SWITCHES, "whole", *minus, "whole -relu2 +swiglu"]
+
+
+class Records:
+    """The CSV."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+        with path.open(encoding="utf-8", newline="") as file:
+            self.rows: list[dict[str, Any]] = list(csv.DictReader(file))
+
+    def add(self, **row: Any) -> None:
+        """Append a row; it is on disk when this returns."""
+        self.rows.append({name: str(row.get(name, "")) for name in COLUMNS})
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(self.rows[-1])
+
+    def cost_ms(self, variant: str) -> float | None:
+        """Of a step."""
+        return next(
+            (float(r["ms_per_step"]) for r in self.rows if (r["kind"], r["variant"]) == ("cost", variant)), None
+        )
+
+    def losses(self, corpus: str, variant: str, *, lr: float | None = None) -> list[float]:
+        """Of a variant, by seed."""
+        own = [r for r in self.rows if (r["kind"], r["corpus"], r["variant"]) == ("run", corpus, variant)]
+        return [float(r["loss"]) for r in own if lr is None or float(r["lr"]) == lr]
+
+    def has(self, run: Run) -> bool:
+        """Whether it was made."""
+        key = (run.corpus, run.variant, run.lr, run.seed)
+        return any(
+            (r["corpus"], r["variant"], float(r["lr"]), int(r["seed"])) == key for r in self.rows if r["kind"] == "run"
+        )
+
+    def best_rate(self, corpus: str, variant: str) -> float:
+        """Of the grid, by the first seed."""
+        return min(RATES, key=lambda lr: self.losses(corpus, variant, lr=lr)[0])
+
+
+def measure_costs(records: Records, *, rounds: int) -> None:
+    """Of all variants that have none, taking turns."""
+    missing = [name for name in variants() if records.cost_ms(name) is None]
+    if not missing:
+        return
+    configs = {name: config_with(Run("", name, 0.0).switches) for name in missing}
+    with joined_ranks(timeout_s=600, num_threads=1) as ranks:
+        steps = {name: EngineStep(config, ranks, vocab_size=VOCAB_SIZE) for name, config in configs.items()}
+        base = config_with()
+        segments = zipf_segments(Sizes.of(base, vocab_size=VOCAB_SIZE, num_lanes=base.train.num_lanes))
+        turns = {name: itertools.cycle(list(itertools.islice(segments, 3))) for name in steps}
+        timings = interleaved({name: lambda n=name: steps[n](next(turns[n])) for name in steps}, rounds=rounds)
+    for name, timing in timings.items():
+        records.add(kind="cost", variant=name, ms_per_step=f"{timing.min_ms:.2f}")
+
+
+def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, seconds: float) -> None:
+    """One training, and its row. Raises RuntimeError with its last words if it fails."""
+    cost = records.cost_ms(run.variant)
+    assert cost is not None
+    steps = int(seconds * 1000 / cost)
+    config = config_with(run.switches, optim__lr=run.lr, train__max_steps=steps)
+    name = f"{run.corpus}-{run.variant}-{run.lr:g}-{run.seed}".replace(" ", "")
+    told = dict(flat(config)) | {
+        "data.path": corpora[run.corpus],
+        "run.dir": str(folder / name),
+        "run.seed": run.seed,
+        "eval.max_tokens": EVAL_TOKENS,
+        "checkpoint.every_steps": 0,
+        "metrics.tensorboard": False,
+        "metrics.sample_every_steps": 0,
+    }
+    plain = dict(flat(config_with()))
+    flags = [word for key, value in told.items() if value != plain.get(key) for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "txl_dist", "train", str(QUICKSTART), *_base_flags(), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    began = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if result.returncode:
+        raise RuntimeError(f"{run} ended with {result.returncode}:\n{result.stdout[-1000:]}{result.stderr[-1000:]}")
+    wall_s = time.monotonic() - began
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    last = [record for record in map(json.loads, lines) if record["kind"] == "eval"][-1]
+    records.add(
+        kind="run",
+        corpus=run.corpus,
+        variant=run.variant,
+        lr=run.lr,
+        seed=run.seed,
+        steps=last["step"],
+        ms_per_step=cost,
+        loss=f"{last['loss']:.5f}",
+        wall_s=f"{wall_s:.1f}",
+    )
+
+
+def _base_flags() -> list[str]:
+    return ["--engine.zero_stage", "0", "--train.microbatch_lanes", "32"]
+
+
+def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
+    """Runs that may be made side by side; each phase knows the results of those before."""
+    yield [Run(c, v, lr) for c in corpora for v in ("adamw", "muon") for lr in RATES]
+    rate = {(c, v): records.best_rate(c, v) for c in corpora for v in ("adamw", "muon")}
+    yield [Run(c, name, rate[c, "adamw"]) for name in SWITCHES if name != "muon" for c in corpora]
+    yield [Run(c, name, rate[c, "muon"]) for name in variants() if name.startswith("whole") for c in corpora]
+    yield [Run(c, "adamw", rate[c, "adamw"], seed) for c in corpora for seed in (2, 3)]
+    more = []
+    for c in corpora:
+        base = records.losses(c, "adamw", lr=rate[c, "adamw"])
+        for name in variants()[1:]:
+            kind = "muon" if name == "muon" or name.startswith("whole") else "adamw"
+            reference = base[0] if kind == "adamw" or name in ("muon", "whole") else records.losses(c, "whole")[0]
+            gain = reference - records.losses(c, name, lr=rate[c, kind])[0]
+            if name.startswith("whole -"):
+                gain = -gain  # what the switch that is missing brings
+            if name in ("muon", "whole") or gain > -2 * statistics.stdev(base):
+                more += [Run(c, name, rate[c, kind], seed) for seed in (2, 3)]
+    yield more
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", action="append", required=True, metavar="NAME=DIR", help="prepared, 4,096 words")
+    parser.add_argument("--csv", type=Path, required=True, help="the records")
+    parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="folder for the runs")
+    parser.add_argument("--seconds", type=float, default=75.0, help="of a run, without start and evaluation")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
+    arguments = parser.parse_args()
+    corpora = dict(one.split("=", 1) for one in arguments.corpus)
+    records = Records(arguments.csv)
+    measure_costs(records, rounds=arguments.rounds)
+    for runs in phases(records, list(corpora)):
+        missing = [run for run in runs if not records.has(run)]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(
+                pool.map(
+                    lambda run: train(run, records, corpora=corpora, folder=arguments.runs, seconds=arguments.seconds),
+                    missing,
+                )
+            )
+
+
+if __name__ == "__main__":
+    main()

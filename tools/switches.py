@@ -1,0 +1,66 @@
+"""The settings that issue from what was learned since 2019, by name, and a step of the engine with them.
+
+Each is one change of configs/quickstart.toml. `WHOLE` are those that stand together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from txl_dist.config import Config, changed, load_config, plan_batch
+from txl_dist.data.read.stream import plain_segment
+from txl_dist.dist import Ranks, Votes
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.step import decide
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
+SWITCHES: dict[str, dict[str, Any]] = {
+    "muon": {"optim.name": "muon"},
+    "rms": {"model.norm": "rms"},
+    "relu2": {"model.activation": "relu2"},
+    "swiglu": {"model.activation": "swiglu", "model.ff_width": 344},  # as many parameters as 512 with two matrices
+    "zero_init": {"model.zero_init": True},
+    "query_key_norm": {"model.query_key_norm": True},
+    "residual_scalars": {"model.residual_scalars": True},
+    "value_residual": {"model.value_residual": True},
+    "wsd": {"optim.schedule": "wsd", "optim.cooldown_fraction": 0.5},
+    "ema": {"optim.ema": 0.98, "eval.average": True},
+}
+WHOLE = tuple(name for name in SWITCHES if name != "swiglu")
+"""relu2 and swiglu are the same setting."""
+
+
+def config_with(names: tuple[str, ...] = (), **more: Any) -> Config:
+    """The quickstart on one rank, in one micro-batch, with these switches; `more` as section__key=value."""
+    base = load_config(QUICKSTART)
+    values: dict[str, Any] = {"engine.zero_stage": 0, "train.microbatch_lanes": base.train.num_lanes}
+    for name in names:
+        values |= SWITCHES[name]
+    return changed(base, values | {key.replace("__", "."): value for key, value in more.items()})
+
+
+class EngineStep:
+    """A step as training makes it, from ids to the update."""
+
+    def __init__(self, config: Config, ranks: Ranks, *, vocab_size: int) -> None:
+        plan, train = plan_batch(config.train, world_size=1), config.train
+        self._engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan, ranks=ranks)
+        self._maker = batch_maker(self._engine.model, mask_documents=False)
+        self._memory = self._engine.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
+        self._normalizer, self._lr = float(train.num_lanes * train.segment_len), config.optim.lr
+        self.parameters = sum(int(np.prod(shape)) for shape in self._engine.shapes.values())
+
+    def __call__(self, ids: np.ndarray) -> Tensor:
+        """On ids [lanes, T + 1]; its loss."""
+        (batch,) = self._maker.microbatches(plain_segment(ids), lanes=len(ids))
+        loss, self._memory = self._engine.forward(batch, self._memory, normalizer=self._normalizer)
+        self._engine.backward(loss)
+        norm = self._engine.grad_norm()
+        decision = decide(loss.detach(), norm, skip=False, votes=Votes(), world_size=1)
+        self._engine.step(lr=self._lr, grad_norm=decision.grad_norm)
+        return loss.detach()
