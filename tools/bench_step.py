@@ -2,6 +2,7 @@
 
     python tools/bench_step.py --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface] [--sizes SIZES]
                                [--against COMMIT_OR_FOLDER]
+    python tools/bench_step.py --switches
 
 Forward, loss, backward, clipping, Adam; fp32, one thread. All begin with the original's weights, brought over by
 `txl_dist.convert`, and must give its losses over 8 steps (without dropout).
@@ -12,6 +13,8 @@ Forward, loss, backward, clipping, Adam; fp32, one thread. All begin with the or
                          (cutoffs 2k, 5k), dropout 0.2
             quickstart   those of configs/quickstart.toml, a micro-batch; beside peers without its last norm, which they
                          do not know
+    --switches           instead: the engine's step at the quickstart's sizes (32 lanes, one rank), as it is and with
+                         each setting of `switches`: Muon, averages, scalars ...
     --against            a commit, or a folder with another checkout: ours as it was, in a process of its own
 
     x by min, x by median   how many times faster than the base line: the first of those in the table
@@ -51,10 +54,12 @@ from measuring import (
 )
 from peers import huggingface, nvidia, original
 from products import Products, share_of_products
+from switches import SWITCHES, WHOLE, EngineStep, config_with
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import HuggingFaceTrainer, OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
 from txl_dist.config import load_config
+from txl_dist.dist import joined_ranks
 from txl_dist.sections import ModelSection
 
 HERE = Path(__file__).parent
@@ -167,6 +172,20 @@ class Older:
         return line
 
 
+def measure_switches(*, rounds: int) -> list[dict[str, object]]:
+    """A row for the quickstart's step, for each switch alone, and for all that go together."""
+    configs = {"adamw": config_with(), **{name: config_with((name,)) for name in SWITCHES}, "whole": config_with(WHOLE)}
+    sizes = Sizes.of(configs["adamw"], vocab_size=4_096, num_lanes=configs["adamw"].train.num_lanes)
+    given = itertools.cycle(list(itertools.islice(zipf_segments(sizes), 4)))
+    with joined_ranks(timeout_s=600, num_threads=1) as ranks:
+        steps = {name: EngineStep(config, ranks, vocab_size=sizes.vocab_size) for name, config in configs.items()}
+        timings = interleaved({name: lambda n=name: steps[n](next(given)) for name in steps}, rounds=rounds)
+    cost = {name: {"cost": timings[name].min_ms / timings["adamw"].min_ms} for name in steps}
+    return rows(
+        timings, base="adamw", more={name: cost[name] | {"parameters": steps[name].parameters} for name in steps}
+    )
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,10 +194,14 @@ def main() -> None:
     parser.add_argument("--peer-huggingface", action="store_true", help="TransfoXL of the installed transformers")
     parser.add_argument("--sizes", choices=("wt103", "ptb", "quickstart"), default="wt103")
     parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="ours as it was")
+    parser.add_argument("--switches", action="store_true", help="what each of tools/switches.py costs")
     parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.switches:
+        print_table("a step of the quickstart on one rank, fp32, 1 thread", measure_switches(rounds=arguments.rounds))
+        return
     has_peers = bool(arguments.peer_original or arguments.peer_nvidia or arguments.peer_huggingface)
     sizes = sizes_of(arguments.sizes, tiny=arguments.tiny, last_norm=not has_peers)
     making, segments = makers(arguments, sizes), zipf_segments(sizes, seed=1)
