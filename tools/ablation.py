@@ -43,6 +43,8 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
 VOCAB_SIZE = 4_096
 EVAL_TOKENS = 122_880
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+"""Of the runs: as it is before this process measures, and is a rank of its own job."""
 
 
 class Run(NamedTuple):
@@ -143,9 +145,8 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
     plain = dict(flat(config_with()))
     flags = [word for key, value in told.items() if value != plain.get(key) for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "txl_dist", "train", str(QUICKSTART), *_base_flags(), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     began = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     if result.returncode:
         raise RuntimeError(f"{run} ended with {result.returncode}:\n{result.stdout[-1000:]}{result.stderr[-1000:]}")
     wall_s = time.monotonic() - began
