@@ -305,6 +305,9 @@ class TrainSection(Section):
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps in the whole run; the schedule ends here."""
+    stages: Annotated[tuple[str, ...], WARNED] = ()
+    """Parts of the run with other lengths, in order, each as "until=0.5 num_lanes=128 segment_len=16 memory_len=32",
+    until that share of the steps. Behind the last the settings above hold; all steps have equally many tokens."""
 
 
 def _word_of(value: Any) -> Any:

@@ -24,6 +24,7 @@ from txl_dist.ops.inspect_settings import Question
 from txl_dist.rng import derive_seed
 from txl_dist.run_files import CHECKPOINTS, DONE, SETTINGS, Kind, list_checkpoints, step_of
 from txl_dist.sections import DataSection, RunSection, TrainSection
+from txl_dist.stages import at_step
 from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
@@ -108,7 +109,7 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]
     behind = [folder for folder in checkpoints if step_of(folder) >= step]
-    config = load_config((behind[0] if behind else run_dir) / SETTINGS)
+    config = at_step(load_config((behind[0] if behind else run_dir) / SETTINGS), step - 1)
     if checkpoints:
         config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)

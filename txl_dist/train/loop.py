@@ -22,6 +22,7 @@ from txl_dist.dist import Votes, limit_waiting, on_first, poll, together
 from txl_dist.errors import TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, warn_for_all
+from txl_dist.stages import end_of_stage
 from txl_dist.train.batch import StepInput, batch_maker, read_inputs
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe
@@ -43,7 +44,7 @@ from txl_dist.train.step import Stepper
 from txl_dist.train.watch.stragglers import StepClock, StragglerWatch
 from txl_dist.train.watch.watch import Watch
 
-_PATIENCE_S = {"stopped": 15.0, "done": 900.0}
+_PATIENCE_S = {"stopped": 15.0, "stage": 900.0, "done": 900.0}
 """How long the last save is tried: who asked to stop will not wait, but who finds a full disk in the morning may."""
 _GROUP_GRACE_S = 30
 """Collectives give up after the watchdog, which knows more."""
@@ -74,6 +75,7 @@ class Run:
         config = job.config
         self.job, self.start, self.engine, self.watch, self.profile = job, start, engine, watch, profile
         self.max_steps = config.train.max_steps
+        self.last_step = max(start.step, end_of_stage(config, start.step))
         self.stopped = False
         on_gpu = job.ranks.device.type == "cuda"
         self.maker = batch_maker(
@@ -99,7 +101,8 @@ class Run:
         )
 
     def go(self) -> TrainState:
-        """Train from a checkpoint, or from the beginning, to the end or until `stopped`. The last state is saved."""
+        """Train from a checkpoint, or from the beginning, to the end of the stage or until `stopped`. The last state is
+        saved."""
         try:
             state = self._first_state()
             self._report_start(state)
@@ -107,9 +110,9 @@ class Run:
                 warn_for_all("the run is at step %d already, past train.max_steps=%d", state.step, self.max_steps)
             if state.step and self.observer.should_evaluate(state.step) and state.step not in self.evaluated:
                 self._observe(state)  # a process before this one ended before it was done
-            while not self.stopped and state.step < self.max_steps:
+            while not self.stopped and state.step < self.last_step:
                 state = self._train_from(state)
-            how = "stopped" if self.stopped else "done"
+            how = "stopped" if self.stopped else "done" if state.step >= self.max_steps else "stage"
             if state.step > 0:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S[how], stopped=self.stopped)
             self.reporter.write("event", {"event": how, "step": state.step})
@@ -141,7 +144,7 @@ class Run:
             read_inputs(self.job, state.stream, maker=self.maker, damage=self.damage), depth=config.data.prefetch_depth
         )
         try:
-            while not self.stopped and state.step < self.max_steps:
+            while not self.stopped and state.step < self.last_step:
                 step = state.step + 1
                 self.watch.watchdog.beat("data", step=step)
                 self.profile.begins(step)
@@ -157,7 +160,7 @@ class Run:
                         self.saving.finish(step)
                 if self.guard.wants_rewind(state.health) and (rewound := self._rewound(state)) is not None:
                     return rewound
-                is_last = step == self.max_steps
+                is_last = step == self.last_step
                 # A sign of life, and how long the rest will take.
                 is_first = step == self.start.step + 1 and interval.has_scored()
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:

@@ -18,6 +18,7 @@ from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, has_projections
 from txl_dist.model.kernels.launch import mismatch, obstacle
+from txl_dist.stages import check_stages, each_stage, end_of_stage
 from txl_dist.train.report.sinks import check_sinks
 from txl_dist.train.state import Job
 
@@ -52,6 +53,13 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
     return Job(config, plan, ranks, corpora)
+
+
+def check_stages_of(config: Config, *, ranks: Ranks) -> Job:
+    """The job of the first stage; those of all others can be done too. Raises TxlError as `check_job`."""
+    check_stages(config)
+    jobs = [check_job(stage, ranks=ranks) for _, stage in each_stage(config)]
+    return jobs[0]
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
@@ -147,7 +155,8 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
 def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
     """A sentence for each corpus that will be read hundreds of times, or of which a step is a large part."""
     train, found = config.train, []
-    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    last_step = end_of_stage(config, step)
+    end = stream.advanced((last_step - step) * train.segment_len)
     for split, one in zip(splits, end.corpora, strict=True):
         per_step = one.num_lanes * train.segment_len
         epochs = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
@@ -156,7 +165,7 @@ def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: Strea
         found.append(
             f"a step reads {per_step:,} tokens ({one.num_lanes} lanes x {train.segment_len}) of the {split.tokens:,} "
             f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
-            f"{train.max_steps:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
+            f"{last_step:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
             "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
         )
     return found
@@ -210,11 +219,11 @@ def _attention(config: Config) -> str:
 
 def describe_data(job: Job, stream: StreamState, *, step: int = 0) -> Iterator[str]:
     """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
-    train = job.config.train
-    end = stream.advanced((train.max_steps - step) * train.segment_len)
+    last_step = end_of_stage(job.config, step)
+    end = stream.advanced((last_step - step) * job.config.train.segment_len)
     for split, one in zip(job.corpora.train, end.corpora, strict=True):
         read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         yield (
             f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
-            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {train.max_steps:,}"
+            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {last_step:,}"
         )

@@ -8,6 +8,7 @@ from txl_dist.config import load_config
 from txl_dist.data.read.position import StreamState
 from txl_dist.dist import on_first
 from txl_dist.run_files import SETTINGS, list_checkpoints, step_of
+from txl_dist.stages import at_step
 from txl_dist.train.checkpoint.read import problems_together
 from txl_dist.train.checkpoint.soundness import SavedState, read_state
 from txl_dist.train.state import Job, TrainState
@@ -45,7 +46,7 @@ def stream_of(saved: SavedState, job: Job, *, began: tuple[int, StreamState], no
     step, stream = began
     if saved.step != step:
         stream = saved.stream
-    saved_len = load_config(saved.folder / SETTINGS).train.segment_len
+    saved_len = at_step(load_config(saved.folder / SETTINGS), saved.step).train.segment_len
     if saved.step < step and saved_len != job.config.train.segment_len:
         return None  # its steps are not to be counted in segments of today
     if [one.cut() for one in stream.corpora] != [one.cut() for one in now.corpora]:

@@ -13,6 +13,7 @@ from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError, explained
 from txl_dist.files import free_name, open_regular, parse_object, replace_file
 from txl_dist.run_files import CHECKPOINT_NAME, CHECKPOINTS, DONE, LOCK, RECORDS, SETTINGS, STOP, Kind, kind_of
+from txl_dist.stages import whole
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
@@ -46,7 +47,7 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
     """
     with _using(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / SETTINGS, config_to_toml(config).encode())
+        replace_file(run_dir / SETTINGS, config_to_toml(whole(config)).encode())
         (run_dir / DONE).unlink(missing_ok=True)
     for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -56,7 +57,7 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
 
 def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
     """Compare settings by their resume policy: ConfigError for frozen differences, a sentence for each warned one."""
-    changes = config_changes(old, new)
+    changes = config_changes(whole(old), whole(new))
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]
     if frozen:
         raise ConfigError(

@@ -7,15 +7,19 @@ Until the run is opened nothing is written but its lock: a job that is refused l
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from txl_dist.config import Config
+import torch
+
+from txl_dist.config import Config, plan_batch
 from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.files import replace_file
 from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
+from txl_dist.stages import at_step, each_stage
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
@@ -25,6 +29,7 @@ from txl_dist.train.initial import initial_weights
 from txl_dist.train.loop import Run, Start
 from txl_dist.train.preflight import (
     check_job,
+    check_stages_of,
     describe_batch,
     describe_data,
     remarks,
@@ -94,18 +99,41 @@ def _train(
     *,
     resume: str,
 ) -> bool:
-    job = together(lambda: check_job(config, ranks=ranks))
-    run_dir = job.run_dir
+    run_dir = Path(config.run.dir)
+    job = together(lambda: check_stages_of(config, ranks=ranks))
     on_first(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        on_first(lambda: check_fits(config, plan=job.plan, vocab_size=job.vocab_size, device=ranks.device))
+        on_first(lambda: _check_fits(config, ranks, vocab_size=job.vocab_size))
     stack.callback(_remove_if_empty, run_dir)
     lock = together(lambda: RunLock.acquire(run_dir) if ranks.is_first else None)
     if lock is not None:
         stack.callback(lock.release)
     nonce = on_first(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
+    watch = Watch(stops, watchdog, lock, nonce)
+    while True:
+        run = _begin(config, ranks, watch, profile, resume=resume)
+        state = run.go()
+        if run.stopped or state.step >= config.train.max_steps:
+            break
+        # As a process of its own would: what the next stage needs is built anew, and goes on from what was saved.
+        resume = "must"
+        del run
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        watchdog.limit(config.engine.start_timeout_s)
+    _leave(run.job, state, watch, stopped=run.stopped)
+    return not run.stopped
+
+
+def _begin(config: Config, ranks: Ranks, watch: Watch, profile: StepProfile, *, resume: str) -> Run:
+    """The run from where it goes on, to the end of the stage that holds there."""
+    run_dir = Path(config.run.dir)
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
+    step = on_first(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
+    job = together(lambda: check_job(at_step(config, step), ranks=ranks))
+    config = job.config
     start = on_first(lambda: _check_run(job, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
     for corpus in job.corpora.opened:
@@ -113,17 +141,20 @@ def _train(
     begins_with = config.run.init and checkpoint is None
     weights = together(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
     on_first(lambda: _open_run(job, start))
-    watchdog.write_stacks_to(run_dir / STACKS)
+    watch.watchdog.write_stacks_to(run_dir / STACKS)
     for line in (*describe_batch(job), *describe_data(job, start.stream, step=start.step)):
         logger.info(line)
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=job.vocab_size, plan=job.plan, ranks=ranks, weights=weights)
-    watch = Watch(stops, watchdog, lock, nonce)
-    run = Run(job, start, engine, watch, profile)
-    state = run.go()
-    _leave(job, state, watch, stopped=run.stopped)
-    return not run.stopped
+    return Run(job, start, engine, watch, profile)
+
+
+def _check_fits(config: Config, ranks: Ranks, *, vocab_size: int) -> None:
+    """Raises ConfigError, as `check_fits`, for the first stage that does not fit."""
+    for _, stage in each_stage(config):
+        plan = plan_batch(stage.train, world_size=ranks.world_size)
+        check_fits(stage, plan=plan, vocab_size=vocab_size, device=ranks.device)
 
 
 def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> Start:

@@ -10,11 +10,13 @@ from txl_dist.config import Config, config_to_toml
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
 from txl_dist.ops.plan.text import per_token
+from txl_dist.stages import each_stage
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.preflight import (
     check_job,
+    check_stages_of,
     describe_batch,
     describe_data,
     remarks,
@@ -27,21 +29,26 @@ from txl_dist.train.state import Job
 def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
-    job = check_job(config, ranks=Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads()))
-    corpora = job.corpora
+    ranks = Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads())
+    first = check_stages_of(config, ranks=ranks).corpora.first
     if config.run.init:
-        initial_weights(config, corpora.first)
+        initial_weights(config, first)
     yield config_to_toml(config)
-    yield from describe_batch(job)
-    yield from describe_data(job, corpora.begin)
-    yield from describe_cost(job)
-    warnings = remarks(config, plan=job.plan) + remarks_on_evaluation(config, corpora.first)
-    warnings += remarks_on_repetition(config, corpora.train, corpora.begin)
-    yield from (f"warning: {sentence}" for sentence in warnings)
+    warnings = remarks_on_evaluation(config, first)
+    for steps, stage in each_stage(config):
+        if config.train.stages:
+            yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
+        job = check_job(stage, ranks=ranks)
+        yield from describe_batch(job)
+        yield from describe_data(job, job.corpora.begin, step=steps.start)
+        yield from describe_cost(job, num_steps=len(steps))
+        warnings += remarks(stage, plan=job.plan)
+        warnings += remarks_on_repetition(stage, job.corpora.train, job.corpora.begin, step=steps.start)
+    yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
 
 
-def describe_cost(job: Job) -> Iterator[str]:
-    """Lines for a dry run: operations and predicted bytes per rank."""
+def describe_cost(job: Job, *, num_steps: int) -> Iterator[str]:
+    """Lines for a dry run: operations of so many steps, and predicted bytes per rank."""
     train, device, on_gpu = job.config.train, job.ranks.device, job.ranks.device.type == "cuda"
     parts = flops_by_part(
         job.config.model,
@@ -51,7 +58,7 @@ def describe_cost(job: Job) -> Iterator[str]:
         microbatch_lanes=job.plan.microbatch_lanes,
     )
     total = sum(parts.values()) * job.plan.tokens_per_step
-    yield f"cost: {per_token(parts)}, {total / 1e9:,.1f} GFLOP per step, {total * train.max_steps:.3g} FLOP in all"
+    yield f"cost: {per_token(parts)}, {total / 1e9:,.1f} GFLOP per step, {total * num_steps:.3g} FLOP in all"
     held = bytes_per_rank(job.config, plan=job.plan, vocab_size=job.vocab_size, on_gpu=on_gpu)
     listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in held.items())
     yield f"memory per rank, estimated: {sum(held.values()) / 2**20:,.1f} MiB besides the program ({listed})"

@@ -20,6 +20,7 @@ from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
 from txl_dist.log import warn_for_all
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, retained, step_of
+from txl_dist.stages import whole
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.checkpoint.probe import make_probes
 from txl_dist.train.checkpoint.write import Saver
@@ -79,7 +80,7 @@ class Saving:
         start_s = time.perf_counter()
         self._watch.beat("save")
         self._wait_for_removal()  # the room that it makes may be needed
-        probe = make_probes(self._engine, self._maker, config=self._job.config)
+        probe = make_probes(self._engine, self._maker, config=whole(self._job.config))
         # A last update that went wrong shows here, though its own loss was still finite.
         check_finite(
             gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"

@@ -30,6 +30,7 @@ from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
 from txl_dist.run_files import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
+from txl_dist.stages import whole
 from txl_dist.tables import size
 from txl_dist.tensor_files import file_bytes, write_tensors
 from txl_dist.train.checkpoint.fragments import fragment_tensors
@@ -176,7 +177,7 @@ class Saver:
 
     def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
         """What rank 0 writes besides tensors."""
-        config, tokenizer = self.job.config, self.job.tokenizer
+        config, tokenizer = whole(self.job.config), self.job.tokenizer
         settings = config_to_toml(config).encode()
         content = {
             "format_version": FORMAT_VERSION,
