@@ -6,8 +6,9 @@ outside every rank's RssAnon is read every few milliseconds; what was measured i
 of a process which has imported the same and done nothing. What was predicted is the sum of `bytes_per_rank`, with the
 shares of the clusters that the text really has.
 
-A case is a size (about so many million parameters), a ZeRO stage, ranks, micro-batches per step, a softmax, and whether
-blocks are recomputed; all combinations of the flags are run, one after the other. The last line is the worst ratio.
+A case is a size (about so many million parameters), a ZeRO stage, ranks, micro-batches per step, a softmax, whether
+blocks are recomputed, and a recipe (the paper's; or Muon, an average of the weights and the modern block); all
+combinations of the flags are run, one after the other. The last line is the worst ratio.
 """
 
 from __future__ import annotations
@@ -52,12 +53,27 @@ class Case(NamedTuple):
     micro_batches: int
     softmax: str
     recompute: str
+    recipe: str
+
+
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "paper": ({}, {}),
+    "modern": (
+        {
+            **{"norm": "rms", "activation": "relu2", "pre_norm": True, "final_norm": True, "query_key_norm": True},
+            **{"residual_scalars": True, "value_residual": True},
+        },
+        {"name": "muon", "ema": 0.98},
+    ),
+}
+"""Settings of model and optimizer."""
 
 
 def main() -> None:
     """Measure what the flags ask for."""
     options = _options()
     factors = (options.sizes, options.stages, options.ranks, options.micro_batches, options.softmax, options.recompute)
+    factors += (options.recipes,)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         corpus, baseline = _make_corpus(folder), _baseline_bytes()
@@ -80,6 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1])
     parser.add_argument("--softmax", nargs="+", default=["adaptive"], choices=CUTOFFS)
     parser.add_argument("--recompute", nargs="+", default=["off"], choices=("off", "on"))
+    parser.add_argument("--recipes", nargs="+", default=["paper"], choices=RECIPES)
     parser.add_argument("--lanes", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--segment-len", type=int, default=64)
     parser.add_argument("--memory-len", type=int, default=64)
@@ -114,6 +131,7 @@ def _row(case: Case, corpus: Corpus, options: argparse.Namespace, *, folder: Pat
 
 def _config(case: Case, options: argparse.Namespace, *, folder: Path) -> Config:
     layers, width = SHAPES[case.size]
+    model, optim = RECIPES[case.recipe]
     values = {
         "run": {"dir": str(Path(tempfile.mkdtemp(dir=folder)) / "run")},
         "data": {"path": str(folder / "corpus"), "eval_split": ""},
@@ -124,7 +142,9 @@ def _config(case: Case, options: argparse.Namespace, *, folder: Path) -> Config:
             "head_width": HEAD_WIDTH,
             "ff_width": 4 * width,
             "cutoffs": CUTOFFS[case.softmax],
+            **model,
         },
+        "optim": optim,
         "train": {
             "num_lanes": options.lanes * case.micro_batches * case.ranks,
             "segment_len": options.segment_len,

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 from txl_dist.ops.plan.hardware import Cluster, Gpu
 from txl_dist.sections import ModelSection
+from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
 
 MEMORY_SHARE = 0.85
 """Of a GPU's bandwidth, that long passes reach."""
@@ -118,6 +119,8 @@ class Work:
     graphed: bool = False
     """Forward and backward are one launch."""
     needs_whole_tensors: bool = False
+    orthogonalizes: bool = False
+    """The matrices' steps (Muon)."""
 
     @property
     def num_bytes(self) -> int:
@@ -279,7 +282,17 @@ def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
     moved = program.state_bytes[work.num_bytes == 2]
     if work.needs_whole_tensors and program is OURS:
         moved += NORMS_EXTRA_BYTES
-    return own * moved / _bandwidth(gpu)
+    products = _newton_schulz_flops(work.model) / work.world_size if work.orthogonalizes else 0.0
+    return own * moved / _bandwidth(gpu) + products / (gpu.matmul_share * gpu.flops(work.precision))
+
+
+def _newton_schulz_flops(model: ModelSection) -> float:
+    """Of one update of all matrices."""
+    width, inner = model.width, model.num_heads * model.head_width
+    num_projections = 5 if model.scheme.sinusoids == "distances" else 4  # queries, keys, values, output, distances
+    shapes = [(width, inner)] * num_projections + [(width, model.ff_width)] * model.num_ff_matrices
+    one = sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
+    return 2.0 * NUM_ITERATIONS * model.num_layers * one
 
 
 def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:

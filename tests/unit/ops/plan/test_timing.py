@@ -10,8 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from txl_dist.errors import ConfigError
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.ops.plan.hardware import GPUS, Cluster, Gpu, find_gpu
 from txl_dist.ops.plan.scaling import breaking_point, curve, largest_divisor, strong, weak
 from txl_dist.ops.plan.timing import (
@@ -24,6 +27,7 @@ from txl_dist.ops.plan.timing import (
     step_time,
 )
 from txl_dist.sections import ModelSection
+from txl_dist.train.engine.muon import matrices_of, newton_schulz
 
 TOOL = Path(__file__).parents[4] / "tools" / "check_plan.py"
 H100 = Cluster(GPUS["h100"])
@@ -108,6 +112,26 @@ def test_the_update_moves_46_bytes_per_parameter_of_the_rank() -> None:
     assert step.optimizer == pytest.approx(1_000_000 * 46 / (3350e9 * 0.85))
     whole = step_time(replace(WORK, parameters=8_000_000, world_size=8, zero_stage=0), H100)
     assert whole.optimizer == pytest.approx(8 * step.optimizer)
+
+
+def test_muons_products_are_those_of_its_matrices_and_divided_among_the_ranks() -> None:
+    model = WORK.model
+    alone = replace(WORK, world_size=1, zero_stage=0)
+    extra = [
+        step_time(replace(alone, orthogonalizes=True, world_size=n), H100).optimizer
+        - step_time(replace(alone, world_size=n), H100).optimizer
+        for n in (1, 4)
+    ]
+    with torch.device("meta"):
+        network = TransformerXL(model, vocab_size=WORK.vocab_size)
+    matrices = [one for name, p in network.named_parameters() for one in matrices_of(name, p.shape)]
+    assert len(matrices) == 7 * model.num_layers
+    with FlopCounterMode(display=False) as counter:
+        for one in matrices:
+            newton_schulz(torch.empty(1, *sorted((one.rows, one.columns)), device="meta"))
+    gpu = H100.gpu
+    assert extra[0] == pytest.approx(counter.get_total_flops() / (gpu.matmul_share * gpu.flops(alone.precision)))
+    assert extra[1] == pytest.approx(extra[0] / 4)
 
 
 def test_one_gpu_exchanges_nothing() -> None:
