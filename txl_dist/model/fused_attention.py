@@ -135,12 +135,17 @@ class _ShiftBuffer:
         rows = max(group.stop - group.start for group in inputs.groups()) * inputs.query_BTNH.shape[0]
         cells = max((block.stop - block.start) * _row(block.num_keys) for block in inputs.blocks())
         self.cells = inputs.query_BTNH.new_empty(rows * cells)
+        self._shape = 0, 0
 
     def views(self, block: _Block, heads: _Heads) -> tuple[Tensor, Tensor]:
-        """(unshifted_nRk, shifted_Xbk) of the same cells, all zero: also those which no product writes are read."""
+        """(unshifted_nRk, shifted_Xbk) of the same cells. One of them is written; what else the other reads is 0, and
+        stays so as long as the blocks have one shape."""
         n, B = heads.position_query_nBTH.shape[:2]
         b, k, row = block.stop - block.start, block.num_keys, _row(block.num_keys)
-        cells = self.cells[: n * B * b * row].zero_()
+        if self._shape != (b, k):
+            self._shape = b, k
+            self.cells.zero_()
+        cells = self.cells[: n * B * b * row]
         unshifted_nRk = cells.view(n, B * b, row)[:, :, row - k :]
         return unshifted_nRk, cells.as_strided((n * B, b, k), (b * row, row - 1, 1), row - k + b - 1)
 
@@ -203,7 +208,8 @@ class _RelativeAttention(torch.autograd.Function):
         context_BTNH = inputs.query_BTNH.new_empty(inputs.query_BTNH.shape)
         context_NBTH, buffer, blocks = _head_major(context_BTNH), _ShiftBuffer(inputs), inputs.blocks()
         # What is added to the scores: 0 where a key is seen, else -inf.
-        masks_Bbk = [visible.mask(block.start, block.stop).to(context_BTNH.dtype).log_() for block in blocks]
+        seen, unseen = context_BTNH.new_zeros(()), context_BTNH.new_full((), float("-inf"))
+        masks_Bbk = [torch.where(visible.mask(block.start, block.stop), seen, unseen) for block in blocks]
         kept: list[Tensor | None] = []
         for group in inputs.groups():
             heads = inputs.heads(group)
