@@ -1,18 +1,18 @@
-"""Scores of one model, by a cached core wherever its positions know a memory, beside those of counting tables.
+"""Scores of one model, beside those of counting tables.
 
-Each row of the table is one combination of lengths; the last one, if asked for, has memory off.
+Each row of the table is one combination of lengths; then, if asked for, one with memory off, and one that adapts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from txl_dist.config import Config, check_config, config_from_dict
@@ -23,13 +23,13 @@ from txl_dist.data.read.peers import PeerRows, RandomCrops
 from txl_dist.data.read.units import TextUnits
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import ConfigError, of_all
-from txl_dist.infer.cached import FrozenModel, KeyValueRing, is_out_of_memory
+from txl_dist.infer.cached import is_out_of_memory
 from txl_dist.log import warn_for_all
-from txl_dist.model.memory import Memory, attended
-from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.ops.evaluate.cores import Losses, core_of, dynamic, static, train_cut, with_cache
 from txl_dist.ops.evaluate.log_probs import LogProbs
 from txl_dist.ops.evaluate.target import Target, require_same
-from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Outputs, Overrides
+from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Adapting, Outputs, Overrides
 from txl_dist.progress import Progress
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.report.evaluate import Part, evaluate
@@ -50,9 +50,10 @@ class Row(NamedTuple):
     memory_len: int
     name: str = ""
     """Empty: by what differs from the others."""
+    adapts: bool = False
 
 
-def rows_of(target: Target, overrides: Overrides) -> list[Row]:
+def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[Row]:
     """The evaluations that are asked for. Raises ConfigError if their settings contradict each other.
 
     Clamps change slowest: a model is built for each.
@@ -63,7 +64,11 @@ def rows_of(target: Target, overrides: Overrides) -> list[Row]:
         for clamp, segment, memory in lengths
     ]
     rows = [Row(config, config.eval.memory_len) for config in configs]
-    return [*rows, Row(configs[0], 0, MEMORY_OFF)] if overrides.without_memory else rows
+    if overrides.without_memory:
+        rows.append(Row(configs[0], 0, MEMORY_OFF))
+    if adapting.adapt != "off":
+        rows.append(Row(configs[0], configs[0].eval.memory_len, f"adapted: {adapting.adapt}", adapts=True))
+    return rows
 
 
 def _with_overrides(
@@ -123,14 +128,23 @@ class Scores(NamedTuple):
 
 
 def score_model(
-    target: Target, split: Split, rows: list[Row], overrides: Overrides, outputs: Outputs, *, units: TextUnits
+    target: Target,
+    split: Split,
+    rows: list[Row],
+    overrides: Overrides,
+    adapting: Adapting,
+    outputs: Outputs,
+    *,
+    train: Split | None,
+    units: TextUnits,
 ) -> Scores:
-    """A result per row; ranks share the lanes. Rows that come to the same are scored once.
+    """A result per row; ranks share the lanes. Rows that come to the same are scored once. `train` is the text that
+    --adapt dynamic measures gradients on.
 
     Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
     length only, or there is no memory for the evaluation; CheckpointError if the ranks have read different models.
     """
-    engine, network = rows[0].config.engine, target.bundle.model
+    engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
     log_probs: LogProbs | None = None
     with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         on_first(outputs.check_files)
@@ -153,20 +167,22 @@ def score_model(
         distinct: dict[tuple[int, ...], _Plan] = {}
         for plan in plans:
             distinct.setdefault(plan.lengths, plan)
-        total = sum(len(plan.cut) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
+        total = sum(plan.num_passes(adapting, train) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
         scored: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
             for lengths, plan in distinct.items():
-                if plan.config.model != network.section:  # built anew, as layers may have taken the old settings in
+                # Steps of half precision would be rounded away: weights that follow the text are fp32.
+                dtype = "fp32" if plan.adapts and train is not None else target.bundle.dtype
+                if (plan.config.model, dtype) != (network.section, opened):  # built anew: layers took old settings in
                     changed = dataclasses.replace(target.bundle, section=plan.config.model)
-                    network = changed.open(target.bundle.dtype, where=target.where).model
+                    network, opened = changed.open(dtype, where=target.where).model, dtype
                 network.to(ranks.device).eval()
                 if outputs.log_probs is not None:
                     assert isinstance(plan.cut, EvalStream)
                     log_probs = LogProbs(plan.cut)
                 scored[lengths] = _score(
-                    network, plan, units=units, ranks=ranks, progress=progress, log_probs=log_probs,
-                    with_zeros=overrides.zero_memory,
+                    network, plan, adapting, train=train, units=units, ranks=ranks, progress=progress,
+                    log_probs=log_probs, with_zeros=overrides.zero_memory,
                 )  # fmt: skip
         results = {plan.name: dict(scored[plan.lengths]) for plan in plans}
         return Scores(results, None if log_probs is None else log_probs.joined())
@@ -180,11 +196,18 @@ class _Plan(NamedTuple):
     config: Config
     memory_len: int
     cut: HeldOut
+    adapts: bool
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In which evaluations of a target may differ."""
-        return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len
+        """In which evaluations of a target may differ, and whether it adapts."""
+        return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
+
+    def num_passes(self, adapting: Adapting, train: Split | None) -> int:
+        """Batches that are run."""
+        if not self.adapts or train is None:
+            return len(self.cut)
+        return len(self.cut) + min(adapting.adapt_batches, len(train_cut(train, self.cut)))
 
 
 def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
@@ -197,7 +220,7 @@ def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
     )
     words: list[str] = [overrides.protocol] if overrides.peer is not None else []
     words += [f"{word} {length}" for word, asked, length in lengths if len(asked) > 1]
-    return _Plan(row.name or ", ".join(words) or "model", row.config, memory_len, cut)
+    return _Plan(row.name or ", ".join(words) or "model", row.config, memory_len, cut, row.adapts)
 
 
 def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
@@ -222,7 +245,9 @@ def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldO
 def _score(
     model: TransformerXL,
     plan: _Plan,
+    adapting: Adapting,
     *,
+    train: Split | None,
     units: TextUnits,
     ranks: Ranks,
     progress: Progress,
@@ -230,6 +255,7 @@ def _score(
     with_zeros: bool,
 ) -> Result:
     config, cut = plan.config, plan.cut
+    maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
 
     def advance() -> None:
         if ranks.is_first:
@@ -239,9 +265,18 @@ def _score(
         if log_probs is not None:
             log_probs.add(batch, nll_BT)
 
-    maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
-    begin = _cached if model.section.scheme.uses_memory else _plain
-    losses, memory = together(lambda: begin(model, plan, with_documents=maker.mask_documents, with_zeros=with_zeros))
+    def begin() -> tuple[Losses, Any]:
+        memory_len = plan.memory_len
+        if plan.adapts and train is not None:
+            text = train_cut(train, cut)
+            return dynamic(
+                model, cut, text, adapting, maker=maker, memory_len=memory_len, with_zeros=with_zeros,
+                before_segment=advance,
+            )  # fmt: skip
+        core = core_of(model, cut, memory_len=memory_len, with_documents=maker.mask_documents, with_zeros=with_zeros)
+        return with_cache(core, model, cut, adapting) if plan.adapts else static(core)
+
+    losses, memory = together(begin)
     evaluation = evaluate(
         losses,
         memory,
@@ -253,52 +288,24 @@ def _score(
         after_segment=keep,
         is_local=True,
     )
-    means, lengths = evaluation.means, {"memory_len": plan.memory_len, "segment_len": cut.segment_len}
-    return evaluation.numbers() | {
-        "by_cluster": [_told(part) for part in means.by_cluster],
-        "by_position": [_told(part) for part in means.by_position],
-        **lengths,
+    means = evaluation.means
+    lengths = {
+        "memory_len": plan.memory_len,
+        "segment_len": cut.segment_len,
         "clamp_len": config.model.clamp_len,
     }
-
-
-Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
-
-
-@torch.inference_mode()
-def _cached(
-    model: TransformerXL, plan: _Plan, *, with_documents: bool, with_zeros: bool
-) -> tuple[Losses, KeyValueRing]:
-    """(what gives losses, the first memory) over keys and values of the past."""
-    frozen, cut, num_rows = FrozenModel(model), plan.cut, len(plan.cut.lanes)
-    ring = frozen.ring(
-        num_rows=num_rows,
-        memory_len=plan.memory_len,
-        chunk_len=cut.overlap_len + cut.segment_len,
-        with_documents=with_documents,
-    )
-    if with_zeros and plan.memory_len:
-        zeros = attended(model.empty_memory(num_lanes=1, memory_len=plan.memory_len))
-        for lane in range(num_rows):
-            ring.put(lane, frozen.past_of(zeros)[0])
-
-    def losses(batch: Batch, ring: KeyValueRing) -> tuple[Tensor, KeyValueRing]:
-        hidden_BTD = frozen.run(batch.tokens_BT, ring, document_BT=batch.document_BT, partition=batch.token_partition)
-        return frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition), ring
-
-    return losses, ring
-
-
-def _plain(model: TransformerXL, plan: _Plan, *, with_documents: bool, with_zeros: bool) -> tuple[Losses, Memory]:
-    """The same for positions that know no memory: it stays empty."""
-    module = SegmentLoss(model)
-
-    @torch.no_grad()
-    def losses(batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        nll_BT, memory = module(batch, memory)
-        return nll_BT, memory
-
-    return losses, model.empty_memory(num_lanes=len(plan.cut.lanes), memory_len=plan.memory_len)
+    told = evaluation.numbers() | {
+        "by_cluster": [_told(part) for part in means.by_cluster],
+        "by_position": [_told(part) for part in means.by_position],
+    }
+    if not plan.adapts:
+        return told | lengths
+    if not math.isfinite(means.loss):
+        raise ConfigError(
+            f"--adapt {adapting.adapt} ends in a loss of {means.loss}. Give a lower --adapt-lr or --adapt-decay, or a "
+            "higher --adapt-eps; and see that the static loss is a number."
+        )
+    return told | {"adapted": adapting.told() | lengths}  # apart, so that no picture over lengths takes it for static
 
 
 def _told(part: Part) -> Result:
