@@ -334,7 +334,7 @@ def enough_memory() -> Iterator[None]:
             raise
         raise ConfigError(
             f"not enough memory for this evaluation: {' '.join(str(error).split()):.200}. Give fewer lanes "
-            "(--num-lanes), shorter segments (--segment-len) or less memory (--memory-len)."
+            "(--num-lanes), shorter segments (--segment-len), less memory (--memory-len) or a shorter --cache-window."
         ) from error
 
 
