@@ -142,14 +142,17 @@ def score_model(
     --adapt dynamic measures gradients on.
 
     Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
-    length only, or there is no memory for the evaluation; CheckpointError if the ranks have read different models.
+    length only, there is no memory for the evaluation, or an adapted loss is no number; CheckpointError if the ranks have
+    read different models.
     """
     engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
     log_probs: LogProbs | None = None
     with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         on_first(outputs.check_files)
         require_same([target])
-        plans = together(lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides) for row in rows])
+        plans = together(
+            lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides, train=train) for row in rows]
+        )
         names = dict.fromkeys(plan.name for plan in plans)
         if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
             only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
@@ -167,12 +170,12 @@ def score_model(
         distinct: dict[tuple[int, ...], _Plan] = {}
         for plan in plans:
             distinct.setdefault(plan.lengths, plan)
-        total = sum(plan.num_passes(adapting, train) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
+        total = sum(plan.num_passes(adapting) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
         scored: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
             for lengths, plan in distinct.items():
                 # Steps of half precision would be rounded away: weights that follow the text are fp32.
-                dtype = "fp32" if plan.adapts and train is not None else target.bundle.dtype
+                dtype = "fp32" if plan.train is not None else target.bundle.dtype
                 if (plan.config.model, dtype) != (network.section, opened):  # built anew: layers took old settings in
                     changed = dataclasses.replace(target.bundle, section=plan.config.model)
                     network, opened = changed.open(dtype, where=target.where).model, dtype
@@ -181,7 +184,7 @@ def score_model(
                     assert isinstance(plan.cut, EvalStream)
                     log_probs = LogProbs(plan.cut)
                 scored[lengths] = _score(
-                    network, plan, adapting, train=train, units=units, ranks=ranks, progress=progress,
+                    network, plan, adapting, units=units, ranks=ranks, progress=progress,
                     log_probs=log_probs, with_zeros=overrides.zero_memory,
                 )  # fmt: skip
         results = {plan.name: dict(scored[plan.lengths]) for plan in plans}
@@ -197,20 +200,20 @@ class _Plan(NamedTuple):
     memory_len: int
     cut: HeldOut
     adapts: bool
+    train: EvalStream | None
+    """Text on which --adapt dynamic measures gradients."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """In which evaluations of a target may differ, and whether it adapts."""
         return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
 
-    def num_passes(self, adapting: Adapting, train: Split | None) -> int:
+    def num_passes(self, adapting: Adapting) -> int:
         """Batches that are run."""
-        if not self.adapts or train is None:
-            return len(self.cut)
-        return len(self.cut) + min(adapting.adapt_batches, len(train_cut(train, self.cut)))
+        return len(self.cut) + (0 if self.train is None else min(adapting.adapt_batches, len(self.train)))
 
 
-def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
+def _planned(row: Row, cut: HeldOut, overrides: Overrides, *, train: Split | None) -> _Plan:
     """With no more memory than the split can fill."""
     memory_len = min(row.memory_len, _most_memory(cut, overrides))
     lengths = (
@@ -220,7 +223,9 @@ def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
     )
     words: list[str] = [overrides.protocol] if overrides.peer is not None else []
     words += [f"{word} {length}" for word, asked, length in lengths if len(asked) > 1]
-    return _Plan(row.name or ", ".join(words) or "model", row.config, memory_len, cut, row.adapts)
+    name = row.name or ", ".join(words) or "model"
+    text = train_cut(train, cut) if row.adapts and train is not None else None
+    return _Plan(name, row.config, memory_len, cut, row.adapts, text)
 
 
 def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
@@ -247,7 +252,6 @@ def _score(
     plan: _Plan,
     adapting: Adapting,
     *,
-    train: Split | None,
     units: TextUnits,
     ranks: Ranks,
     progress: Progress,
@@ -267,10 +271,9 @@ def _score(
 
     def begin() -> tuple[Losses, Any]:
         memory_len = plan.memory_len
-        if plan.adapts and train is not None:
-            text = train_cut(train, cut)
+        if plan.train is not None:
             return dynamic(
-                model, cut, text, adapting, maker=maker, memory_len=memory_len, with_zeros=with_zeros,
+                model, cut, plan.train, adapting, maker=maker, memory_len=memory_len, with_zeros=with_zeros,
                 before_segment=advance,
             )  # fmt: skip
         core = core_of(model, cut, memory_len=memory_len, with_documents=maker.mask_documents, with_zeros=with_zeros)
