@@ -142,8 +142,8 @@ def score_model(
     --adapt dynamic measures gradients on.
 
     Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
-    length only, there is no memory for the evaluation, or an adapted loss is no number; CheckpointError if the ranks have
-    read different models.
+    length only, there is no memory for the evaluation, or an adapted loss is no number; CheckpointError if the ranks
+    have read different models.
     """
     engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
     log_probs: LogProbs | None = None
