@@ -212,5 +212,5 @@ def test_the_command_line_names_what_is_no_corpus(
 
 
 def test_steps_that_are_too_large_end_in_a_word_not_in_a_number(made: Made) -> None:
-    with pytest.raises(ConfigError, match=r"--adapt dynamic ends in a loss of .*Give a lower --adapt-lr"):
+    with pytest.raises(ConfigError, match=r"--adapt dynamic came to a loss that is no number.*Give a lower --adapt-lr"):
         evaluated(made, DYNAMIC | {"adapt_lr": 1e38})

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.evaluation import EvalStream, HeldOut
+from txl_dist.errors import ConfigError
 from txl_dist.infer.adapt import (
     DynamicRule,
     NeuralCache,
@@ -135,7 +136,7 @@ def dynamic(
 ) -> tuple[Losses, Any]:
     """With weights that follow the text, by the plain model; how large gradients are, the batches of `train` tell.
 
-    The model's weights are left as they are.
+    The model's weights are left as they are. What scores raises ConfigError where a loss is no number.
     """
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
     memory = attended(memory) if with_zeros else memory
@@ -154,6 +155,11 @@ def dynamic(
 
     def losses(batch: Batch, state: tuple[Weights, Memory]) -> tuple[Tensor, tuple[Weights, Memory]]:
         nll_BT, weights, memory = dynamic_losses(module, batch, *state, rule=rule)
+        if not nll_BT.isfinite().all():
+            raise ConfigError(
+                "--adapt dynamic came to a loss that is no number: its steps are too large. Give a lower --adapt-lr or "
+                "--adapt-decay, or a higher --adapt-eps."
+            )
         return nll_BT, (weights, memory)
 
     return losses, (start, memory)

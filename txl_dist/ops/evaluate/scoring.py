@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,8 +141,8 @@ def score_model(
     --adapt dynamic measures gradients on.
 
     Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
-    length only, there is no memory for the evaluation, or an adapted loss is no number; CheckpointError if the ranks
-    have read different models.
+    length only, there is no memory for the evaluation, or weights that follow the text diverge; CheckpointError if the
+    ranks have read different models.
     """
     engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
     log_probs: LogProbs | None = None
@@ -303,11 +302,6 @@ def _score(
     }
     if not plan.adapts:
         return told | lengths
-    if not math.isfinite(means.loss):
-        raise ConfigError(
-            f"--adapt {adapting.adapt} ends in a loss of {means.loss}. Give a lower --adapt-lr or --adapt-decay, or a "
-            "higher --adapt-eps; and see that the static loss is a number."
-        )
     return told | {"adapted": adapting.told() | lengths}  # apart, so that no picture over lengths takes it for static
 
 
