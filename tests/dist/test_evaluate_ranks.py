@@ -21,9 +21,16 @@ pytestmark = pytest.mark.dist
 
 def scored(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, Any]:
     """The model's row, and its log-probabilities."""
+    row: dict[str, Any] = rows(made, folder, "--log-probs", "p.npz", *words, world_size=world_size)["model"]
+    loaded = np.load(folder / "p.npz", allow_pickle=False)
+    return row | {name: loaded[name] for name in ("token", "log_p", "document")}
+
+
+def rows(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, Any]:
+    """By their names."""
     folder.mkdir()
-    port, files = forked.free_port(), ["--json", "scores.json", "--log-probs", "p.npz"]
-    given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), *files, *words]
+    port = forked.free_port()
+    given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--json", "scores.json", *words]
     ranks = [
         forked.start(
             forked.run_txl, *given, cwd=folder, out=folder / f"out-{rank}",
@@ -35,9 +42,8 @@ def scored(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, 
         process.join(120)
         assert process.exitcode == 0, (folder / f"out-{rank}").read_text()
         assert ("nats/token" in (folder / f"out-{rank}").read_text()) == (rank == 0), "rank 0 speaks"
-    loaded = np.load(folder / "p.npz", allow_pickle=False)
-    row: dict[str, Any] = json.loads((folder / "scores.json").read_text())["model"]
-    return row | {name: loaded[name] for name in ("token", "log_p", "document")}
+    found: dict[str, Any] = json.loads((folder / "scores.json").read_text())
+    return found
 
 
 @pytest.mark.parametrize("border", ["carry", "mask"])
@@ -55,6 +61,17 @@ def test_one_two_and_four_ranks_score_every_token_alike(tmp_path: Path, border: 
             for part, expected in zip(found[name], alone[name], strict=True):
                 assert part["tokens"] == expected["tokens"]
                 assert part["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("border", ["carry", "mask"])
+def test_the_cache_of_a_lane_does_not_depend_on_the_ranks(tmp_path: Path, border: str) -> None:
+    """Three lanes on two ranks: one is padding."""
+    made, words = make(tmp_path / "made", document_border=border), ["--num-lanes", "3", "--adapt", "cache"]
+    one, two = (rows(made, tmp_path / str(count), *words, world_size=count) for count in (1, 2))
+    for name in ("model", "adapted: cache"):
+        assert two[name]["loss"] == pytest.approx(one[name]["loss"], abs=1e-6)
+        assert two[name]["tokens"] == one[name]["tokens"]
+    assert two["adapted: cache"]["loss"] != two["model"]["loss"]
 
 
 def test_with_other_lanes_only_what_follows_the_beginning_of_a_stripe_differs(tmp_path: Path) -> None:

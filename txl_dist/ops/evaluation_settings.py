@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Overrides:
             raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
             values = getattr(self, name)
-            flag = f"--{name.replace('_', '-')}"
+            flag = _flag(name)
             if not values:
                 raise ConfigError(f"{flag} needs a value: 0 or more tokens, or several, for instance {example}.")
             for value in values:
@@ -144,6 +145,76 @@ class Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapting:
+    """A row of its own, of a model that adapts to what it has scored; the static one stays as it is."""
+
+    adapt: Literal["off", "dynamic", "cache"] = "off"
+    """Also score while adapting: dynamic takes a gradient step behind each segment (Krause et al. 2019), cache recalls
+    what followed like hidden states (Grave et al. 2017)."""
+    adapt_train: str = ""
+    """Corpus, a folder or URL, whose training split tells how large gradients are, for dynamic; the default is the one
+    that is scored."""
+    adapt_batches: int = 150
+    """Batches of it, as many lanes and tokens each as are scored at a time."""
+    adapt_lr: float = 2e-6
+    """Rate of the steps; relative to the gradients summed over those batches, so tune both together."""
+    adapt_decay: float = 0.0
+    """How fast weights return to where they began."""
+    adapt_eps: float = 1e-5
+    """Added to the root of the summed squares of gradients."""
+    cache_share: float = 0.1
+    """Of the cache in the mixture, 0 to below 1."""
+    cache_theta: float = 1.0
+    """Factor of the products of hidden states; 0 takes all of the window alike."""
+    cache_window: int = 500
+    """Tokens of the past that the cache holds, per lane."""
+
+    def told(self) -> dict[str, str | int | float]:
+        """What is adapted by, and the settings of it."""
+        return {"by": self.adapt} | {name: getattr(self, name) for name in _ADAPTS_BY[self.adapt]}
+
+    def check(self, overrides: Overrides, outputs: Outputs) -> None:
+        """Raises ConfigError for numbers out of range, for a setting of what is off, and where no row would compare."""
+        rules = {
+            "adapt_batches": (1 <= self.adapt_batches <= _MOST, f"1 to {_MOST:,} batches"),
+            "adapt_lr": (0 < self.adapt_lr < math.inf, "above 0"),
+            "adapt_decay": (0 <= self.adapt_decay < math.inf, "0 or more"),
+            "adapt_eps": (0 < self.adapt_eps < math.inf, "above 0"),
+            "cache_share": (0 <= self.cache_share < 1, "0 or more and below 1"),
+            "cache_theta": (0 <= self.cache_theta < math.inf, "0 or more"),
+            "cache_window": (1 <= self.cache_window <= _MOST, f"1 to {_MOST:,} tokens"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: it must be {rule}.")
+        for kind, names in _ADAPTS_BY.items():
+            for name in names if kind != self.adapt else ():
+                if getattr(self, name) != getattr(Adapting, name):
+                    raise ConfigError(
+                        f"{_flag(name)} is of --adapt {kind}, not of --adapt {self.adapt}. Leave one out."
+                    )
+        if self.adapt == "off":
+            return
+        if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
+            raise ConfigError(
+                f"--adapt {self.adapt} stands beside one static evaluation of the whole split. Give one --memory-len, "
+                "--segment-len and --clamp-len, and leave out --protocol and --log-probs."
+            )
+        if self.adapt == "dynamic" and not is_alone():
+            raise ConfigError(
+                "--adapt dynamic changes one set of weights from segment to segment, and its steps are not shared out. "
+                "Run it as one process."
+            )
+
+
+_ADAPTS_BY = {
+    "dynamic": ("adapt_train", "adapt_batches", "adapt_lr", "adapt_decay", "adapt_eps"),
+    "cache": ("cache_share", "cache_theta", "cache_window"),
+}
+"""The settings of each kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReclSettings:
     """How the context of a group of models is measured."""
 
@@ -205,6 +276,10 @@ class ReclOutputs:
         for flag, path, suffixes in (("--json", self.json, ()), ("--plot", self.plot, (".png",))):
             if path is not None:
                 check_output(flag, path, suffixes=suffixes)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens") -> None:

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
-from txl_dist.ops.evaluation_settings import Outputs, Overrides
+from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.tables import size
 from txl_dist.verbs.words import announce
@@ -22,6 +22,7 @@ def evaluate(
     target: Positional[Path],
     /,
     overrides: Annotated[Overrides, arg(name="")],
+    adapting: Annotated[Adapting, arg(name="")],
     outputs: Annotated[Outputs, arg(name="")],
     data: str = "",
     baselines: bool = False,
@@ -31,19 +32,24 @@ def evaluate(
     Args:
         target: Run directory, checkpoint folder or bundle.
         overrides: How the evaluation differs from training.
+        adapting: A row of a model that adapts to the text.
         outputs: Files that are written.
         data: Corpus, a folder or URL; a run knows its own.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
     """
     kind = require(target, *TRAINED)
     overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
+    adapting.check(overrides, outputs)
     outputs.check(overrides)
-    if data:
-        require(data, Kind.CORPUS, what="--data")
+    for flag, corpus in (("--data", data), ("--adapt-train", adapting.adapt_train)):
+        if corpus:
+            require(corpus, Kind.CORPUS, what=flag)
     announce(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
     from txl_dist.ops.evaluate.evaluate import evaluate_trained
 
-    lines = evaluate_trained(target, data=data, overrides=overrides, baselines=baselines, outputs=outputs)
+    lines = evaluate_trained(
+        target, data=data, overrides=overrides, adapting=adapting, baselines=baselines, outputs=outputs
+    )
     if lines:
         say("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""`txl evaluate`: a trained model on held-out text, with and without its memory, beside counting baselines."""
+"""`txl evaluate`: a trained model on held-out text: with its memory, without, adapting, beside counting baselines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from txl_dist.ops.evaluate.log_probs import write_log_probs
 from txl_dist.ops.evaluate.scoring import MEMORY_OFF, rows_of, score_baselines, score_model
 from txl_dist.ops.evaluate.tables import part_lines, table
 from txl_dist.ops.evaluate.target import open_target
-from txl_dist.ops.evaluation_settings import Outputs, Overrides
+from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
 from txl_dist.ops.report.figures import draw_png
 from txl_dist.ops.report.pictures import sweep
 from txl_dist.run_files import Kind, kind_of
 
+STATIC = Adapting()
+"""Nothing follows the text."""
+
 
 def evaluate_trained(
-    path: Path, *, data: str | Path, overrides: Overrides, baselines: bool, outputs: Outputs
+    path: Path,
+    *,
+    data: str | Path,
+    overrides: Overrides,
+    baselines: bool,
+    outputs: Outputs,
+    adapting: Adapting = STATIC,
 ) -> list[str]:
     """Score a run, a checkpoint or a bundle; several ranks share the lanes. Returns lines for people.
 
@@ -34,13 +43,15 @@ def evaluate_trained(
     """
     start_logging(rank=this_rank())
     overrides.check(path, is_bundle=kind_of(path) is Kind.BUNDLE, data=data)
+    adapting.check(overrides, outputs)
     outputs.check(overrides)
     target = open_target(path, data=data)
-    rows = rows_of(target, overrides)
+    rows = rows_of(target, overrides, adapting)
     config = rows[0].config
     split = target.held_out(config)
     units = _units(split, overrides, mask_documents=config.data.document_border == "mask")
-    scores = score_model(target, split, rows, overrides, outputs, units=units)
+    train = target.train_text(adapting.adapt_train, config) if adapting.adapt == "dynamic" else None
+    scores = score_model(target, split, rows, overrides, adapting, outputs, train=train, units=units)
     if this_rank() > 0:
         return []  # rank 0 speaks
     results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
@@ -66,7 +77,12 @@ def evaluate_trained(
     if overrides.peer is not None:
         where += f", by the protocol {overrides.protocol} ({overrides.peer.source})"
     (first, *others) = scores.results.values()
-    return [where, *table(results, units), *(part_lines(first) if not others else [])]
+    lines = [where, *table(results, units), *(part_lines(first) if not others else [])]
+    if adapting.adapt != "off":
+        lines.append(
+            f"adapted: {', '.join(f'{name} {value}' for name, value in adapting.told().items() if value != '')}"
+        )
+    return lines
 
 
 def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextUnits:

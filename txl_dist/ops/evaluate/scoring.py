@@ -1,6 +1,6 @@
-"""Scores of one model, by a cached core wherever its positions know a memory, beside those of counting tables.
+"""Scores of one model, beside those of counting tables.
 
-Each row of the table is one combination of lengths; the last one, if asked for, has memory off.
+Each row of the table is one combination of lengths; then, if asked for, one with memory off, and one that adapts.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from txl_dist.config import Config, check_config, config_from_dict
@@ -23,13 +22,13 @@ from txl_dist.data.read.peers import PeerRows, RandomCrops
 from txl_dist.data.read.units import TextUnits
 from txl_dist.dist import Ranks, joined_ranks, on_first, together
 from txl_dist.errors import ConfigError, of_all
-from txl_dist.infer.cached import FrozenModel, KeyValueRing, is_out_of_memory
+from txl_dist.infer.cached import is_out_of_memory
 from txl_dist.log import warn_for_all
-from txl_dist.model.memory import Memory, attended
-from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.ops.evaluate.cores import Losses, core_of, dynamic, static, train_cut, with_cache
 from txl_dist.ops.evaluate.log_probs import LogProbs
 from txl_dist.ops.evaluate.target import Target, require_same
-from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Outputs, Overrides
+from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Adapting, Outputs, Overrides
 from txl_dist.progress import Progress
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.report.evaluate import Part, evaluate
@@ -50,9 +49,10 @@ class Row(NamedTuple):
     memory_len: int
     name: str = ""
     """Empty: by what differs from the others."""
+    adapts: bool = False
 
 
-def rows_of(target: Target, overrides: Overrides) -> list[Row]:
+def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[Row]:
     """The evaluations that are asked for. Raises ConfigError if their settings contradict each other.
 
     Clamps change slowest: a model is built for each.
@@ -63,7 +63,11 @@ def rows_of(target: Target, overrides: Overrides) -> list[Row]:
         for clamp, segment, memory in lengths
     ]
     rows = [Row(config, config.eval.memory_len) for config in configs]
-    return [*rows, Row(configs[0], 0, MEMORY_OFF)] if overrides.without_memory else rows
+    if overrides.without_memory:
+        rows.append(Row(configs[0], 0, MEMORY_OFF))
+    if adapting.adapt != "off":
+        rows.append(Row(configs[0], configs[0].eval.memory_len, f"adapted: {adapting.adapt}", adapts=True))
+    return rows
 
 
 def _with_overrides(
@@ -123,19 +127,31 @@ class Scores(NamedTuple):
 
 
 def score_model(
-    target: Target, split: Split, rows: list[Row], overrides: Overrides, outputs: Outputs, *, units: TextUnits
+    target: Target,
+    split: Split,
+    rows: list[Row],
+    overrides: Overrides,
+    adapting: Adapting,
+    outputs: Outputs,
+    *,
+    train: Split | None,
+    units: TextUnits,
 ) -> Scores:
-    """A result per row; ranks share the lanes. Rows that come to the same are scored once.
+    """A result per row; ranks share the lanes. Rows that come to the same are scored once. `train` is the text that
+    --adapt dynamic measures gradients on.
 
     Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
-    length only, or there is no memory for the evaluation; CheckpointError if the ranks have read different models.
+    length only, there is no memory for the evaluation, or weights that follow the text diverge; CheckpointError if the
+    ranks have read different models.
     """
-    engine, network = rows[0].config.engine, target.bundle.model
+    engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
     log_probs: LogProbs | None = None
     with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         on_first(outputs.check_files)
         require_same([target])
-        plans = together(lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides) for row in rows])
+        plans = together(
+            lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides, train=train) for row in rows]
+        )
         names = dict.fromkeys(plan.name for plan in plans)
         if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
             only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
@@ -153,20 +169,22 @@ def score_model(
         distinct: dict[tuple[int, ...], _Plan] = {}
         for plan in plans:
             distinct.setdefault(plan.lengths, plan)
-        total = sum(len(plan.cut) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
+        total = sum(plan.num_passes(adapting) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
         scored: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
             for lengths, plan in distinct.items():
-                if plan.config.model != network.section:  # built anew, as layers may have taken the old settings in
+                # Steps of half precision would be rounded away: weights that follow the text are fp32.
+                dtype = "fp32" if plan.train is not None else target.bundle.dtype
+                if (plan.config.model, dtype) != (network.section, opened):  # built anew: layers took old settings in
                     changed = dataclasses.replace(target.bundle, section=plan.config.model)
-                    network = changed.open(target.bundle.dtype, where=target.where).model
+                    network, opened = changed.open(dtype, where=target.where).model, dtype
                 network.to(ranks.device).eval()
                 if outputs.log_probs is not None:
                     assert isinstance(plan.cut, EvalStream)
                     log_probs = LogProbs(plan.cut)
                 scored[lengths] = _score(
-                    network, plan, units=units, ranks=ranks, progress=progress, log_probs=log_probs,
-                    with_zeros=overrides.zero_memory,
+                    network, plan, adapting, units=units, ranks=ranks, progress=progress,
+                    log_probs=log_probs, with_zeros=overrides.zero_memory,
                 )  # fmt: skip
         results = {plan.name: dict(scored[plan.lengths]) for plan in plans}
         return Scores(results, None if log_probs is None else log_probs.joined())
@@ -180,14 +198,21 @@ class _Plan(NamedTuple):
     config: Config
     memory_len: int
     cut: HeldOut
+    adapts: bool
+    train: EvalStream | None
+    """Text on which --adapt dynamic measures gradients."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In which evaluations of a target may differ."""
-        return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len
+        """In which evaluations of a target may differ, and whether it adapts."""
+        return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
+
+    def num_passes(self, adapting: Adapting) -> int:
+        """Batches that are run."""
+        return len(self.cut) + (0 if self.train is None else min(adapting.adapt_batches, len(self.train)))
 
 
-def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
+def _planned(row: Row, cut: HeldOut, overrides: Overrides, *, train: Split | None) -> _Plan:
     """With no more memory than the split can fill."""
     memory_len = min(row.memory_len, _most_memory(cut, overrides))
     lengths = (
@@ -197,7 +222,9 @@ def _planned(row: Row, cut: HeldOut, overrides: Overrides) -> _Plan:
     )
     words: list[str] = [overrides.protocol] if overrides.peer is not None else []
     words += [f"{word} {length}" for word, asked, length in lengths if len(asked) > 1]
-    return _Plan(row.name or ", ".join(words) or "model", row.config, memory_len, cut)
+    name = row.name or ", ".join(words) or "model"
+    text = train_cut(train, cut) if row.adapts and train is not None else None
+    return _Plan(name, row.config, memory_len, cut, row.adapts, text)
 
 
 def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
@@ -222,6 +249,7 @@ def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldO
 def _score(
     model: TransformerXL,
     plan: _Plan,
+    adapting: Adapting,
     *,
     units: TextUnits,
     ranks: Ranks,
@@ -230,6 +258,7 @@ def _score(
     with_zeros: bool,
 ) -> Result:
     config, cut = plan.config, plan.cut
+    maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
 
     def advance() -> None:
         if ranks.is_first:
@@ -239,9 +268,17 @@ def _score(
         if log_probs is not None:
             log_probs.add(batch, nll_BT)
 
-    maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
-    begin = _cached if model.section.scheme.uses_memory else _plain
-    losses, memory = together(lambda: begin(model, plan, with_documents=maker.mask_documents, with_zeros=with_zeros))
+    def begin() -> tuple[Losses, Any]:
+        memory_len = plan.memory_len
+        if plan.train is not None:
+            return dynamic(
+                model, cut, plan.train, adapting, maker=maker, memory_len=memory_len, with_zeros=with_zeros,
+                before_segment=advance,
+            )  # fmt: skip
+        core = core_of(model, cut, memory_len=memory_len, with_documents=maker.mask_documents, with_zeros=with_zeros)
+        return with_cache(core, model, cut, adapting) if plan.adapts else static(core)
+
+    losses, memory = together(begin)
     evaluation = evaluate(
         losses,
         memory,
@@ -253,52 +290,19 @@ def _score(
         after_segment=keep,
         is_local=True,
     )
-    means, lengths = evaluation.means, {"memory_len": plan.memory_len, "segment_len": cut.segment_len}
-    return evaluation.numbers() | {
-        "by_cluster": [_told(part) for part in means.by_cluster],
-        "by_position": [_told(part) for part in means.by_position],
-        **lengths,
+    means = evaluation.means
+    lengths = {
+        "memory_len": plan.memory_len,
+        "segment_len": cut.segment_len,
         "clamp_len": config.model.clamp_len,
     }
-
-
-Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
-
-
-@torch.inference_mode()
-def _cached(
-    model: TransformerXL, plan: _Plan, *, with_documents: bool, with_zeros: bool
-) -> tuple[Losses, KeyValueRing]:
-    """(what gives losses, the first memory) over keys and values of the past."""
-    frozen, cut, num_rows = FrozenModel(model), plan.cut, len(plan.cut.lanes)
-    ring = frozen.ring(
-        num_rows=num_rows,
-        memory_len=plan.memory_len,
-        chunk_len=cut.overlap_len + cut.segment_len,
-        with_documents=with_documents,
-    )
-    if with_zeros and plan.memory_len:
-        zeros = attended(model.empty_memory(num_lanes=1, memory_len=plan.memory_len))
-        for lane in range(num_rows):
-            ring.put(lane, frozen.past_of(zeros)[0])
-
-    def losses(batch: Batch, ring: KeyValueRing) -> tuple[Tensor, KeyValueRing]:
-        hidden_BTD = frozen.run(batch.tokens_BT, ring, document_BT=batch.document_BT, partition=batch.token_partition)
-        return frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition), ring
-
-    return losses, ring
-
-
-def _plain(model: TransformerXL, plan: _Plan, *, with_documents: bool, with_zeros: bool) -> tuple[Losses, Memory]:
-    """The same for positions that know no memory: it stays empty."""
-    module = SegmentLoss(model)
-
-    @torch.no_grad()
-    def losses(batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        nll_BT, memory = module(batch, memory)
-        return nll_BT, memory
-
-    return losses, model.empty_memory(num_lanes=len(plan.cut.lanes), memory_len=plan.memory_len)
+    told = evaluation.numbers() | {
+        "by_cluster": [_told(part) for part in means.by_cluster],
+        "by_position": [_told(part) for part in means.by_position],
+    }
+    if not plan.adapts:
+        return told | lengths
+    return told | {"adapted": adapting.told() | lengths}  # apart, so that no picture over lengths takes it for static
 
 
 def _told(part: Part) -> Result:
@@ -327,7 +331,7 @@ def enough_memory() -> Iterator[None]:
             raise
         raise ConfigError(
             f"not enough memory for this evaluation: {' '.join(str(error).split()):.200}. Give fewer lanes "
-            "(--num-lanes), shorter segments (--segment-len) or less memory (--memory-len)."
+            "(--num-lanes), shorter segments (--segment-len), less memory (--memory-len) or a shorter --cache-window."
         ) from error
 
 

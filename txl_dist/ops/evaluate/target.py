@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from txl_dist.config import Config, changed, config_from_dict
-from txl_dist.data.read.corpus import Split, open_corpus
+from txl_dist.data.read.corpus import Corpus, Split, open_corpus
 from txl_dist.dist import gather_objects
 from txl_dist.errors import CheckpointError, DataError, of_all
 from txl_dist.infer.bundle import Bundle, load_bundle
@@ -29,12 +29,7 @@ class Target(NamedTuple):
 
     def held_out(self, config: Config) -> Split:
         """The split that these settings name. Raises DataError if there is none, or if it is of other tokens."""
-        corpus = open_corpus(config.data.path, config.data)
-        if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
-            raise DataError(
-                f"{config.data.path} was prepared with another tokenizer than {self.path} was trained with. "
-                f"Prepare the text with --tokenizer-file and the tokenizer.json of {self.path}."
-            )
+        corpus = self._corpus(config.data.path, config)
         if config.data.eval_split not in corpus.split_names:
             known = ", ".join(corpus.split_names)
             raise DataError(
@@ -43,6 +38,25 @@ class Target(NamedTuple):
                 f"tokenizer.json of {self.path}."
             )
         return corpus.split(config.data.eval_split)
+
+    def train_text(self, path: str, config: Config) -> Split:
+        """The training split of a corpus; empty means that of the settings. Raises DataError as `held_out` does."""
+        corpus = self._corpus(path or config.data.path, config)
+        if config.data.train_split not in corpus.split_names:
+            raise DataError(
+                f"{corpus.location} has no split {config.data.train_split!r} to measure gradients on; it has "
+                f"{', '.join(corpus.split_names)}. Name a corpus that has it with --adapt-train, of the same tokenizer."
+            )
+        return corpus.split(config.data.train_split)
+
+    def _corpus(self, path: str, config: Config) -> Corpus:
+        corpus = open_corpus(path, config.data)
+        if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
+            raise DataError(
+                f"{path} was prepared with another tokenizer than {self.path} was trained with. "
+                f"Prepare the text with --tokenizer-file and the tokenizer.json of {self.path}."
+            )
+        return corpus
 
 
 def open_target(path: Path, *, data: str | Path) -> Target:
