@@ -79,6 +79,7 @@ def check_stages(config: Config) -> None:
     """Refuse stages that cannot be read, do not follow one another, or contradict other settings. Raises ConfigError
     naming the stage."""
     given = whole(config)
+    check_config(given)
     *stages, last = _stages(given.train)
     for before, after in itertools.pairwise([*stages, last]):
         if not 0 < before.until < after.until:
