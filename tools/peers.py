@@ -43,12 +43,17 @@ class Peer(NamedTuple):
 
 def original(folder: str | Path) -> Peer:
     """The authors' code (the folder `pytorch`). Raises ConfigError if it is not there."""
-    patches = [(r"(CUDA_M\w+ = ).*", r"\g<1>0"), (r"\.byte\(\)", ".bool()")]
     path = _checked(Path(folder))
     with _own_modules(search=path / "utils"):
-        _load("log_uniform_sampler", path / "utils")
-        softmax = _load("proj_adaptive_softmax", path / "utils", patches)
-        return Peer(_load("mem_transformer", path, patches), softmax)
+        return load_original(path)
+
+
+def load_original(path: Path) -> Peer:
+    """The same, its modules left where its train.py finds them: for a process that runs nothing else."""
+    patches = [(r"(CUDA_M\w+ = ).*", r"\g<1>0"), (r"\.byte\(\)", ".bool()")]
+    load("log_uniform_sampler", path / "utils")
+    softmax = load("proj_adaptive_softmax", path / "utils", patches)
+    return Peer(load("mem_transformer", path, patches), softmax)
 
 
 def nvidia(folder: str | Path) -> Peer:
@@ -58,7 +63,7 @@ def nvidia(folder: str | Path) -> Peer:
         package = ModuleType("utils")
         package.__path__ = [str(path / "utils")]
         sys.modules["utils"] = package
-        model = _load("mem_transformer", path)
+        model = load("mem_transformer", path)
         return Peer(model, sys.modules["utils.proj_adaptive_softmax"])
 
 
@@ -72,7 +77,7 @@ def huggingface() -> Peer:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"the installed transformers has no TransfoXL any more. {_REMEDY}")
     patches = [(r"\.type_as\((?=\s*dtype=)", ".to(")]
-    model = _load(f"{package}.modeling_transfo_xl", Path(spec.submodule_search_locations[0]), patches)
+    model = load(f"{package}.modeling_transfo_xl", Path(spec.submodule_search_locations[0]), patches)
     sys.modules["transformers"].logging.set_verbosity_error()  # it finds fault with its own deprecated class
     return Peer(model, sys.modules[f"{package}.modeling_transfo_xl_utilities"])
 
@@ -95,7 +100,8 @@ class _Patched(importlib.machinery.SourceFileLoader):
         return compile(source, self.path, "exec")
 
 
-def _load(name: str, folder: Path, patches: Patches = ()) -> ModuleType:
+def load(name: str, folder: Path, patches: Patches = ()) -> ModuleType:
+    """Run a file NAME.py as the module `name`, patched, and leave it in `sys.modules`."""
     path = folder / f"{name.rpartition('.')[2]}.py"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Patched(name, path, patches))
     assert spec is not None

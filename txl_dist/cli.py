@@ -34,6 +34,7 @@ from txl_dist.verbs.plan import plan as run_plan
 from txl_dist.verbs.recl import recl
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.serve import serve
+from txl_dist.verbs.sweep import sweep as run_sweep
 from txl_dist.verbs.train import check_config_file, check_paths, usage
 from txl_dist.verbs.words import call, parse, refuse_slips
 
@@ -105,6 +106,11 @@ def plan(argv: Sequence[str]) -> int:
     return 0
 
 
+def sweep(argv: Sequence[str]) -> int:
+    """Train over a grid of settings, and name the best with its margin over the seeds."""
+    return run_sweep(argv, read_settings=lambda words: _train_arguments(words, prog="txl sweep").settings)
+
+
 def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
     file = argv[0] if argv and not argv[0].startswith("-") else None
     if file is not None:
@@ -131,6 +137,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "train": train,
     "launch": launch,
     "plan": plan,
+    "sweep": sweep,
     "evaluate": evaluate,
     "recl": recl,
     "export": export,
@@ -164,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         _refuse_empty_paths(rest)
-        if own := {"train": train, "launch": launch, "plan": plan}.get(verb):
+        if own := {"train": train, "launch": launch, "plan": plan, "sweep": sweep}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file
         call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:

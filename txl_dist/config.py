@@ -308,20 +308,26 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
             yield f"{source}: {name} is a section: write [{name}], and its settings below."
 
 
-def explain_flag(name: str, words: Sequence[str]) -> str:
-    """Why a setting (`section.key`) cannot have these words of a command line as its value; empty if it can."""
+def value_of(name: str, words: Sequence[str]) -> Any:
+    """A setting (`section.key`) from words of a command line. Raises ConfigError, a line, if it cannot have them."""
     flag, info = "--" + name.replace("_", "-"), _field(name)
     is_many = get_origin(info.annotation) is tuple
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
     try:
-        TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(
+        return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(
             tuple(words) if is_many else words[0] if words else None
         )
     except ValidationError as error:
-        problem = error.errors()[0]
-        if not words:
-            return f"{flag} needs a value: {_rule(name, problem, on_flag=True)}"
-        return f"{flag} {' '.join(words)}: {_rule(name, problem, on_flag=True)}"
+        rule = _rule(name, error.errors()[0], on_flag=True)
+        raise ConfigError(f"{flag} {' '.join(words)}: {rule}" if words else f"{flag} needs a value: {rule}") from error
+
+
+def explain_flag(name: str, words: Sequence[str]) -> str:
+    """Why a setting (`section.key`) cannot have these words of a command line as its value; empty if it can."""
+    try:
+        value_of(name, words)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 

@@ -195,8 +195,8 @@ def words_of(line: str) -> list[str]:
 
 @cache
 def flags_of(verb: str) -> set[str]:
-    """With hyphens. Settings are flags of `launch` and `plan` as well, which pass them on."""
-    helps = [help_text(verb), help_text("train") if verb in ("launch", "plan") else ""]
+    """With hyphens. Settings are flags of `launch`, `plan` and `sweep` as well, which pass them on."""
+    helps = [help_text(verb), help_text("train") if verb in ("launch", "plan", "sweep") else ""]
     found = set(re.findall(r"(?<![\w-])--[\w.-]+", "".join(helps)))
     return {flag.replace("_", "-") for flag in found | (FLAGS_OF_OTHERS if verb == "launch" else set())}
 

@@ -50,7 +50,7 @@ INSIDE = {
     ),
     "ops": (
         "chatter doctor evaluation_settings export inspect_settings plan report",
-        "evaluate generation inspect_run launcher",
+        "evaluate generation inspect_run launcher sweep",
     ),
 }
 """Rooms in these folders, from their ground up. The `__init__` of such a folder imports nothing."""
@@ -72,9 +72,9 @@ BUDGETS = {
     "infer": 1875,
     "convert": 1910,
     "train": 4570,
-    "ops": 3870,
+    "ops": 4110,
     "serve": 1280,
-    "verbs": 705,
+    "verbs": 755,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""

@@ -1,0 +1,73 @@
+"""The speedrun's rules: which rows make an entry, what is judged, and that the page shows what was recorded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import speedrun
+from tools.speedrun import BEGIN, END, PAGE, Record, entry_of, original_entry, read_records, table_of
+from txl_dist.config import Config
+
+
+def row(entry: str, seed: int, seconds: float, loss: float, **others: Any) -> Record:
+    values: dict[str, Any] = {"settings": "aa", "corpus": "cc", "starts": 1, "bits_per_byte": 1.9, "load": 0.1}
+    values |= {"commit": "0", "cpu": "x", "torch": "2", "date": "2026-11-23"}
+    return Record(entry=entry, seed=seed, seconds=seconds, held_out_nats=loss, **(values | others))
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_an_entry_is_its_mean_over_all_seeds_beside_the_original() -> None:
+    theirs = [row("original", seed, 300.0, 4.2) for seed in range(3)]
+    ours = [
+        row("mine", seed, seconds, loss) for seed, (seconds, loss) in enumerate([(90, 4.0), (100, 4.1), (110, 4.2)])
+    ]
+    _, _, first, second = map(cells, table_of([*theirs, *ours]))
+    assert first == ["original", "3", "4.2000 +- 0.0000, worst 4.2000", "300.0 +- 0.0", "1.00", "no"]
+    assert second == ["mine", "3", "4.1000 +- 0.1000, worst 4.2000", "100.0 +- 10.0", "3.00", "yes"]
+
+
+@pytest.mark.parametrize("seeds", [(0, 1), (0, 1, 3), (1, 2, 3), (0, 0, 1)])
+def test_chosen_or_too_few_seeds_are_not_judged(seeds: tuple[int, ...]) -> None:
+    line = table_of([row("mine", seed, 100.0, 4.0) for seed in seeds])[2]
+    assert cells(line)[-1].startswith("not judged")
+
+
+def test_other_settings_or_another_corpus_are_another_entry() -> None:
+    lines = table_of([row("mine", 0, 1.0, 4.0), row("mine", 0, 2.0, 4.0, settings="bb")])
+    assert [cells(line)[0] for line in lines[2:]] == ["mine (aa)", "mine (bb)"]
+    assert len(table_of([row("mine", 0, 1.0, 4.0), row("mine", 0, 2.0, 4.0, corpus="dd")])) == 4
+
+
+def test_an_entry_is_known_by_all_settings_but_its_place_and_seed(tmp_path: Path) -> None:
+    texts = {"a": "", "b": '[run]\ndir = "elsewhere"\nseed = 7\n', "c": "[optim]\nlr = 0.1\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
+    a, b, c = (entry_of(tmp_path / f"{name}.toml", corpus=tmp_path / name).settings for name in texts)
+    assert a == b != c
+
+
+def test_the_original_trains_as_the_recipe_does_unless_flags_say_else() -> None:
+    like = Config.model_validate({"train": {"max_steps": 30}, "optim": {"lr": 0.5}})
+    plain = original_entry(Path("x"), like, more=[])
+    words = dict(zip(plain.words, plain.words[1:], strict=False))
+    assert (words["--lr"], words["--max_step"], words["--eval-interval"]) == ("0.5", "30", "30")
+    longer = original_entry(Path("x"), like, more=["--max_step", "50"])
+    assert longer.words[-2:] == ("--eval-interval", "50")
+    assert longer.settings != plain.settings
+
+
+def test_records_are_read_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedrun, "RECORDS", tmp_path / "records.csv")
+    rows = [row("mine", 0, 1.5, 4.0, cpu='a "fast", one'), row("mine", 1, 2.5, 4.25)]
+    for one in rows:
+        speedrun.append(one)
+    assert read_records() == rows
+
+
+def test_the_page_shows_the_table_of_the_records() -> None:
+    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == ("\n".join(table_of(read_records())) if read_records() else "")

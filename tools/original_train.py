@@ -1,0 +1,63 @@
+"""Runs train.py of the original authors' code on a corpus of ours, for tools/speedrun.py.
+
+    python tools/original_train.py DIR CORPUS CUTOFF ... -- their flags
+
+DIR is the folder `pytorch` of their code. It is their program: model, initial weights, batches, optimizer, schedule,
+loop. Changed while it is read, and nowhere else: what today's torch demands (tools/peers.py, and whole modules in
+`torch.load`), the cutoffs of the adaptive softmax, for which it has no flag, and where the ids come from, whose place
+is taken by those of our corpus, documents in their order. Their own evaluation is made on those ids too; nothing is
+decided by it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from peers import load, load_original
+
+from txl_dist.data.read.corpus import open_corpus
+
+PATCHES = (
+    (r"cutoffs = \[20000, 40000, 200000\]", "cutoffs = {cutoffs}"),
+    (r"torch\.load\(f\)", "torch.load(f, weights_only=False)"),
+)
+
+
+def main() -> None:
+    """See the module."""
+    border = sys.argv.index("--")
+    folder, location, *cutoffs = sys.argv[1:border]
+    path = Path(folder).resolve()
+    sys.path[:0] = [str(path), str(path / "utils")]
+    load_original(path)
+    sys.modules["data_utils"] = _data(location, iterator=load("data_utils", path).LMOrderedIterator)
+    source = (path / "train.py").read_text(encoding="utf-8")
+    for pattern, replacement in PATCHES:
+        source, num_found = re.subn(pattern, replacement.format(cutoffs=[int(one) for one in cutoffs]), source)
+        assert num_found, pattern
+    os.chdir(path)  # it copies itself from there
+    sys.argv = ["train.py", *sys.argv[border + 1 :]]
+    exec(compile(source, str(path / "train.py"), "exec"), {"__name__": "__main__"})
+
+
+def _data(location: str, *, iterator: type) -> ModuleType:
+    """In place of their data_utils: its corpus has our ids, its batches are made by their iterator."""
+    corpus = open_corpus(Path(location).resolve())
+
+    def get_iterator(split: str, *words: object, **named: object) -> object:
+        ids = corpus.split("train" if split == "train" else "valid").read_all()
+        return iterator(torch.from_numpy(ids.astype("int64")), *words, **named)
+
+    module = ModuleType("data_utils")
+    shown = SimpleNamespace(vocab=range(corpus.vocab_size), get_iterator=get_iterator)
+    module.get_lm_corpus = lambda folder, dataset: shown  # type: ignore[attr-defined]
+    return module
+
+
+if __name__ == "__main__":
+    main()

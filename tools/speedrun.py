@@ -1,0 +1,311 @@
+"""Seconds from the command to a fixed held-out loss, on two cores; the rules are in docs/speedrun.md.
+
+    python tools/speedrun.py configs/quickstart.toml MORE.toml --seeds 5 --peer-original DIR     measure
+    python tools/speedrun.py --table                                                             write the table
+
+An entry is a recipe, trained by `txl launch --num_accelerators 2`, or the original authors' own train.py on the same
+ids (tools/original_train.py). Entries take turns, seed by seed. A row is appended to tools/speedrun.csv as soon as it
+is known, and a row that is there, of the same settings and corpus, is not measured again. A run that was stopped goes
+on where it was (ours) or begins anew (theirs), and the seconds of all its starts count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple, get_type_hints
+
+from txl_dist.config import Config, changed, config_to_toml, load_config
+from txl_dist.data.read.corpus import open_corpus
+from txl_dist.errors import ConfigError, TxlError
+
+ROOT = Path(__file__).parents[1]
+RECORDS, PAGE = ROOT / "tools/speedrun.csv", ROOT / "docs/speedrun.md"
+TARGET_NATS = 4.10
+"""Per token of the held-out split: the mean over an entry's seeds may not be above it."""
+LEAST_SEEDS = 3
+CORES = 2
+EVALUATION = ("--num-lanes", "16")
+"""The same for all entries, on the whole split; each lane's memory is carried through it."""
+ORIGINAL = "original"
+BEGIN, END = "<!-- table: python tools/speedrun.py --table -->", "<!-- end of table -->"
+_HEAD = ("entry", "seeds", "held-out, nats per token", "seconds", "times as fast as the original", "reaches the target")
+
+
+class Record(NamedTuple):
+    """One run."""
+
+    entry: str
+    settings: str
+    """Fingerprint of what it was trained with; rows of others are other entries."""
+    seed: int
+    seconds: float
+    """From the command to its end, over all of its starts."""
+    starts: int
+    held_out_nats: float
+    bits_per_byte: float
+    corpus: str
+    commit: str
+    cpu: str
+    torch: str
+    load: float
+    """Processes that ran or wanted to, in the minute before: above 0.5 the seconds are not those of a quiet machine."""
+    date: str
+
+
+class Entry(NamedTuple):
+    """What competes."""
+
+    name: str
+    settings: str
+    config: Config | None
+    """None: the original."""
+    words: tuple[str, ...] = ()
+    """Of the original's command line."""
+    folder: Path | None = None
+    """Of the original's code."""
+
+
+def entry_of(path: Path, *, corpus: Path) -> Entry:
+    """A recipe. Raises ConfigError."""
+    config = changed(load_config(path), {"data.path": str(corpus)})
+    nowhere = changed(config, {"run.seed": 0, "run.dir": "", "data.path": ""})
+    return Entry(path.stem, hashlib.sha256(config_to_toml(nowhere).encode()).hexdigest()[:12], config)
+
+
+def original_entry(folder: Path, like: Config, *, more: Sequence[str]) -> Entry:
+    """The authors' code with the sizes, lengths, batch, steps, rate and clipping of a recipe, as far as it has flags
+    for them; `more` are flags that come last and win."""
+    model, optim, train = like.model, like.optim, like.train
+    flags = {
+        "dataset": "wt103", "n_layer": model.num_layers, "n_head": model.num_heads, "d_head": model.head_width,
+        "d_model": model.width, "d_inner": model.ff_width, "dropout": model.dropout, "dropatt": model.attention_dropout,
+        "optim": "adam", "lr": optim.lr, "warmup_step": optim.warmup_steps, "clip": optim.clip_norm,
+        "batch_size": train.num_lanes, "tgt_len": train.segment_len, "eval_tgt_len": train.segment_len,
+        "mem_len": train.memory_len, "max_step": train.max_steps, "max_eval_steps": 1,
+    }  # fmt: skip
+    words = ["--adaptive", *(["--pre_lnorm"] if model.pre_norm else [])]
+    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))] + list(more)
+    steps = argparse.ArgumentParser()
+    steps.add_argument("--max_step")
+    words += ["--eval-interval", steps.parse_known_args(words)[0].max_step]  # that is when it saves
+    settings = hashlib.sha256(json.dumps([words, model.cutoffs]).encode()).hexdigest()[:12]
+    return Entry(ORIGINAL, settings, like, tuple(words), folder)
+
+
+def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
+    """Train and score one run. Raises TxlError if a command fails, KeyboardInterrupt if it was stopped."""
+    place = out / f"{entry.name}-{entry.settings}" / f"seed-{seed}"
+    clock = place.with_suffix(".json")
+    known = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else None
+    if known is None or (entry.folder and not known["done"]):
+        shutil.rmtree(place, ignore_errors=True)  # it cannot go on, or nobody has said how long it took
+    known = known or {"seconds": 0.0, "starts": 0, "done": False}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()[0]
+    if not known["done"]:
+        command, began = _command(entry, seed=seed, place=place, corpus=corpus), time.perf_counter()
+        try:
+            _run(command, log=place.with_suffix(".log"))
+            known["done"] = True
+        finally:
+            known |= {"seconds": known["seconds"] + time.perf_counter() - began, "starts": known["starts"] + 1}
+            clock.write_text(json.dumps(known), encoding="utf-8")
+    scored = place
+    if entry.folder:
+        (weights,) = place.glob("*/*/model.pt")
+        scored, vocab = place / "bundle", str(corpus / "tokenizer.json")
+        _txl("import", str(weights), str(scored), "--format", "original", "--vocab", vocab, log=place / "import.log")
+    results = place / "speedrun.json"
+    words = ("--data", str(corpus), *EVALUATION, "--json", str(results))
+    _txl("evaluate", str(scored), *words, log=place / "evaluate.log")
+    found = json.loads(results.read_text(encoding="utf-8"))["model"]
+    return Record(
+        entry=entry.name,
+        settings=entry.settings,
+        seed=seed,
+        seconds=round(known["seconds"], 1),
+        starts=known["starts"],
+        held_out_nats=round(found["loss"], 5),
+        bits_per_byte=round(found["bits_per_byte"], 5),
+        corpus=open_corpus(corpus).fingerprint[:12],
+        commit=_git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        cpu=_cpu(),
+        torch=version("torch"),
+        load=round(load, 1),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+
+
+def _command(entry: Entry, *, seed: int, place: Path, corpus: Path) -> list[str]:
+    assert entry.config is not None
+    if entry.folder:
+        cutoffs = map(str, entry.config.model.cutoffs)
+        program = [sys.executable, str(ROOT / "tools/original_train.py"), str(entry.folder), str(corpus), *cutoffs]
+        return [*program, "--", *entry.words, "--seed", str(seed), "--work_dir", str(place / "run")]
+    settings = place.with_suffix(".toml")
+    own = changed(entry.config, {"run.seed": seed, "run.dir": str(place)})
+    settings.write_text(config_to_toml(own), encoding="utf-8")
+    return [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(CORES), str(settings)]
+
+
+def _run(command: Sequence[str], *, log: Path) -> None:
+    """To its end; a request to stop is passed on, and waited for. Raises TxlError if it fails."""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GOMP_SPINCOUNT": "10000"}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    if code:
+        raise TxlError(f"{' '.join(command[:6])} ... ended with {code}; see {log}.")
+
+
+def _txl(*words: str, log: Path) -> None:
+    _run([sys.executable, "-m", "txl_dist", *words], log=log)
+
+
+def read_records() -> list[Record]:
+    """Those of the repository."""
+    if not RECORDS.is_file():
+        return []
+    kinds = get_type_hints(Record)
+    with RECORDS.open(encoding="utf-8", newline="") as file:
+        return [Record(**{name: kinds[name](row[name]) for name in kinds}) for row in csv.DictReader(file)]
+
+
+def append(record: Record) -> None:
+    """Add a row, and the head if it is the first."""
+    is_new = not RECORDS.is_file()
+    with RECORDS.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([Record._fields] * is_new + [record])
+
+
+def table_of(records: Sequence[Record]) -> list[str]:
+    """Markdown, a row per entry, in the order of the records: means over all of its seeds, with their deviation.
+
+    An entry counts with the seeds 0 to n - 1, n at least `LEAST_SEEDS`, and a mean loss of at most `TARGET_NATS`.
+    """
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.entry, record.settings, record.corpus), []).append(record)
+    base = next((_mean_seconds(rows) for (name, _, _), rows in groups.items() if name == ORIGINAL), None)
+    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    for (name, settings, _), rows in groups.items():
+        shown = f"{name} ({settings})" if [key[0] for key in groups].count(name) > 1 else name
+        losses, seconds = [row.held_out_nats for row in rows], [row.seconds for row in rows]
+        times = f"{base / _mean_seconds(rows):.2f}" if base else ""
+        loss = f"{_spread(losses, digits=4)}, worst {max(losses):.4f}"
+        lines.append(f"| {shown} | {len(rows)} | {loss} | {_spread(seconds, digits=1)} | {times} | {judged(rows)} |")
+    return lines
+
+
+def judged(rows: Sequence[Record]) -> str:
+    """Whether an entry reaches the target, or why that is not said."""
+    if sorted(row.seed for row in rows) != list(range(len(rows))) or len(rows) < LEAST_SEEDS:
+        return f"not judged: seeds 0 to {LEAST_SEEDS - 1} at least"
+    return "yes" if round(statistics.fmean(row.held_out_nats for row in rows), 4) <= TARGET_NATS else "no"
+
+
+def _mean_seconds(rows: Sequence[Record]) -> float:
+    return statistics.fmean(row.seconds for row in rows)
+
+
+def _spread(values: Sequence[float], *, digits: int) -> str:
+    deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+
+
+def write_table() -> None:
+    """Put the table into docs/speedrun.md."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    table = "\n".join(table_of(read_records()))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{behind}", encoding="utf-8")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _cpu() -> str:
+    """Its name, and the widest vectors that it has."""
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"model name\s*:\s*(.*)", facts)
+    return f"{name[1] if name else platform.processor()}{' AVX-512' if 'avx512f' in facts else ''}"
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", type=Path, nargs="*", help="TOML files; the original takes the sizes of the first")
+    parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 0 to N - 1")
+    parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
+    parser.add_argument("--original-flags", default="", metavar="FLAGS", help="flags of its train.py that win")
+    parser.add_argument("--corpus", type=Path, default=Path("data/stdlib"))
+    parser.add_argument("--out", type=Path, default=Path("runs/speedrun"))
+    parser.add_argument("--table", action="store_true", help="write the table of docs/speedrun.md from the records")
+    parser.add_argument("--trial", action="store_true", help="print the rows, and add none to the records")
+    given = parser.parse_args()
+    if given.table:
+        write_table()
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < CORES:
+        raise ConfigError(f"the rules ask for {CORES} cores, and this process may use {len(cores)}.")
+    os.sched_setaffinity(0, cores[:CORES])
+    signal.signal(signal.SIGTERM, _interrupt)
+    corpus, out = given.corpus.resolve(), given.out.resolve()
+    entries = [entry_of(path, corpus=corpus) for path in given.recipes]
+    if not entries:
+        parser.error("name a recipe")
+    if given.peer_original:
+        like = entries[0].config
+        assert like is not None
+        entries.insert(0, original_entry(given.peer_original, like, more=given.original_flags.split()))
+    fingerprint = open_corpus(corpus).fingerprint[:12]
+    for seed in range(given.seeds):
+        for entry in entries:
+            key = (entry.name, entry.settings, seed, fingerprint)
+            if key in {(row.entry, row.settings, row.seed, row.corpus) for row in read_records()}:
+                continue
+            print(f"{entry.name}, seed {seed} ...", flush=True)
+            record = measure(entry, seed=seed, out=out, corpus=corpus)
+            print(record, flush=True)
+            if not given.trial:
+                append(record)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"speedrun: {error}")
+    except KeyboardInterrupt:
+        sys.exit("speedrun: stopped; the same command goes on")
