@@ -52,13 +52,12 @@ def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, confi
     assert (staged / "DONE").read_text() == "30\n"
 
 
-@pytest.mark.parametrize("killed_at", [5, 17, 26])
-def test_killed_in_any_stage_it_goes_on_bit_for_bit(tmp_path: Path, config_file: Path, killed_at: int) -> None:
+def test_killed_in_a_stage_it_goes_on_bit_for_bit(tmp_path: Path, config_file: Path) -> None:
     words = [str(config_file), "--train.stages", *STAGES, "--checkpoint.every_steps", "4"]
     train(*words, "--run.dir", "whole", cwd=tmp_path)
     killed = tmp_path / "killed"
     with Job("train", *words, "--run.dir", "killed", log=tmp_path / "killed.log", cwd=tmp_path) as job:
-        job.wait_for(lambda: last_step(killed) >= killed_at)
+        job.wait_for(lambda: last_step(killed) >= 17)
         job.signal(signal.SIGKILL)
     assert not (killed / "DONE").exists()
     train(*words, "--run.dir", "killed", cwd=tmp_path)
