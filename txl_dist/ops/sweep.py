@@ -40,7 +40,7 @@ from txl_dist.config import (
     value_of,
 )
 from txl_dist.console import say
-from txl_dist.errors import REQUEUE, ConfigError, explained
+from txl_dist.errors import REQUEUE, ConfigError, DataError, explained
 from txl_dist.files import read_text, replace_file
 from txl_dist.ops.report.compare import MAX_RUNS, unit_of, write_comparison
 from txl_dist.ops.report.summary import Run, read_run
@@ -261,13 +261,17 @@ def reason_of(code: int, log: Path) -> str:
 
 
 def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[Outcome]:
-    """What became of all trials. Raises DataError for a run that is done and has no records."""
-    return [
-        Outcome(trial, read_run(trial.run_dir), "done")
-        if trial.is_done
-        else Outcome(trial, None, problems.get(trial.run_dir, "not started"))
-        for trial in trials
-    ]
+    """What became of all trials."""
+    outcomes = []
+    for trial in trials:
+        run, state = None, problems.get(trial.run_dir, "not started")
+        if trial.is_done:
+            try:
+                run, state = read_run(trial.run_dir), "done"
+            except DataError as error:  # its records were taken away
+                state = str(error)
+        outcomes.append(Outcome(trial, run, state))
+    return outcomes
 
 
 def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[Score]:
@@ -361,18 +365,16 @@ def sweep(
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=devices() if num_done < len(trials) else ())
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
-    lines = []
     with explained(ConfigError, f"cannot write to {out}", "Choose another --out."):
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / TABLE, records_of(outcomes).encode())
-    if runs:
-        unit = unit_of(runs)
-        scores = scores_of(outcomes, column=unit.column or "loss")
-        lines = [*table_of(scores), unit.sentence, *(verdict(scores, axes) if unit.is_fair else ())]
+    unit = unit_of(runs) if runs else None
+    lines = [unit.sentence] if unit else []
+    if unit is None or unit.column:
+        scores = scores_of(outcomes, column=unit.column if unit else "loss")
+        lines = [*table_of(scores), *lines, *(verdict(scores, axes) if unit and unit.is_fair else ())]
         shown = _most_telling(outcomes, scores)
         lines += [write_comparison(shown, out=out / PAGE)[-1]] if len(shown) > 1 else []
-    else:
-        lines = table_of(scores_of(outcomes, column="loss"))
     hours = sum(run.history.hours for run in runs)
     lines.append(f"records: {out / TABLE}; {duration(3600 * hours)} of work in {len(runs)} runs")
     return lines, REQUEUE if was_stopped else FAILED if len(runs) < len(trials) else 0
