@@ -41,7 +41,7 @@ from txl_dist.config import (
 )
 from txl_dist.console import say
 from txl_dist.errors import REQUEUE, ConfigError, DataError, explained
-from txl_dist.files import read_text, replace_file
+from txl_dist.files import replace_file
 from txl_dist.ops.report.compare import MAX_RUNS, unit_of, write_comparison
 from txl_dist.ops.report.summary import Run, read_run
 from txl_dist.processes import process_id
@@ -57,6 +57,8 @@ STOPPED = "stopped; the same command goes on"
 TABLE, PAGE = "sweep.csv", "compare.html"
 _OWN = {"run.dir": "--out says where the runs lie", "run.seed": "--seeds says how many there are"}
 _LOOK_EVERY_S = 0.2
+_LAST_WORDS = 20_000
+"""Bytes at the end of what a run said that are looked into for the reason of its end."""
 
 
 class Axis(NamedTuple):
@@ -255,7 +257,8 @@ def reason_of(code: int, log: Path) -> str:
     """Why a run is not done: what its process said last, an error before others."""
     if code < 0:
         return f"died of {signal.Signals(-code).name}; see {log}"
-    lines = [line.strip() for line in read_text(log).splitlines() if line.strip()]
+    said = log.read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line.partition(" error: ")[2] for line in lines if line.startswith("txl train: error: ")]
     return (errors or lines or [f"ended with {code}"])[-1]
 
