@@ -74,6 +74,7 @@ PATHS: list[tuple[str, str]] = [
     ("train e.toml --data.path data/x --resume runs/x", f"Name a checkpoint of it: {STEP}"),
     ("train e.toml --data.path data/x --run.dir bundles/x", "run.dir bundles/x is a bundle.*another --run.dir"),
     ("sweep e.toml --grid optim.lr=1e-3,2e-3", "data.path data/stdlib does not exist"),
+    ("sweep e.toml --grid optim.lr=1e-3,2e-3 --out runs/x", "--out runs/x is a run, and runs would lie in it. Choose"),
     ("sweep runs/x --grid optim.lr=1e-3,2e-3", "Continue it with `txl train runs/x/config.toml`"),
     ("plan e.toml --gpus 8 --gpu h100 --data.path bundles/x", "is a bundle.*Or give --vocab-size"),
 ]

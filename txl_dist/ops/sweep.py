@@ -40,8 +40,8 @@ from txl_dist.config import (
     value_of,
 )
 from txl_dist.console import say
-from txl_dist.errors import REQUEUE, ConfigError, explained
-from txl_dist.files import read_text, replace_file
+from txl_dist.errors import REQUEUE, ConfigError, DataError, explained
+from txl_dist.files import replace_file
 from txl_dist.ops.report.compare import MAX_RUNS, unit_of, write_comparison
 from txl_dist.ops.report.summary import Run, read_run
 from txl_dist.processes import process_id
@@ -57,6 +57,8 @@ STOPPED = "stopped; the same command goes on"
 TABLE, PAGE = "sweep.csv", "compare.html"
 _OWN = {"run.dir": "--out says where the runs lie", "run.seed": "--seeds says how many there are"}
 _LOOK_EVERY_S = 0.2
+_LAST_WORDS = 20_000
+"""Bytes at the end of what a run said that are looked into for the reason of its end."""
 
 
 class Axis(NamedTuple):
@@ -255,19 +257,24 @@ def reason_of(code: int, log: Path) -> str:
     """Why a run is not done: what its process said last, an error before others."""
     if code < 0:
         return f"died of {signal.Signals(-code).name}; see {log}"
-    lines = [line.strip() for line in read_text(log).splitlines() if line.strip()]
+    said = log.read_bytes()[-_LAST_WORDS:].decode(errors="replace")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line.partition(" error: ")[2] for line in lines if line.startswith("txl train: error: ")]
     return (errors or lines or [f"ended with {code}"])[-1]
 
 
 def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[Outcome]:
-    """What became of all trials. Raises DataError for a run that is done and has no records."""
-    return [
-        Outcome(trial, read_run(trial.run_dir), "done")
-        if trial.is_done
-        else Outcome(trial, None, problems.get(trial.run_dir, "not started"))
-        for trial in trials
-    ]
+    """What became of all trials."""
+    outcomes = []
+    for trial in trials:
+        run, state = None, problems.get(trial.run_dir, "not started")
+        if trial.is_done:
+            try:
+                run, state = read_run(trial.run_dir), "done"
+            except DataError as error:  # its records were taken away
+                state = str(error)
+        outcomes.append(Outcome(trial, run, state))
+    return outcomes
 
 
 def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[Score]:
@@ -361,18 +368,16 @@ def sweep(
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=devices() if num_done < len(trials) else ())
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
-    lines = []
     with explained(ConfigError, f"cannot write to {out}", "Choose another --out."):
         out.mkdir(parents=True, exist_ok=True)
         replace_file(out / TABLE, records_of(outcomes).encode())
-    if runs:
-        unit = unit_of(runs)
-        scores = scores_of(outcomes, column=unit.column or "loss")
-        lines = [*table_of(scores), unit.sentence, *(verdict(scores, axes) if unit.is_fair else ())]
+    unit = unit_of(runs) if runs else None
+    lines = [unit.sentence] if unit else []
+    if unit is None or unit.column:
+        scores = scores_of(outcomes, column=unit.column if unit else "loss")
+        lines = [*table_of(scores), *lines, *(verdict(scores, axes) if unit and unit.is_fair else ())]
         shown = _most_telling(outcomes, scores)
         lines += [write_comparison(shown, out=out / PAGE)[-1]] if len(shown) > 1 else []
-    else:
-        lines = table_of(scores_of(outcomes, column="loss"))
     hours = sum(run.history.hours for run in runs)
     lines.append(f"records: {out / TABLE}; {duration(3600 * hours)} of work in {len(runs)} runs")
     return lines, REQUEUE if was_stopped else FAILED if len(runs) < len(trials) else 0

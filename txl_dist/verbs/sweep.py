@@ -14,6 +14,7 @@ from tyro.conf import Positional, UseAppendAction
 from txl_dist.config import Config, check_vocabulary
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
+from txl_dist.run_files import Kind, kind_of
 from txl_dist.verbs.train import check_paths
 from txl_dist.verbs.words import parse, unknown_flag
 
@@ -55,6 +56,8 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")
+    if (kind := kind_of(arguments.out)) is not Kind.NOTHING:
+        raise ConfigError(f"--out {arguments.out} is {kind.value}, and runs would lie in it. Choose another --out.")
     from txl_dist.ops.sweep import parse_axis
     from txl_dist.ops.sweep import sweep as run_sweep
 

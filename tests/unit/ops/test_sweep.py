@@ -4,13 +4,19 @@ import csv
 import io
 import json
 import math
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from txl_dist.config import Config, config_to_toml
 from txl_dist.errors import ConfigError
+from txl_dist.ops import sweep as sweep_file
 from txl_dist.ops.sweep import (
+    STOPPED,
     Axis,
     Score,
     Trial,
@@ -19,6 +25,7 @@ from txl_dist.ops.sweep import (
     parse_axis,
     reason_of,
     records_of,
+    run_trials,
     scores_of,
     table_of,
     trials_of,
@@ -162,3 +169,32 @@ def test_a_best_value_at_the_end_of_its_grid_asks_for_more_of_it() -> None:
 def test_why_a_run_failed_is_what_it_said_itself(tmp_path: Path, code: int, said: str, reason: str) -> None:
     (tmp_path / "run.log").write_text(said, encoding="utf-8")
     assert reason_of(code, tmp_path / "run.log").startswith(reason)
+
+
+def test_a_request_to_stop_reaches_the_runs_and_begins_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = trials_of(Config(), [RATES], num_seeds=1, out=tmp_path)
+    started: list[Path] = []
+
+    def start(trial: Trial, environment: object) -> subprocess.Popen[bytes]:
+        started.append(trial.run_dir)
+        return subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    monkeypatch.setattr(sweep_file, "_start", start)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.getsignal(signal.SIGTERM)
+    problems, was_asked = run_trials(trials, jobs=2)
+    assert was_asked
+    assert started == [trial.run_dir for trial in trials[:2]]
+    assert problems == dict.fromkeys(started, STOPPED)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_whose_records_are_gone_is_a_row_too(tmp_path: Path) -> None:
+    trials = trials_of(Config(), [RATES], num_seeds=1, out=tmp_path)
+    finish(trials[0], loss=3.0)
+    (trials[0].run_dir / "metrics.jsonl").unlink()
+    first, *_ = outcomes_of(trials, {})
+    assert first.run is None
+    assert "metrics.jsonl" in first.state

@@ -1,12 +1,15 @@
 """The speedrun's rules: which rows make an entry, what is judged, and that the page shows what was recorded."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.corpora import tiny_corpus
 from tools import speedrun
-from tools.speedrun import BEGIN, END, PAGE, Record, entry_of, original_entry, read_records, table_of
+from tools.speedrun import BEGIN, END, PAGE, ROOT, Record, entry_of, original_entry, read_records, table_of
 from txl_dist.config import Config
 
 
@@ -71,3 +74,19 @@ def test_records_are_read_back_as_they_were_written(tmp_path: Path, monkeypatch:
 def test_the_page_shows_the_table_of_the_records() -> None:
     shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
     assert shown == ("\n".join(table_of(read_records())) if read_records() else "")
+
+
+@pytest.mark.slow
+def test_a_recipe_is_trained_scored_and_told(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path).folder
+    model = "[model]\nnum_layers = 1\nwidth = 16\nnum_heads = 1\nhead_width = 16\nff_width = 16\ncutoffs = []\n"
+    train = "[train]\nnum_lanes = 4\nsegment_len = 8\nmemory_len = 8\nmicrobatch_lanes = 2\nmax_steps = 2\n"
+    (tmp_path / "tiny.toml").write_text(model + train, encoding="utf-8")
+    words = ["tiny.toml", "--corpus", str(corpus), "--out", "out", "--seeds", "1", "--trial"]
+    command = [sys.executable, str(ROOT / "tools/speedrun.py"), *words]
+    for _ in range(2):  # the second time nothing is trained
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "entry='tiny'" in done.stdout
+        assert "starts=1" in done.stdout
+    assert (tmp_path / "out").is_dir()
