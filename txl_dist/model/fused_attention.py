@@ -29,6 +29,7 @@ b queries, k keys, X = n B, R = B b.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -203,7 +204,8 @@ class _RelativeAttention(torch.autograd.Function):
         context_BTNH = inputs.query_BTNH.new_empty(inputs.query_BTNH.shape)
         context_NBTH, buffer, blocks = _head_major(context_BTNH), _ShiftBuffer(inputs), inputs.blocks()
         # What is added to the scores: 0 where a key is seen, else -inf.
-        masks_Bbk = [visible.mask(block.start, block.stop).to(context_BTNH.dtype).log_() for block in blocks]
+        seen, unseen = context_BTNH.new_zeros(()), context_BTNH.new_full((), -math.inf)
+        masks_Bbk = [torch.where(visible.mask(block.start, block.stop), seen, unseen) for block in blocks]
         kept: list[Tensor | None] = []
         for group in inputs.groups():
             heads = inputs.heads(group)
