@@ -68,7 +68,7 @@ BUDGETS = {
     "top": 1700,
     "text": 815,
     "data": 4250,
-    "model": 1620,
+    "model": 1626,
     "infer": 1760,
     "convert": 1850,
     "train": 4320,
