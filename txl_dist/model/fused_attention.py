@@ -29,6 +29,7 @@ b queries, k keys, X = n B, R = B b.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -119,8 +120,8 @@ class _Inputs(NamedTuple):
         scale = query_nBTH.shape[-1] ** -0.5
         s_KN = self.distance_bias_KN
         return _Heads(
-            ((query_nBTH + u_n11H) * scale).flatten(0, 1),
-            (query_nBTH + v_n11H) * scale,
+            (query_nBTH + u_n11H).mul_(scale).flatten(0, 1),
+            (query_nBTH + v_n11H).mul_(scale),
             key_nBKH.flatten(0, 1),
             value_nBKH.flatten(0, 1),
             self.distance_KNH[:, group].transpose(0, 1),
@@ -135,17 +136,17 @@ class _ShiftBuffer:
         rows = max(group.stop - group.start for group in inputs.groups()) * inputs.query_BTNH.shape[0]
         cells = max((block.stop - block.start) * _row(block.num_keys) for block in inputs.blocks())
         self.cells = inputs.query_BTNH.new_empty(rows * cells)
-        self._shape = 0, 0
+        self.shape: tuple[int, ...] = ()
 
     def views(self, block: _Block, heads: _Heads) -> tuple[Tensor, Tensor]:
-        """(unshifted_nRk, shifted_Xbk) of the same cells. One of them is written; what else the other reads is 0, and
-        stays so as long as the blocks have one shape."""
+        """(unshifted_nRk, shifted_Xbk) of the same cells. Those which no product or copy writes are read too: they are
+        zero, and stay so from one group of heads to the next if these have the same shape."""
         n, B = heads.position_query_nBTH.shape[:2]
         b, k, row = block.stop - block.start, block.num_keys, _row(block.num_keys)
-        if self._shape != (b, k):
-            self._shape = b, k
-            self.cells.zero_()
         cells = self.cells[: n * B * b * row]
+        if self.shape != (n, b, k):
+            self.shape = n, b, k
+            cells.zero_()
         unshifted_nRk = cells.view(n, B * b, row)[:, :, row - k :]
         return unshifted_nRk, cells.as_strided((n * B, b, k), (b * row, row - 1, 1), row - k + b - 1)
 
@@ -185,7 +186,7 @@ class _Gradients:
             self.distance_bias_NK[group, -k:] += unshifted_nRk.sum(1)
         self.content_bias_NH[group] += content_nBbH.sum((1, 2))
         self.position_bias_NH[group] += position_nBbH.sum((1, 2))
-        _head_major(self.query_BTNH)[group, :, i:j] = content_nBbH + position_nBbH
+        torch.add(content_nBbH, position_nBbH, out=_head_major(self.query_BTNH)[group, :, i:j])
 
     def scaled(self) -> tuple[Tensor | None, ...]:
         """In the order and the layout of the inputs."""
@@ -208,7 +209,7 @@ class _RelativeAttention(torch.autograd.Function):
         context_BTNH = inputs.query_BTNH.new_empty(inputs.query_BTNH.shape)
         context_NBTH, buffer, blocks = _head_major(context_BTNH), _ShiftBuffer(inputs), inputs.blocks()
         # What is added to the scores: 0 where a key is seen, else -inf.
-        seen, unseen = context_BTNH.new_zeros(()), context_BTNH.new_full((), float("-inf"))
+        seen, unseen = context_BTNH.new_zeros(()), context_BTNH.new_full((), -math.inf)
         masks_Bbk = [torch.where(visible.mask(block.start, block.stop), seen, unseen) for block in blocks]
         kept: list[Tensor | None] = []
         for group in inputs.groups():

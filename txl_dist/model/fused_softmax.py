@@ -151,8 +151,9 @@ class _Sums:
             for x in parameters
         }
         self.by_kernel = runs_kernel(hidden_SD)
-        # Zeros, since products in bf16 on a CPU also read beyond a row's end, times zero: that must not be NaN there.
-        make = hidden_SD.new_empty if self.by_kernel else hidden_SD.new_zeros
+        # Zeros where products in half precision on a CPU read beyond a row's end, times zero: that must not be NaN.
+        reads_beyond = hidden_SD.dtype.itemsize == 2 and not self.by_kernel
+        make = hidden_SD.new_zeros if reads_beyond else hidden_SD.new_empty
         self.buffer = make(max(math.prod(_chunk_shape(one, hidden_SD.device)) for one in clusters))
 
     def add(self, cluster: Cluster) -> None:
