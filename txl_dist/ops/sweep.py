@@ -238,7 +238,9 @@ def _start(trial: Trial, environment: Mapping[str, str]) -> subprocess.Popen[byt
     with explained(ConfigError, f"cannot write to {settings.parent}", "Choose another --out."):
         settings.parent.mkdir(parents=True, exist_ok=True)
         replace_file(settings, config_to_toml(trial.config).encode())
-        with _log_of(trial).open("wb") as log:
+        path = _log_of(trial)
+        path.unlink(missing_ok=True)  # so that nothing is written through a link
+        with path.open("xb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "txl_dist", "train", str(settings)],
                 env=environment,
