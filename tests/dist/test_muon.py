@@ -44,7 +44,7 @@ def test_every_stage_and_number_of_ranks_trains_alike(tmp_path: Path) -> None:
     assert expected[-1] < expected[0] - 0.1, "it learns"
     for world, ranks in by_world.items():
         for case, (losses, _, _) in zip(CASES, ranks[0], strict=False):
-            rtol = 2e-5 if case[1] == "fp32" else 1e-2
+            rtol = 2e-6 if case[1] == "fp32" else 3e-3
             np.testing.assert_allclose(losses, expected, rtol=rtol, atol=0, err_msg=f"{world} ranks, {case}")
 
 
@@ -163,5 +163,5 @@ def test_other_ranks_at_other_stages_go_on_with_the_same_momentum(tmp_path: Path
     for stage in range(4):
         expected = np.sum([ranks[stage] for ranks in two], axis=0)
         np.testing.assert_allclose(
-            np.sum([ranks[stage] for ranks in four], axis=0), expected, rtol=2e-5, err_msg=str(stage)
+            np.sum([ranks[stage] for ranks in four], axis=0), expected, rtol=2e-6, err_msg=str(stage)
         )
