@@ -55,11 +55,10 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
     return Job(config, plan, ranks, corpora)
 
 
-def check_stages_of(config: Config, *, ranks: Ranks) -> Job:
-    """The job of the first stage; those of all others can be done too. Raises TxlError as `check_job`."""
+def check_jobs(config: Config, *, ranks: Ranks) -> list[tuple[range, Job]]:
+    """(steps, job) of every stage. Raises TxlError as `check_job`."""
     check_stages(config)
-    jobs = [check_job(stage, ranks=ranks) for _, stage in each_stage(config)]
-    return jobs[0]
+    return [(steps, check_job(stage, ranks=ranks)) for steps, stage in each_stage(config)]
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:

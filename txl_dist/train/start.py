@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from txl_dist.config import Config, plan_batch
+from txl_dist.config import Config
 from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first, together
 from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.files import replace_file
 from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
-from txl_dist.stages import at_step, each_stage
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
@@ -28,8 +27,7 @@ from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.loop import Run, Start
 from txl_dist.train.preflight import (
-    check_job,
-    check_stages_of,
+    check_jobs,
     describe_batch,
     describe_data,
     remarks,
@@ -100,10 +98,10 @@ def _train(
     resume: str,
 ) -> bool:
     run_dir = Path(config.run.dir)
-    job = together(lambda: check_stages_of(config, ranks=ranks))
+    jobs = together(lambda: check_jobs(config, ranks=ranks))
     on_first(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        on_first(lambda: _check_fits(config, ranks, vocab_size=job.vocab_size))
+        on_first(lambda: _check_fits(jobs))
     stack.callback(_remove_if_empty, run_dir)
     lock = together(lambda: RunLock.acquire(run_dir) if ranks.is_first else None)
     if lock is not None:
@@ -112,7 +110,7 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     while True:
-        run = _begin(config, ranks, watch, profile, resume=resume)
+        run = _begin(jobs, watch, profile, resume=resume)
         state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
@@ -127,12 +125,13 @@ def _train(
     return not run.stopped
 
 
-def _begin(config: Config, ranks: Ranks, watch: Watch, profile: StepProfile, *, resume: str) -> Run:
+def _begin(jobs: list[tuple[range, Job]], watch: Watch, profile: StepProfile, *, resume: str) -> Run:
     """The run from where it goes on, to the end of the stage that holds there."""
-    run_dir = Path(config.run.dir)
+    _, last = jobs[-1]
+    run_dir, ranks = last.run_dir, last.ranks
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
     step = on_first(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
-    job = together(lambda: check_job(at_step(config, step), ranks=ranks))
+    job = next((job for steps, job in jobs if step < steps.stop), last)
     config = job.config
     start = on_first(lambda: _check_run(job, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
@@ -150,11 +149,10 @@ def _begin(config: Config, ranks: Ranks, watch: Watch, profile: StepProfile, *, 
     return Run(job, start, engine, watch, profile)
 
 
-def _check_fits(config: Config, ranks: Ranks, *, vocab_size: int) -> None:
+def _check_fits(jobs: list[tuple[range, Job]]) -> None:
     """Raises ConfigError, as `check_fits`, for the first stage that does not fit."""
-    for _, stage in each_stage(config):
-        plan = plan_batch(stage.train, world_size=ranks.world_size)
-        check_fits(stage, plan=plan, vocab_size=vocab_size, device=ranks.device)
+    for _, job in jobs:
+        check_fits(job.config, plan=job.plan, vocab_size=job.vocab_size, device=job.ranks.device)
 
 
 def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> Start:

@@ -10,13 +10,11 @@ from txl_dist.config import Config, config_to_toml
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
 from txl_dist.ops.plan.text import per_token
-from txl_dist.stages import each_stage
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.initial import initial_weights
 from txl_dist.train.preflight import (
-    check_job,
-    check_stages_of,
+    check_jobs,
     describe_batch,
     describe_data,
     remarks,
@@ -30,20 +28,20 @@ def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
     """Everything `--dry-run` prints. Raises TxlError where a real run would."""
     device = torch.device("cuda" if uses_gpu() else "cpu")
     ranks = Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads())
-    first = check_stages_of(config, ranks=ranks).corpora.first
+    jobs = check_jobs(config, ranks=ranks)
+    first = jobs[0][1].corpora.first
     if config.run.init:
         initial_weights(config, first)
     yield config_to_toml(config)
     warnings = remarks_on_evaluation(config, first)
-    for steps, stage in each_stage(config):
+    for steps, job in jobs:
         if config.train.stages:
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
-        job = check_job(stage, ranks=ranks)
         yield from describe_batch(job)
         yield from describe_data(job, job.corpora.begin, step=steps.start)
         yield from describe_cost(job, num_steps=len(steps))
-        warnings += remarks(stage, plan=job.plan)
-        warnings += remarks_on_repetition(stage, job.corpora.train, job.corpora.begin, step=steps.start)
+        warnings += remarks(job.config, plan=job.plan)
+        warnings += remarks_on_repetition(job.config, job.corpora.train, job.corpora.begin, step=steps.start)
     yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
 
 
