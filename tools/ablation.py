@@ -36,7 +36,7 @@ from measuring import interleaved
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
 
-from txl_dist.config import flat
+from txl_dist.config import flat, load_config
 from txl_dist.dist import joined_ranks
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -142,9 +142,9 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
         "metrics.tensorboard": False,
         "metrics.sample_every_steps": 0,
     }
-    plain = dict(flat(config_with()))
+    plain = dict(flat(load_config(QUICKSTART)))
     flags = [word for key, value in told.items() if value != plain.get(key) for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "txl_dist", "train", str(QUICKSTART), *_base_flags(), *flags]
+    command = [sys.executable, "-m", "txl_dist", "train", str(QUICKSTART), *flags]
     began = time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     if result.returncode:
@@ -163,10 +163,6 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
         loss=f"{last['loss']:.5f}",
         wall_s=f"{wall_s:.1f}",
     )
-
-
-def _base_flags() -> list[str]:
-    return ["--engine.zero_stage", "0", "--train.microbatch_lanes", "32"]
 
 
 def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
