@@ -150,7 +150,7 @@ class OurStack(nn.Module):
         visible = visible_keys(memory, torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64))
         D = hidden_BTD.shape[-1]
         encoding_KD = distance_encoding(visible.num_keys, width=D, clamp_len=0, like=hidden_BTD)
-        for block, memory_BMD in zip(self.blocks, memory.hidden_LBMD, strict=True):
+        for block, memory_BMD in zip(self.blocks, memory.hidden, strict=True):
             hidden_BTD, _ = block(hidden_BTD, memory_BMD, encoding_KD, visible)
         return hidden_BTD
 
@@ -211,7 +211,7 @@ def build(name: str, size: Size, arguments: argparse.Namespace) -> Variant:
         stack = PeerStack(peers.nvidia(arguments.peer_nvidia), size, mask_TK1=mask_TK)
     stack.load_state_dict(data.weights, strict=False)
     hidden = data.hidden_BTD.transpose(0, 1).contiguous().requires_grad_()
-    memory_LMBD = data.memory.hidden_LBMD.transpose(1, 2).contiguous()
+    memory_LMBD = torch.stack(data.memory.hidden).transpose(1, 2).contiguous()
     d_output_TBD = data.d_output_BTD.transpose(0, 1).contiguous()
     return Variant(stack, hidden, memory_LMBD, d_output_TBD, lambda x: x.transpose(0, 1), lambda own: own)
 
@@ -229,7 +229,13 @@ def off_by(results: dict[str, Tensor], base: dict[str, Tensor]) -> float:
 
 def counted_flops(action: Callable[[], object], size: Size) -> float:
     """What torch counts, as a multiple of the formula's."""
-    parts = flops_by_part(size.model, vocab_size=1, segment_len=size.T, memory_len=size.M, microbatch_lanes=size.B)
+    parts = flops_by_part(
+        size.model,
+        vocab_size=1,
+        segment_len=size.T,
+        memory_lens=[size.M] * size.model.num_layers,
+        microbatch_lanes=size.B,
+    )
     needed = size.B * size.T * sum(parts[name] for name in ("linear", "memory", "distances", "scores", "shift"))
     with FlopCounterMode(display=False) as counter:
         action()

@@ -134,7 +134,7 @@ class Recipe:
                 shares=typical_shares((0, *config.model.cutoffs, VOCAB_SIZE)),
                 parameters=count_parameters(config.model, vocab_size=VOCAB_SIZE),
                 segment_len=config.train.segment_len,
-                memory_len=config.train.memory_len,
+                memory_lens=config.train.memory_per_layer(config.model.num_layers),
                 microbatch_lanes=1,
                 num_microbatches=1,
                 world_size=1,

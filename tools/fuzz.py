@@ -74,7 +74,8 @@ from txl_dist.processes import process_id
 from txl_dist.sections import ModelSection
 from txl_dist.text.importing import open_tokenizer
 from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
-from txl_dist.train.checkpoint.read import consolidated_weights, load_memory, newest_checkpoint
+from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.read import consolidated_weights, newest_checkpoint
 from txl_dist.train.run_dir import evaluated_losses
 from txl_dist.train.watch.heartbeats import Beat, Connection, _beat
 from txl_dist.train.watch.run_lock import RunLock

@@ -132,7 +132,7 @@ def timed(training: Training, *, precision: str, tiny: bool) -> Row:
         sizes.model,
         vocab_size=sizes.vocab_size,
         segment_len=sizes.segment_len,
-        memory_len=sizes.memory_len,
+        memory_lens=[sizes.memory_len] * sizes.model.num_layers,
         microbatch_lanes=sizes.num_lanes,
     )
     tflops = sum(flops.values()) * sizes.tokens / step_ms / 1e9

@@ -522,7 +522,7 @@ def _timed(sizes: Sizes, code: str, setting: Setting) -> Row:
         sizes.model,
         vocab_size=sizes.vocab_size,
         segment_len=sizes.segment_len,
-        memory_len=sizes.memory_len,
+        memory_lens=[sizes.memory_len] * sizes.model.num_layers,
         microbatch_lanes=sizes.num_lanes,
     )
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"

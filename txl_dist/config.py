@@ -150,9 +150,28 @@ def check_config(config: Config) -> None:
 def _position_rules(config: Config) -> list[tuple[bool, str]]:
     model, train, evaluation = config.model, config.train, config.eval
     tabled = " and ".join(repr(name) for name, scheme in SCHEMES.items() if scheme.has_table)
-    longest = train.segment_len + train.memory_len
+    longest, lens = train.segment_len + train.memory_len, train.memory_lens
     eval_memory_len = train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len
     return [
+        (
+            len(lens) in (0, model.num_layers),
+            f"train.memory_lens={list(lens)} has {len(lens)} entries; give one for each of the {model.num_layers} "
+            "layers, or none",
+        ),
+        (
+            not lens or max(lens) == train.memory_len or bool(train.stages),  # which have memories of their own
+            f"train.memory_lens={list(lens)}: the longest of them must be train.memory_len (is {train.memory_len})",
+        ),
+        (
+            not lens or not model.value_residual or lens[0] == max(lens),
+            f"train.memory_lens={list(lens)} with model.value_residual=True: the values of the first layer are mixed "
+            "into the others', so that none may remember more than it does",
+        ),
+        (
+            not lens or model.same_length == "off" or min(lens) > 0,
+            f"train.memory_lens={list(lens)}: model.same_length={model.same_length!r} counts its window in memory, and "
+            "needs some in every layer",
+        ),
         (
             model.same_length == "off" or min(train.memory_len, eval_memory_len) > 0,
             f"model.same_length={model.same_length!r} counts its window in memory: it needs train.memory_len > 0 (is "

@@ -24,6 +24,8 @@ LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
 STATE, PROBE = "state.json", "probe.safetensors"
 """Of a checkpoint."""
 FORMAT_VERSION = 2
+PER_LAYER_VERSION = 3
+"""Of checkpoints whose layers remember differently (`train.memory_lens`), which older programs do not know."""
 """Of a checkpoint. 1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Of a folder of ONNX graphs, and of a Hugging Face folder with its own code."""

@@ -7,7 +7,7 @@ with a diff. `config` loads, checks and compares them. This module imports no to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -301,6 +301,9 @@ class TrainSection(Section):
     memory_len: Annotated[Len, WARNED] = 128
     """Tokens of memory per lane and layer (M); 0 switches recurrence off. A run that continues with a longer memory
     begins with its older part empty."""
+    memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
+    """Tokens of memory of each layer, the first one first, memory_len the longest of them; empty: memory_len in each.
+    Where another memory_len holds, in a stage or in evaluation, the longest layers have that, the others at most it."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
@@ -308,6 +311,17 @@ class TrainSection(Section):
     stages: Annotated[tuple[str, ...], WARNED] = ()
     """Parts of the run with other lengths, in order, each as "until=0.5 num_lanes=128 segment_len=16 memory_len=32",
     until that share of the steps. Behind the last the settings above hold; all steps have equally many tokens."""
+
+    def memory_per_layer(self, num_layers: int) -> tuple[int, ...]:
+        """Tokens of memory of each layer."""
+        return memory_of_layers(self.memory_len, self.memory_lens, num_layers=num_layers)
+
+
+def memory_of_layers(memory_len: int, memory_lens: Sequence[int], *, num_layers: int) -> tuple[int, ...]:
+    """Tokens of memory of each layer, where it is `memory_len` in the longest and `memory_lens` were trained."""
+    longest = max(memory_lens, default=0)
+    lens = memory_lens or (longest,) * num_layers
+    return tuple(memory_len if length == longest else min(length, memory_len) for length in lens)
 
 
 def _word_of(value: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from txl_dist.config import Config, changed, check_config
 from txl_dist.errors import ConfigError
-from txl_dist.sections import TrainSection
+from txl_dist.sections import TrainSection, memory_of_layers
 from txl_dist.suggest import did_you_mean
 
 _LENGTHS = ("num_lanes", "segment_len", "memory_len", "microbatch_lanes")
@@ -79,7 +79,7 @@ def check_stages(config: Config) -> None:
     """Refuse stages that cannot be read, do not follow one another, or contradict other settings. Raises ConfigError
     naming the stage."""
     given = whole(config)
-    check_config(given)
+    check_config(changed(given, {"train.stages": ()}))
     *stages, last = _stages(given.train)
     for before, after in itertools.pairwise([*stages, last]):
         if not 0 < before.until < after.until:
@@ -95,7 +95,10 @@ def check_stages(config: Config) -> None:
                 f"and [train] of {last.num_lanes} x {last.segment_len} = {wanted:,}. Steps of all stages have equally "
                 "many, so that one learning rate fits them: with segments a quarter as long give four times the lanes."
             )
-        alone = changed(given, _values(stage) | {"train.stages": ()})
+        lens = given.train.memory_lens and memory_of_layers(
+            stage.memory_len, given.train.memory_lens, num_layers=given.model.num_layers
+        )
+        alone = changed(given, _values(stage) | {"train.stages": (), "train.memory_lens": lens})
         try:
             check_config(alone)
         except ConfigError as error:

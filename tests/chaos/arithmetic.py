@@ -9,7 +9,7 @@ from functools import partial
 
 from tests.chaos.lab import Case, Lab, Trial
 from txl_dist.run_files import checkpoint_folder
-from txl_dist.train.checkpoint.read import load_memory
+from txl_dist.train.checkpoint.memories import load_memory
 
 SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")
 
@@ -27,7 +27,7 @@ def not_finite(lab: Lab, *, kind: str, rank: int, stage: int = 1, is_killed: boo
     lab.start_until_done(case, run, *words)
     lab.judge(case, run, lab.unbroken(*words, fault="skip:*:9"))
     memory = load_memory(checkpoint_folder(run.dir, 12), lanes=range(4))
-    if not bool(memory.hidden_LBMD.isfinite().all()):
+    if not all(bool(hidden_BMD.isfinite().all()) for hidden_BMD in memory.hidden):
         case.problems.append("a memory is not finite")
     skipped = run.records("train")[-1]["skipped_steps"]
     if skipped != 1 or case.exit_codes[-1] != [0, 0]:

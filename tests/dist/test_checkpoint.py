@@ -28,6 +28,7 @@ from txl_dist.ops.export import export_bundle
 from txl_dist.run_files import retained
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.fragments import FragmentFiles
+from txl_dist.train.checkpoint.memories import load_memory, resized
 from txl_dist.train.checkpoint.policy import prune_checkpoints
 from txl_dist.train.checkpoint.probe import check_probe, make_probes
 from txl_dist.train.checkpoint.read import (
@@ -35,9 +36,7 @@ from txl_dist.train.checkpoint.read import (
     choose_checkpoint,
     consolidated_weights,
     load_checkpoint,
-    load_memory,
     newest_checkpoint,
-    resized,
 )
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 from txl_dist.train.checkpoint.write import Saved, Saver
@@ -104,7 +103,9 @@ def save_and_continue(ranks: Ranks, folder: str) -> Results:
     results = []
     for stage, precision in CASES:
         config = tiny_config(
-            model={"dropout": 0.1, "cutoffs": [50, 150]}, engine={"zero_stage": stage, "precision": precision}
+            model={"dropout": 0.1, "cutoffs": [50, 150]},
+            train={"memory_lens": [5, 12] if stage == 2 else []},
+            engine={"zero_stage": stage, "precision": precision},
         )
         run = Path(folder) / f"{stage}-{precision}"
         job = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
@@ -148,11 +149,11 @@ def test_any_rank_finds_the_memory_of_any_lane(saved: tuple[Path, list[Results]]
     checkpoint = newest_checkpoint(saved[0] / "1-fp32")[0]
     assert checkpoint is not None
     whole = load_memory(checkpoint, lanes=range(4))
-    assert whole.hidden_LBMD.shape == (2, 4, 12, 32)
-    assert len({float(whole.hidden_LBMD[:, lane].sum()) for lane in range(4)}) == 4, "each lane has its own"
+    assert torch.stack(whole.hidden).shape == (2, 4, 12, 32)
+    assert len({float(torch.stack(whole.hidden)[:, lane].sum()) for lane in range(4)}) == 4, "each lane has its own"
     for lanes in (range(0, 1), range(1, 3), range(3, 4), range(0, 2)):
         part = load_memory(checkpoint, lanes=lanes)
-        assert torch.equal(part.hidden_LBMD, whole.hidden_LBMD[:, lanes.start : lanes.stop])
+        assert torch.equal(torch.stack(part.hidden), torch.stack(whole.hidden)[:, lanes.start : lanes.stop])
         assert torch.equal(part.document_BM, whole.document_BM[lanes.start : lanes.stop])
 
 
@@ -270,13 +271,13 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_built(save
 
 def go_on_elsewhere(ranks: Ranks, folder: str, stage: int, precision: str) -> list[Any]:
     """Load another stage's checkpoint; (mean loss, losses of every lane's memory, the weights saved again)."""
-    config = tiny_config(
-        model={"cutoffs": [50, 150]},
-        train={"microbatch_lanes": 1},
-        engine={"zero_stage": stage, "precision": precision},
-    )
     results = []
     for source in ("0-fp32", "1-fp32", "2-bf16", "3-fp32"):
+        config = tiny_config(
+            model={"cutoffs": [50, 150]},
+            train={"microbatch_lanes": 1, "memory_lens": [5, 12] if source == "2-bf16" else []},
+            engine={"zero_stage": stage, "precision": precision},
+        )
         job = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
         checkpoint = newest_checkpoint(Path(folder) / source)[0]
         assert checkpoint is not None
@@ -302,7 +303,8 @@ def test_a_checkpoint_of_any_stage_loads_into_any_other_on_any_number_of_ranks(
         assert copy is not None
         assert_same_values(original, copy)
         ours, theirs = (load_memory(folder, lanes=range(config_lanes)) for folder in (copy, original))
-        assert torch.equal(ours.hidden_LBMD, theirs.hidden_LBMD.float())
+        for one, other in zip(ours.hidden, theirs.hidden, strict=True):
+            assert torch.equal(one, other.float())
         assert torch.equal(ours.document_BM, theirs.document_BM)
         assert np.isfinite(loss)
 
@@ -320,13 +322,28 @@ def assert_same_values(one: Path, other: Path) -> None:
 
 
 def test_a_memory_of_another_length_keeps_its_newest_positions() -> None:
-    memory = Memory(torch.arange(24.0).view(1, 2, 4, 3), torch.arange(8).view(2, 4))
-    shorter, longer = resized(memory, memory_len=3), resized(memory, memory_len=6)
-    assert torch.equal(shorter.hidden_LBMD, memory.hidden_LBMD[:, :, 1:])
+    memory = Memory((torch.arange(24.0).view(2, 4, 3),), torch.arange(8).view(2, 4))
+    shorter, longer = resized(memory, [3]), resized(memory, [6])
+    assert torch.equal(torch.stack(shorter.hidden), torch.stack(memory.hidden)[:, :, 1:])
     assert torch.equal(shorter.document_BM, memory.document_BM[:, 1:])
-    assert torch.equal(longer.hidden_LBMD[:, :, 2:], memory.hidden_LBMD)
+    assert torch.equal(torch.stack(longer.hidden)[:, :, 2:], torch.stack(memory.hidden))
     assert longer.document_BM.tolist() == [[-1, -1, 0, 1, 2, 3], [-1, -1, 4, 5, 6, 7]]
-    assert resized(memory, memory_len=0).hidden_LBMD.shape == (1, 2, 0, 3)
+    assert torch.stack(resized(memory, [0]).hidden).shape == (1, 2, 0, 3)
+
+
+def test_a_position_that_one_layer_lacks_is_empty_in_all() -> None:
+    hidden = torch.arange(1.0, 25.0).view(2, 4, 3)
+    memory = Memory((hidden, hidden[:, 2:]), torch.arange(8).view(2, 4))
+    same = resized(memory, [4, 2])
+    assert all(torch.equal(one, other) for one, other in zip(same.hidden, memory.hidden, strict=True))
+    assert torch.equal(same.document_BM, memory.document_BM)
+    shorter = resized(memory, [3, 1])
+    assert [one.shape[1] for one in shorter.hidden] == [3, 1]
+    assert torch.equal(shorter.document_BM, memory.document_BM[:, 1:]), "none lacks what it has to have"
+    longer = resized(memory, [5, 3])
+    assert [one.shape[1] for one in longer.hidden] == [5, 3]
+    assert longer.document_BM.tolist() == [[-1, -1, -1, 2, 3], [-1, -1, -1, 6, 7]]
+    assert torch.equal(longer.hidden[0][:, -4:], memory.hidden[0])
 
 
 def test_the_last_ones_milestones_and_the_best_are_kept() -> None:

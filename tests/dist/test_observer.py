@@ -149,7 +149,7 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     memory = engine.empty_memory(num_lanes=3, memory_len=12)
     squares = []
     for segment in itertools.islice(stream, 2 + NUM_SEGMENTS):  # two segments fill 12 tokens
-        squares.append(memory.hidden_LBMD[1].square().mean().item())
+        squares.append(torch.stack(memory.hidden)[1].square().mean().item())
         _, memory = engine.losses(maker.batch(segment), memory)
     assert record["memory_attention_pct_1"] == pytest.approx(100 * np.mean(found[2:]), abs=1e-4)
     assert record["memory_norm_1"] == pytest.approx(math.sqrt(np.mean(squares[2:])), abs=1e-5)
@@ -172,7 +172,7 @@ def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_
     record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
     nlls = []
     for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8), 2, 2 + NUM_SEGMENTS):
-        nothing = empty_memory(num_layers=2, num_lanes=3, memory_len=0, width=32, like=torch.empty(0))
+        nothing = empty_memory([0, 0], num_lanes=3, width=32, like=torch.empty(0))
         nlls.append(engine.losses(maker.batch(segment), nothing)[0])
     alone_T = torch.stack(nlls).mean((0, 1))
     assert record["loss_by_position_without_memory"] == pytest.approx(alone_T.tolist(), abs=1e-5)

@@ -34,7 +34,7 @@ def trained(job: Job, *, wrong: str) -> tuple[list[bool], dict[str, Any]]:
         for index, (batch, memory) in enumerate(zip(batches, job.memories, strict=True)):
             torch.manual_seed(1000 * step + 10 * job.ranks.rank + index)
             if is_wrong and wrong == "memory":
-                memory = memory._replace(hidden_LBMD=memory.hidden_LBMD * math.nan)
+                memory = memory._replace(hidden=tuple(torch.stack(memory.hidden) * math.nan))
             normalizer = {"loss": math.nan, "infinite": 0.0}.get(wrong, 16.0) if is_wrong else 16.0
             loss, memory = job.engine.forward(to_device(batch, job.ranks.device), memory, normalizer=normalizer)
             job.engine.backward(loss)
@@ -55,7 +55,7 @@ def trained(job: Job, *, wrong: str) -> tuple[list[bool], dict[str, Any]]:
         for one in job.engine.fragments()
         for kind, tensor in one.values.items()
     }
-    hidden = torch.cat([memory.hidden_LBMD for memory in job.memories], dim=1)
+    hidden = torch.cat([torch.stack(memory.hidden) for memory in job.memories], dim=1)
     return skipped, {**values, "memory": hidden, "in use": probe_losses(job)}
 
 

@@ -77,7 +77,11 @@ MODERN = {
     "value_residual": True,
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "modern": {"model": {"num_layers": 3, "activation": "relu2", **MODERN}, "optim": {"name": "muon", "lr": 1e-3}},
+    "modern": {
+        "model": {"num_layers": 3, "activation": "relu2", **MODERN},
+        "optim": {"name": "muon", "lr": 1e-3},
+        "train": {"memory_lens": [12, 5, 0]},
+    },
     "swiglu": {"model": {"num_layers": 3, "activation": "swiglu", **MODERN, "pre_norm": False, "final_norm": False}},
     "modern recomputed": {
         "model": {"num_layers": 3, "activation": "relu2", "ff_dropout": 0.1, **MODERN},

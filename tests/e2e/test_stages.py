@@ -53,7 +53,8 @@ def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, confi
 
 
 def test_killed_in_a_stage_it_goes_on_bit_for_bit(tmp_path: Path, config_file: Path) -> None:
-    words = [str(config_file), "--train.stages", *STAGES, "--checkpoint.every_steps", "4"]
+    words = [str(config_file), "--train.stages", *STAGES, "--train.memory_lens", "13", "40"]
+    words += ["--checkpoint.every_steps", "4"]
     train(*words, "--run.dir", "whole", cwd=tmp_path)
     killed = tmp_path / "killed"
     with Job("train", *words, "--run.dir", "killed", log=tmp_path / "killed.log", cwd=tmp_path) as job:

@@ -27,7 +27,7 @@ from tests.helpers.launch import train
 from txl_dist.config import config_from_dict, config_to_toml
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.checkpoint.fragments import FragmentFiles
-from txl_dist.train.checkpoint.read import load_memory
+from txl_dist.train.checkpoint.memories import load_memory
 from txl_dist.train.checkpoint.soundness import read_state
 
 STEP, LAST_STEP = 16, 20
@@ -74,7 +74,7 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
             for kind in files.kinds
         },
         "updates": files.step_of(min(lengths)),
-        "memory": sha256_of([memory.hidden_LBMD, memory.document_BM]),
+        "memory": sha256_of([torch.stack(memory.hidden), memory.document_BM]),
         "position": [one.position for one in saved.stream.corpora],
         "left_out": [list(map(list, one.skips)) for one in saved.stream.corpora],
         "skipped_steps": saved.health.skipped_steps,

@@ -76,10 +76,12 @@ def tiny_section(**changes: Any) -> ModelSection:
     return ModelSection.model_validate({**values, **changes})
 
 
-def tiny_model(*, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> TransformerXL:
+def tiny_model(
+    *, dtype: torch.dtype = torch.float32, seed: int = 0, memory_lens: Sequence[int] = (), **changes: Any
+) -> TransformerXL:
     """A network of `tiny_section` in training mode; its biases are drawn too, so that none is zero."""
     torch.manual_seed(seed)
-    model = TransformerXL(tiny_section(**changes), vocab_size=VOCAB_SIZE)
+    model = TransformerXL(tiny_section(**changes), vocab_size=VOCAB_SIZE, memory_lens=memory_lens)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "bias" in name:

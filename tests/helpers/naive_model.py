@@ -67,11 +67,17 @@ class NaiveModel:
     """The weights of a model as lists, and what to do with them."""
 
     def __init__(self, model: TransformerXL) -> None:
-        self.section, self.vocab_size = model.section, model.vocab_size
+        self.section, self.vocab_size, self.trained_lens = model.section, model.vocab_size, model.memory_lens
         self.weights: dict[str, Any] = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
     def empty_memory(self) -> NaiveMemory:
         return NaiveMemory([[] for _ in range(self.section.num_layers)], [])
+
+    def memory_lens(self, memory_len: int) -> list[int]:
+        """Of each layer: the longest ones have all of it, the others at most what they were trained with."""
+        if not self.trained_lens:
+            return [memory_len] * self.section.num_layers
+        return [memory_len if own == max(self.trained_lens) or own > memory_len else own for own in self.trained_lens]
 
     def segment(
         self, tokens: list[int], targets: list[int], memory: NaiveMemory, *, memory_len: int, documents: list[int]
@@ -83,16 +89,18 @@ class NaiveModel:
                 plus(hidden, self.position(len(tokens) - 1 - i)) for i, hidden in enumerate(hidden_TD)
             ]  # counted from the end
         remembered, embedded_TD, first_SD = [], hidden_TD, []
-        for layer, memory_MD in enumerate(memory.hidden_LMD):
+        for layer, (memory_MD, own_len) in enumerate(zip(memory.hidden_LMD, self.memory_lens(memory_len), strict=True)):
             if self.section.residual_scalars:
                 own, other = self.weights[f"residuals.{layer}.scales"]
                 hidden_TD = [
                     [own * x + other * x0 for x, x0 in zip(*pair, strict=True)]
                     for pair in zip(hidden_TD, embedded_TD, strict=True)
                 ]
-            remembered.append(self.newest(memory_MD + hidden_TD, memory_len))
+            remembered.append(self.newest(memory_MD + hidden_TD, own_len))
             first_SD = first_SD or self.values(0, memory_MD + hidden_TD)
-            hidden_TD = self.block(layer, hidden_TD, memory_MD, memory.documents, documents, memory_len, first_SD)
+            own_SD = self.newest(first_SD, len(memory_MD) + len(tokens))
+            own_documents = self.newest(memory.documents, len(memory_MD))
+            hidden_TD = self.block(layer, hidden_TD, memory_MD, own_documents, documents, own_len, own_SD)
         if self.section.final_norm:
             hidden_TD = [self.norm("final_norm", hidden) for hidden in hidden_TD]
         losses = [-self.log_probability(target, hidden) for target, hidden in zip(targets, hidden_TD, strict=True)]

@@ -89,5 +89,6 @@ def train_engine(
 
 
 def _by_lane(memories: list[Memory], lanes: range) -> dict[int, Any]:
-    hidden = torch.cat([memory.hidden_LBMD for memory in memories], dim=1).float().cpu()
-    return {lane: hidden[:, row].numpy() for row, lane in enumerate(lanes)}
+    layers = [torch.cat(parts) for parts in zip(*(memory.hidden for memory in memories), strict=True)]
+    hidden = torch.cat(layers, dim=1).float().cpu()
+    return {lane: hidden[row].numpy() for row, lane in enumerate(lanes)}

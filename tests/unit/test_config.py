@@ -25,7 +25,7 @@ from txl_dist.config import (
     setting_names,
 )
 from txl_dist.errors import ConfigError
-from txl_dist.sections import ModelSection, TrainSection
+from txl_dist.sections import ModelSection, TrainSection, memory_of_layers
 
 
 def with_values(**sections: dict[str, Any]) -> Config:
@@ -68,6 +68,8 @@ def test_one_missing_letter_anywhere_never_leads_to_the_wrong_suggestion() -> No
     for name in setting_names():
         section, key = name.split(".")
         for i in range(len(key) if len(key) > 3 else 0):
+            if f"{section}.{key[:i] + key[i + 1 :]}" in setting_names():
+                continue  # memory_lens and memory_len
             with pytest.raises(ConfigError, match=f"Did you mean {name}\\?"):
                 config_from_dict({section: {key[:i] + key[i + 1 :]: 1}}, source="test")
 
@@ -299,6 +301,31 @@ def test_the_other_kinds_of_positions_and_optimizers_are_accepted_where_they_bel
     check_config(with_values(optim={"name": "sgd", "momentum": 0.9}, engine={"zero_stage": 2}))
 
 
+@pytest.mark.parametrize(
+    ("lens", "model", "words"),
+    [
+        ([64, 128, 32], {}, "has 3 entries; give one for each of the 2 layers"),
+        ([64], {}, "has 1 entries"),
+        ([64, 96], {}, r"the longest of them must be train\.memory_len \(is 128\)"),
+        ([64, 256], {}, r"the longest of them must be train\.memory_len \(is 128\)"),
+        ([-1, 128], {}, "memory_lens"),
+        ([64, 128], {"value_residual": True}, "none may remember more than it does"),
+        ([0, 128], {"same_length": "memory"}, "needs some in every layer"),
+    ],
+)
+def test_memories_per_layer_that_cannot_be_are_refused(lens: list[int], model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_config(with_values(model={"num_layers": 2, **model}, train={"memory_lens": lens}))
+
+
+def test_a_layer_remembers_at_most_what_it_was_told_and_the_longest_one_all() -> None:
+    train = with_values(model={"num_layers": 3}, train={"memory_lens": [64, 128, 0]}).train
+    assert train.memory_per_layer(3) == (64, 128, 0)
+    assert memory_of_layers(512, train.memory_lens, num_layers=3) == (64, 512, 0)
+    assert memory_of_layers(32, train.memory_lens, num_layers=3) == (32, 32, 0)
+    assert memory_of_layers(32, (), num_layers=3) == (32, 32, 32)
+
+
 def test_cutoffs_must_lie_below_the_vocabulary() -> None:
     check_vocabulary(ModelSection(cutoffs=(5, 99)), vocab_size=100)
     check_vocabulary(ModelSection(), vocab_size=2)
@@ -306,7 +333,14 @@ def test_cutoffs_must_lie_below_the_vocabulary() -> None:
         check_vocabulary(ModelSection(cutoffs=(5, 100)), vocab_size=100)
 
 
-ADDED = {"cutoffs": 7, "more_paths": "a", "weights": 1.0, "allow_protocols": "pipe", "stages": "until=0.5"}
+ADDED = {
+    "cutoffs": 7,
+    "more_paths": "a",
+    "weights": 1.0,
+    "allow_protocols": "pipe",
+    "stages": "until=0.5",
+    "memory_lens": 7,
+}
 
 
 def changed(value: Any, *, key: str) -> Any:
@@ -341,7 +375,7 @@ def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fin
 def test_every_setting_has_one_of_three_classes_and_a_change_of_class_is_seen_here() -> None:
     counts = Counter(resume_policy(name) for name in setting_names())
     assert sum(counts.values()) == len(setting_names())
-    assert counts == {"frozen": 35, "warned": 31, "free": 45}
+    assert counts == {"frozen": 35, "warned": 32, "free": 45}
 
 
 def test_what_defines_the_run_is_frozen_and_what_only_watches_it_is_free() -> None:

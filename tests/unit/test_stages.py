@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl_dist.config import Config, config_from_dict, config_to_toml
+from txl_dist.config import Config, changed, config_from_dict, config_to_toml
 from txl_dist.errors import ConfigError
 from txl_dist.stages import at_step, check_stages, each_stage, end_of_stage, whole
 
@@ -79,3 +79,14 @@ def test_a_stage_keeps_the_rules_of_the_other_settings() -> None:
     config = config_of("until=0.5 memory_len=0", model={"same_length": "memory"}, eval={"memory_len": 8})
     with pytest.raises(ConfigError, match=r"train\.stages: in .until=0\.5 memory_len=0.: model\.same_length"):
         check_stages(config)
+
+
+def test_layers_with_memories_of_their_own_keep_them_in_every_stage() -> None:
+    config = config_of(*TWO, model={"num_layers": 2})
+    lens = {"train.memory_lens": (48, 128)}
+    check_stages(changed(config, lens))
+    assert at_step(changed(config, lens), 0).train.memory_per_layer(2) == (32, 32)
+    assert at_step(changed(config, lens), 30).train.memory_per_layer(2) == (48, 128)
+    for wrong, words in (((48,), "has 1 entries"), ((48, 96), "the longest of them must be train.memory_len")):
+        with pytest.raises(ConfigError, match=words):
+            check_stages(changed(config, {"train.memory_lens": wrong}))

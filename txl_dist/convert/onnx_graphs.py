@@ -135,9 +135,7 @@ class Step(nn.Module):
         without."""
         network, section, place_M = self.network, self.network.section, torch.arange(self.memory_len)
         document_BM = torch.where(place_M >= self.memory_len - length_B[:, None], 0, EMPTY)
-        visible = visible_keys(
-            Memory(memory_L2NBMH, document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length
-        )
+        visible = visible_keys(Memory((), document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length)
         hidden, memory = _embedded(network.embedding, tokens_BT), []
         embedded, first_value = hidden, None
         blocks = cast(list[Block], list(network.blocks))
@@ -302,6 +300,6 @@ def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> floa
         worst = max(worst, float((found_SV - expected_SV).abs().max()))
         if start == 0:  # the second row begins anew, beside one that goes on
             length[1] = 0
-            ring.known_B[1] = 0
+            ring.forget(1)
         start += num_tokens
     return worst

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,8 @@ from txl_dist.text.base import Tokenizer
 from txl_dist.text.tokenizer import load_tokenizer
 
 WEIGHTS = "model.safetensors"
-FORMAT_VERSIONS = (1, 2)
-"""2 where int8 occurs, which older programs do not know."""
+FORMAT_VERSIONS = (1, 2, 3)
+"""2 where int8 occurs, 3 where layers remember differently, which older programs do not know."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types that a network runs in. That of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
@@ -63,6 +63,7 @@ class _Content(BaseModel):
     probe_dtype: Literal["fp32", "bf16", "fp16", "int8"]
     segment_len: PositiveLen
     memory_len: Len
+    memory_lens: tuple[Len, ...] = ()
     document_border: Literal["carry", "mask"]
     begins_documents: bool | None = None
     source: dict[str, Any]
@@ -78,6 +79,8 @@ class Package:
     tokenizer: Tokenizer
     segment_len: int
     memory_len: int
+    memory_lens: tuple[int, ...] = ()
+    """Of each layer, where they are not alike."""
     document_border: str = "carry"
     begins_documents: bool = True
     """Whether it was trained to predict a document's first token from an end-of-text. With document masks older
@@ -92,7 +95,14 @@ class Package:
     def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
         """With its network; `where` names it in errors. Raises CheckpointError if weights and settings do not fit."""
         vocab_size = self.tokenizer.vocab_size
-        network = network_of(self.section, vocab_size=vocab_size, weights=self.weights, dtype=dtype, where=where)
+        network = network_of(
+            self.section,
+            vocab_size=vocab_size,
+            weights=self.weights,
+            dtype=dtype,
+            memory_lens=self.memory_lens,
+            where=where,
+        )
         weights = dict(network.to(device).named_parameters())
         probe = {name: tensor.to(device) for name, tensor in self.probe.items()}
         return Bundle(**{**vars(self), "weights": weights, "probe": probe, "model": network, "dtype": dtype})
@@ -105,7 +115,13 @@ class Package:
         vocab_size = self.tokenizer.vocab_size
         with _readable(where):
             _fitting(self.section, vocab_size=vocab_size, weights=self.weights, where=where)
-            network = StreamedXL(self.section, vocab_size=vocab_size, weights=self.weights, dtype=_compute_type(dtype))
+            network = StreamedXL(
+                self.section,
+                vocab_size=vocab_size,
+                weights=self.weights,
+                dtype=_compute_type(dtype),
+                memory_lens=self.memory_lens,
+            )
             return prove(self, network, dtype, where=where)
 
 
@@ -127,11 +143,13 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     if folder.exists() and kind_of(folder) is not Kind.BUNDLE and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    lengths = {"segment_len": package.segment_len, "memory_len": package.memory_len}
+    lengths: dict[str, Any] = {"segment_len": package.segment_len, "memory_len": package.memory_len}
+    if package.memory_lens:
+        lengths["memory_lens"] = list(package.memory_lens)
     model, border = package.section.model_dump(mode="json"), package.document_border
     vocab_size = package.tokenizer.vocab_size
     content = {
-        "format_version": 2 if "int8" in (dtype, package.probe_dtype) else 1,
+        "format_version": 3 if package.memory_lens else 2 if "int8" in (dtype, package.probe_dtype) else 1,
         "model": model,
         "vocab_size": vocab_size,
         "dtype": dtype,
@@ -200,6 +218,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
             tokenizer=load_tokenizer(folder / "tokenizer.json"),
             segment_len=content.segment_len,
             memory_len=content.memory_len,
+            memory_lens=content.memory_lens,
             document_border=content.document_border,
             begins_documents=(
                 content.document_border != "mask" if content.begins_documents is None else content.begins_documents
@@ -262,11 +281,19 @@ def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
     return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
 
 
-def network_of(model: ModelSection, *, vocab_size: int, weights: Weights, dtype: str, where: str) -> TransformerXL:
+def network_of(
+    model: ModelSection,
+    *,
+    vocab_size: int,
+    weights: Weights,
+    dtype: str,
+    where: str,
+    memory_lens: Sequence[int] = (),
+) -> TransformerXL:
     """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
     _fitting(model, vocab_size=vocab_size, weights=weights, where=where)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
-        network = TransformerXL(model, vocab_size=vocab_size).to(_compute_type(dtype))
+        network = TransformerXL(model, vocab_size=vocab_size, memory_lens=memory_lens).to(_compute_type(dtype))
     copy_weights(network, weights)
     return network.eval()
 

@@ -57,47 +57,68 @@ MOST_LOGITS = 2**26
 class Past(NamedTuple):
     """What one row remembers, as a value of its own: to keep, to save, to give to other rows."""
 
-    key_value_L2NSH: Tensor
-    """Keys, then values, of each layer at the last S <= M positions, oldest first."""
+    key_values: tuple[Tensor, ...]
+    """key_value_2NSH of each layer: keys, then values, at the last positions, oldest first. Layers may have fewer than
+    S of them (`train.memory_lens`)."""
     document_S: Tensor
-    """int64: document of each position."""
+    """int64: document of each of the last S <= M positions."""
 
 
 class KeyValueRing:
     """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
 
     def __init__(
-        self, owner: FrozenModel, *, num_rows: int, memory_len: int, chunk_len: int, with_documents: bool
+        self,
+        owner: FrozenModel,
+        *,
+        num_rows: int,
+        memory_len: int,
+        chunk_len: int,
+        with_documents: bool,
+        least_len: int = 0,
     ) -> None:
         section, anchor = owner.model.section, owner.model.embedding.weight(0)
         self.owner = owner
         """Whose keys and values they are."""
-        self.memory_len, self.chunk_len = memory_len, chunk_len
+        self.memory_len, self.chunk_len, self.least_len = memory_len, chunk_len, least_len
+        lens = owner.model.memory_of_layers(memory_len)
+        self.memory_lens = tuple(max(length, min(least_len, memory_len)) for length in lens)
+        """Of each layer, the longest `memory_len`."""
         self.size = memory_len + chunk_len
-        shape = (2, section.num_heads, num_rows, 2 * self.size + chunk_len, section.head_width)
+        head, tail = (2, section.num_heads, num_rows), (section.head_width,)
         with _room_for(num_rows, memory_len=memory_len):
-            self.key_values = [anchor.new_zeros(shape) for _ in range(section.num_layers)]
-        self.documents = (
-            torch.full((num_rows, shape[3]), EMPTY, dtype=torch.int64, device=anchor.device) if with_documents else None
-        )
-        self.known_B = np.zeros(num_rows, dtype=np.int64)
-        """Positions that each row remembers: `size` at most, more than are read, so that the last may be taken back."""
-        self._next = 0  # slot of the next position
+            self.key_values = [
+                anchor.new_zeros(*head, 2 * (length + chunk_len) + chunk_len, *tail) for length in self.memory_lens
+            ]
+        self.documents = None
+        if with_documents:
+            places = (num_rows, 2 * self.size + chunk_len)
+            self.documents = torch.full(places, EMPTY, dtype=torch.int64, device=anchor.device)
+        # Positions that each row remembers, by layer: more than are read, so that the last may be taken back.
+        self._known_LB = np.zeros((len(lens), num_rows), dtype=np.int64)
+        self._sizes_L1 = np.array(self.memory_lens)[:, None] + chunk_len
+        self._position = 0  # the next one
 
     @property
     def num_rows(self) -> int:
         """B."""
-        return len(self.known_B)
+        return self._known_LB.shape[1]
+
+    @property
+    def num_known(self) -> np.ndarray:
+        """Positions that each row remembers, [B], `size` at most."""
+        num_known: np.ndarray = self._known_LB[self.memory_lens.index(self.memory_len)]
+        return num_known
 
     @property
     def past_len(self) -> int:
         """Positions of the past that a chunk reads: as many as the row with the longest one has."""
-        return min(int(self.known_B.max(initial=0)), self.memory_len)
+        return min(int(self.num_known.max(initial=0)), self.memory_len)
 
     def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
         """Make room for a chunk, of which each layer's keys and values follow. Returns mask_BTK, or None where every
         row sees all of the past."""
-        past_len, first = self.past_len, self._next
+        past_len, first = self.past_len, self._position % self.size
         mask = None
         if self.documents is not None:
             assert document_BT is not None
@@ -105,23 +126,25 @@ class KeyValueRing:
                 self.documents[:, start : start + num_tokens] = document_BT
             seen_B1K = self.documents[:, None, first + self.size - past_len : first + self.size + num_tokens]
             mask = seen_B1K == document_BT[:, :, None]
-        elif int(self.known_B.min(initial=past_len)) < past_len:
-            begin_B = torch.from_numpy(np.maximum(past_len - self.known_B, 0)).to(self.key_values[0].device)
+        elif int(self.num_known.min(initial=past_len)) < past_len:
+            begin_B = torch.from_numpy(np.maximum(past_len - self.num_known, 0)).to(self.key_values[0].device)
             key_K = torch.arange(past_len + num_tokens, device=begin_B.device)
             mask = (key_K >= begin_B[:, None])[:, None].expand(-1, num_tokens, -1)
-        self._next = (first + num_tokens) % self.size
-        self.known_B = np.minimum(self.known_B + num_tokens, self.size)
+        self._position += num_tokens
+        self._known_LB = np.minimum(self._known_LB + num_tokens, self._sizes_L1)
         return mask
 
     def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
         """Put a chunk behind the past of a layer. Returns (key_NBKH, value_NBKH) of both, as views."""
         buffer, num_tokens = self.key_values[layer], key_value_2NBTH.shape[3]
-        first, position = (self._next - num_tokens) % self.size, buffer.stride(3)
+        size, position = self.memory_lens[layer] + self.chunk_len, buffer.stride(3)
+        first = (self._position - num_tokens) % size
         both = buffer.as_strided(
-            (2, *key_value_2NBTH.shape), (self.size * position, *buffer.stride()), first * position
+            (2, *key_value_2NBTH.shape), (size * position, *buffer.stride()), first * position
         )  # its two places, as one view: a token is a handful of calls
         both.copy_(key_value_2NBTH)
-        key, value = buffer.narrow(3, first + self.size - past_len, past_len + num_tokens).unbind(0)
+        past_len = min(past_len, self.memory_lens[layer])
+        key, value = buffer.narrow(3, first + size - past_len, past_len + num_tokens).unbind(0)
         return key, value
 
     @torch.inference_mode()
@@ -131,27 +154,32 @@ class KeyValueRing:
         As many as the ring takes at a time are taken back without a trace; for more the oldest are missing, where the
         memory was full.
         """
-        length = int(np.clip(self.known_B[row] - without_last, 0, self.memory_len if most is None else most))
-        stop = self._next + self.size - without_last
-        key_value = torch.stack([buffer[:, :, row, stop - length : stop] for buffer in self.key_values])
-        documents = torch.zeros(length, dtype=torch.int64, device=key_value.device)
+        length = int(np.clip(self.num_known[row] - without_last, 0, self.memory_len if most is None else most))
+        key_values = []
+        for buffer, memory_len, known_B in zip(self.key_values, self.memory_lens, self._known_LB, strict=True):
+            size = memory_len + self.chunk_len
+            stop = self._position % size + size - without_last
+            own = min(length, int(np.clip(known_B[row] - without_last, 0, memory_len if most is None else most)))
+            key_values.append(buffer[:, :, row, stop - own : stop].clone())
+        documents = torch.zeros(length, dtype=torch.int64, device=key_values[0].device)
         if self.documents is not None:
+            stop = self._position % self.size + self.size - without_last
             documents = self.documents[row, stop - length : stop].clone()
-        return Past(key_value, documents)
+        return Past(tuple(key_values), documents)
 
     @torch.inference_mode()
     def put(self, row: int, past: Past) -> None:
-        """Make a row remember a past, of which the last `size` positions count, in place of its own."""
+        """Make a row remember a past, of which the last `size` positions count, in place of its own. Of one that lacks
+        positions in a layer which reads them here, only what is behind these."""
         num_given = past.document_S.shape[0]
-        self.known_B[row] = min(num_given, self.size)
+        given_L = [key_value_2NSH.shape[2] for key_value_2NSH in past.key_values]
+        lacking = [own for own, needed in zip(given_L, self.memory_lens, strict=True) if own < min(num_given, needed)]
+        self._known_LB[:, row] = np.minimum(np.minimum(given_L, min(lacking, default=num_given)), self._sizes_L1[:, 0])
+        for buffer, memory_len, key_value_2NSH in zip(self.key_values, self.memory_lens, past.key_values, strict=True):
+            _put(buffer[:, :, row], key_value_2NSH, at=self._position, size=memory_len + self.chunk_len, axis=2)
         if self.documents is not None:
             self.documents[row] = EMPTY
-        # Both copies of the slots before the next one; those behind it are written before they are read.
-        for stop, length in ((self._next + self.size, self.known_B[row]), (self._next, min(self._next, num_given))):
-            for buffer, key_value_2NSH in zip(self.key_values, past.key_value_L2NSH, strict=True):
-                buffer[:, :, row, stop - length : stop] = key_value_2NSH[:, :, num_given - length :]
-            if self.documents is not None:
-                self.documents[row, stop - length : stop] = past.document_S[num_given - length :]
+            _put(self.documents[row], past.document_S, at=self._position, size=self.size, axis=0)
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
@@ -161,17 +189,33 @@ class KeyValueRing:
             self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
         if self.documents is not None:
             self.documents = self.documents.index_select(0, index)
-        self.known_B = self.known_B[list(rows)]
+        self._known_LB = self._known_LB[:, list(rows)]
+
+    def forget(self, row: int) -> None:
+        """Make a row remember nothing: others read as far back as the one that knows most."""
+        self._known_LB[:, row] = 0
 
     def copied(self, *, memory_len: int, chunk_len: int) -> KeyValueRing:
         """What the rows remember, in a ring of other lengths."""
         with_documents = self.documents is not None
         ring = self.owner.ring(
-            num_rows=self.num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+            num_rows=self.num_rows,
+            memory_len=memory_len,
+            chunk_len=chunk_len,
+            with_documents=with_documents,
+            least_len=self.least_len,
         )
         for row in range(self.num_rows):
             ring.put(row, self.past(row, most=self.size))
         return ring
+
+
+def _put(slots: Tensor, values: Tensor, *, at: int, size: int, axis: int) -> None:
+    """Write what was before position `at`, of which the last `size` count, to both copies of its slots; those behind
+    are written before they are read."""
+    num_given, following = values.shape[axis], at % size
+    for stop, length in ((following + size, min(num_given, size)), (following, min(following, num_given))):
+        slots.narrow(axis, stop - length, length).copy_(values.narrow(axis, num_given - length, length))
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -318,32 +362,45 @@ class FrozenModel:
         self._distances: list[tuple[Tensor, Tensor | None]] = []
 
     @torch.inference_mode()
-    def ring(self, *, num_rows: int, memory_len: int, chunk_len: int = 1, with_documents: bool = False) -> KeyValueRing:
+    def ring(
+        self,
+        *,
+        num_rows: int,
+        memory_len: int,
+        chunk_len: int = 1,
+        with_documents: bool = False,
+        least_len: int = 0,
+    ) -> KeyValueRing:
         """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
 
-        `with_documents`: each chunk comes with the document of each of its tokens, and sees no other.
+        `with_documents`: each chunk comes with the document of each of its tokens, and sees no other. `least_len`: a
+        layer whose memory is shorter by training has no shorter one here, as far as `memory_len` goes.
 
         Raises ConfigError if there is no room for it, or a query would see nothing.
         """
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
         return KeyValueRing(
-            self, num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
+            self,
+            num_rows=num_rows,
+            memory_len=memory_len,
+            chunk_len=chunk_len,
+            with_documents=with_documents,
+            least_len=least_len,
         )
 
     @torch.inference_mode()
     def past_of(self, memory: Memory) -> list[Past]:
         """What each lane of a memory of hidden states remembers, as keys and values."""
         key_values: list[Tensor] = []
-        for layer, hidden_BMD in zip(self.layers, memory.hidden_LBMD, strict=True):
+        for layer, hidden_BMD in zip(self.layers, memory.hidden, strict=True):
             first_value = key_values[0].select(-3, 1) if key_values else None
             key_values.append(layer.block.project_key_value(hidden_BMD, first_value))
-        key_value_LBM2NH = torch.stack(key_values)
         pasts = []
         for lane, document_M in enumerate(memory.document_BM):
             first = int((document_M == EMPTY).sum())
-            key_value = key_value_LBM2NH[:, lane, first:].permute(0, 2, 3, 1, 4)
-            pasts.append(Past(key_value, document_M[first:]))
+            held = [one[lane, max(0, one.shape[1] - (memory.memory_len - first)) :] for one in key_values]
+            pasts.append(Past(tuple(one.permute(1, 2, 0, 3) for one in held), document_M[first:]))
         return pasts
 
     @torch.inference_mode()
@@ -376,7 +433,6 @@ class FrozenModel:
         section = self.model.section
         num_keys = past_len + num_tokens
         shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
-        window = num_keys if self._window is None else ring.memory_len + self._window
         attend = self._attend_one
         if num_tokens > 1:
             parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
@@ -395,7 +451,9 @@ class FrozenModel:
                 first_value = key_value_2NBTH[1] if index == 0 else first_value
             key_NBKH, value_NBKH = ring.write(index, key_value_2NBTH, past_len=past_len)
             query_2NBTH = query_NBTH + layer.query_bias_2N11H
-            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask_BTK, window=window)
+            window = num_keys if self._window is None else ring.memory_lens[index] + self._window
+            mask = None if mask_BTK is None else mask_BTK[:, :, num_keys - key_NBKH.shape[2] :]
+            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask, window=window)
             hidden_SD = layer.finish(hidden_SD, context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1))
         return [*hiddens, self.model.final_norm(hidden_SD).view_as(embedded_BTD)]
 

@@ -232,7 +232,12 @@ def read_by_chunks(
     """As `read`, yielding behind each chunk. `targets`, the tokens that follow each of `ids`, are scored, if given."""
     most = len(ids) + (0 if past is None else past.document_S.shape[0])  # a longer ring would hold no more
     memory_len = max(1, min(memory_len, most)) if memory_len else 0
-    ring = frozen.ring(num_rows=1, memory_len=memory_len, chunk_len=max(1, min(segment_len, len(ids))))
+    ring = frozen.ring(
+        num_rows=1,
+        memory_len=memory_len,
+        chunk_len=max(1, min(segment_len, len(ids))),
+        least_len=segment_len - 1,
+    )
     if past is not None:
         ring.put(0, past)
     for start in range(0, len(ids), ring.chunk_len):
@@ -271,7 +276,8 @@ class _CachedRows:
 
     def __init__(self, frozen: FrozenModel, *, memory_len: int, segment_len: int) -> None:
         self._frozen, self._lengths = frozen, {"memory_len": memory_len, "segment_len": segment_len}
-        self._ring = frozen.ring(num_rows=0, memory_len=min(memory_len, 1))  # grows by the texts
+        # It grows by the texts. A token sees no less than in a segment.
+        self._ring = frozen.ring(num_rows=0, memory_len=min(memory_len, 1), least_len=segment_len - 1)
         self._device = frozen.model.embedding.weight(0).device
 
     def select(self, rows: list[int]) -> None:
@@ -279,7 +285,10 @@ class _CachedRows:
             self._ring.select(rows)
         else:
             self._ring = self._frozen.ring(
-                num_rows=len(rows), memory_len=self._ring.memory_len, chunk_len=self._ring.chunk_len
+                num_rows=len(rows),
+                memory_len=self._ring.memory_len,
+                chunk_len=self._ring.chunk_len,
+                least_len=self._ring.least_len,
             )
 
     def past_of(self, request: Request) -> Past:
@@ -312,7 +321,7 @@ class _CachedRows:
         self._ring.put(row, past)
 
     def forget(self, row: int) -> None:
-        self._ring.known_B[row] = 0  # or others would read as far back as it did
+        self._ring.forget(row)
 
     def past(self, row: int, *, without_last: int) -> Past:
         return self._ring.past(row, without_last=without_last)

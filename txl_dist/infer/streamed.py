@@ -29,10 +29,18 @@ _MOST_LOGITS = 1 << 19
 class StreamedXL(TransformerXL):
     """In evaluation mode, computing in `dtype`; `weights` are under the names of the parameters."""
 
-    def __init__(self, model: ModelSection, *, vocab_size: int, weights: Weights, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        vocab_size: int,
+        weights: Weights,
+        dtype: torch.dtype,
+        memory_lens: Sequence[int] = (),
+    ) -> None:
         reader = _Reader({}, dtype)
         with torch.device("meta"):
-            super().__init__(model, vocab_size=vocab_size)
+            super().__init__(model, vocab_size=vocab_size, memory_lens=memory_lens)
             self.embedding = _Embedding(model, vocab_size=vocab_size, reader=reader)
             self.softmax = _Softmax(model, vocab_size=vocab_size, embedding=self.embedding, reader=reader)
         reader.sources.update({parameter: weights[name] for name, parameter in self.named_parameters()})
@@ -44,8 +52,8 @@ class StreamedXL(TransformerXL):
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """As that of the network itself."""
-        layers, width = self.section.num_layers, self.section.width
-        return empty_memory(num_layers=layers, num_lanes=num_lanes, memory_len=memory_len, width=width, like=self._like)
+        lens = self.memory_of_layers(memory_len)
+        return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=self._like)
 
 
 class _Reader(NamedTuple):

@@ -1,7 +1,8 @@
 """What a model remembers of a text, as a value and as a file: a conversation or a shared prefix goes on from it without
 being read again.
 
-The file is safetensors: `key_value` [L, 2, N, S, H] and `document` [S] of the last S positions but one, oldest first,
+The file is safetensors: `key_value` [L, 2, N, S, H] (`key_value.0` [2, N, S_0, H], `key_value.1` ... where the layers
+remember differently) and `document` [S] of the last S positions but one, oldest first,
 `last`, the id of the token that follows them and is not read yet; in its metadata the fingerprints of the model and of
 these tensors.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,7 @@ class TextMemory:
     @property
     def num_bytes(self) -> int:
         """Of its tensors."""
-        return self.past.key_value_L2NSH.nbytes + self.past.document_S.nbytes
+        return sum(one.nbytes for one in self.past.key_values) + self.past.document_S.nbytes
 
     def save(self, path: str | Path) -> None:
         """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written.
@@ -57,7 +59,7 @@ class TextMemory:
     def to_bytes(self) -> bytes:
         """What the file holds."""
         tensors = {
-            "key_value": self.past.key_value_L2NSH.cpu().contiguous(),
+            **_stored([one.cpu() for one in self.past.key_values]),
             "document": self.past.document_S.cpu().contiguous(),
             "last": torch.tensor([self.last]),
         }
@@ -90,23 +92,48 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
     if not _fits(tensors, model) or metadata.get("content") != _digest(tensors):
         raise CheckpointError(f"{called} is damaged: its content is not what was written. {_AGAIN}")
     device = model.embedding.weight(0).device
-    past = Past(tensors["key_value"].to(device), tensors["document"].to(device))
+    key_values = tuple(key_value.to(device) for key_value in _layers_of(tensors))
+    past = Past(key_values, tensors["document"].to(device))
     return TextMemory(past, int(tensors["last"]), fingerprint)
 
 
 _AGAIN = "Make it again from its text, with --save-memory or by a server."
 
 
+def _stored(key_values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """As one tensor where they are alike."""
+    if len({one.shape for one in key_values}) == 1:
+        return {"key_value": torch.stack(list(key_values))}
+    return {f"key_value.{layer}": one.contiguous() for layer, one in enumerate(key_values)}
+
+
+def _layers_of(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """key_value_2NSH of each layer, of a file's tensors."""
+    if "key_value" in tensors:
+        return list(tensors["key_value"])
+    return [tensors[name] for layer in range(len(tensors)) if (name := f"key_value.{layer}") in tensors]
+
+
 def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
     """Whether these are the tensors of a memory of this model: a file may come from anybody, digests and all."""
-    if tensors.keys() != {"key_value", "document", "last"}:
+    num_layers, num_heads, head_width = model.section.num_layers, model.section.num_heads, model.section.head_width
+    per_layer = {f"key_value.{layer}" for layer in range(num_layers)}
+    if not {"document", "last"} <= tensors.keys() or tensors.keys() - {"document", "last"} not in (
+        {"key_value"},
+        per_layer,
+    ):
         return False
-    key_value, document, last, section = (*(tensors[name] for name in ("key_value", "document", "last")), model.section)
+    if "key_value" in tensors and tensors["key_value"].dim() != 5:
+        return False
+    document, last, key_values = tensors["document"], tensors["last"], _layers_of(tensors)
     num_positions = document.shape[0] if document.dim() == 1 else -1
+    dtype = model.embedding.weight(0).dtype
     return (
-        key_value.shape == (section.num_layers, 2, section.num_heads, num_positions, section.head_width)
-        and key_value.dtype == model.embedding.weight(0).dtype
-        and bool(key_value.isfinite().all())
+        len(key_values) == num_layers
+        and all(one.dim() == 4 and one.shape[2] <= num_positions for one in key_values)
+        and all(one.shape == (2, num_heads, one.shape[2], head_width) for one in key_values)
+        and max(one.shape[2] for one in key_values) == num_positions
+        and all(one.dtype == dtype and bool(one.isfinite().all()) for one in key_values)
         and document.dtype == last.dtype == torch.int64
         and last.shape == (1,)
         and 0 <= int(last) < model.vocab_size

@@ -88,7 +88,7 @@ class Block(nn.Module):
             self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
         )
         key, value = key_value_BK2NH.unbind(2)  # two slices would have two gradients filled with zeros
-        key, value = self.attention.finished(key, value, first_value_BKNH)
+        key, value = self.attention.finished(key, value, _last(first_value_BKNH, key.shape[1]))
         context = self.attention(normed, key_BKNH=key, value_BKNH=value, distances=distances, visible=visible)
         return self.finish(hidden_BTD, context), value if self.gives_values else first_value_BKNH
 
@@ -96,6 +96,7 @@ class Block(nn.Module):
         """key_value_BS2NH of positions as they are attended to, given the layer's raw inputs there, and the first
         layer's values."""
         normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
+        first_value_BSNH = _last(first_value_BSNH, hidden_BSD.shape[1])
         return self.attention.finished_key_value(self.attention.project_key_value(normed), first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
@@ -120,6 +121,13 @@ class Block(nn.Module):
 def swiglu(x: Tensor, gate: Tensor) -> Tensor:
     """x silu(gate) (Shazeer 2020)."""
     return x * F.silu(gate)
+
+
+def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
+    """Of a first layer that remembers more than this one. Where it does not, no slice: its gradient is a copy."""
+    if first_value_BSNH is None or first_value_BSNH.shape[1] == num_positions:
+        return first_value_BSNH
+    return first_value_BSNH[:, -num_positions:]
 
 
 def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:

@@ -78,26 +78,26 @@ def flops_by_part(
     *,
     vocab_size: int,
     segment_len: int,
-    memory_len: int,
+    memory_lens: Sequence[int],
     microbatch_lanes: int,
     cluster_shares: Sequence[float] = (),
 ) -> dict[str, float]:
     """Operations of a training step per token, by the parts of the formula above.
 
-    `cluster_shares` of the tokens, one per cluster, as `text.clusters.cluster_shares` counts them; without them
-    `typical_shares` are taken.
+    `memory_lens`: tokens that each layer remembers. `cluster_shares` of the tokens, one per cluster, as
+    `text.clusters.cluster_shares` counts them; without them `typical_shares` are taken.
     """
-    T, M, K = segment_len, memory_len, memory_len + segment_len
+    T, M, K = segment_len, sum(memory_lens), sum(memory_lens) + len(memory_lens) * segment_len  # M, K: of all layers
     L, D, inner = model.num_layers, model.width, model.num_heads * model.head_width
-    seen = {"off": M + (T + 1) / 2, "memory": float(M), "memory_and_self": M + 1.0}[model.same_length]
+    seen = M + L * {"off": (T + 1) / 2, "memory": 0.0, "memory_and_self": 1.0}[model.same_length]
     shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
     scheme = model.scheme
     return {
         "linear": L * (4 * D * inner + model.num_ff_matrices * D * model.ff_width) * 6.0,
-        "memory": L * M / T * 2 * D * inner * 4.0,
-        "distances": L * K * D * inner / (microbatch_lanes * T) * 4.0 if scheme.sinusoids == "distances" else 0.0,
-        "scores": L * 2 * inner * seen * 6.0,
-        "shift": L * inner * seen * 6.0 if scheme.has_distance_terms else 0.0,
+        "memory": M / T * 2 * D * inner * 4.0,
+        "distances": K * D * inner / (microbatch_lanes * T) * 4.0 if scheme.sinusoids == "distances" else 0.0,
+        "scores": 2 * inner * seen * 6.0,
+        "shift": inner * seen * 6.0 if scheme.has_distance_terms else 0.0,
         **_vocabulary_flops(model, vocab_size=vocab_size, shares=shares),
     }
 

@@ -22,14 +22,14 @@ EMPTY = -1
 class Memory(NamedTuple):
     """What every lane remembers. Never requires a gradient."""
 
-    hidden_LBMD: Tensor
-    """Input of each layer at the last M positions, oldest first."""
+    hidden: tuple[Tensor, ...]
+    """hidden_BMD of each layer: its input at the last positions, oldest first. Layers may remember fewer than M."""
     document_BM: Tensor
-    """int64: document of each position, or EMPTY."""
+    """int64: document of each of the last M positions, or EMPTY."""
 
     @property
     def memory_len(self) -> int:
-        """M, in tokens."""
+        """M, in tokens: of the layers that remember most."""
         return self.document_BM.shape[1]
 
     def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:
@@ -37,26 +37,27 @@ class Memory(NamedTuple):
 
         `hidden_BTD` are the inputs of the layers. Every position of the new memory is written once, and nothing else.
         """
-        num_new = min(self.memory_len, document_BT.shape[1])
-        hidden_LBMD = torch.empty_like(self.hidden_LBMD)
-        num_kept = self.memory_len - num_new
-        hidden_LBMD[:, :, :num_kept] = self.hidden_LBMD[:, :, num_new:]
-        torch._foreach_copy_(
-            [layer[:, num_kept:] for layer in hidden_LBMD],
-            [hidden.detach()[:, hidden.shape[1] - num_new :] for hidden in hidden_BTD],
-        )
-        document_BM = torch.cat(
-            [self.document_BM[:, num_new:], document_BT[:, document_BT.shape[1] - num_new :]], dim=1
-        )
-        return Memory(hidden_LBMD, document_BM)
+        num_tokens = document_BT.shape[1]
+        hidden = tuple(torch.empty_like(old_BMD) for old_BMD in self.hidden)
+        places, values = list[Tensor](), list[Tensor]()
+        for old_BMD, new_BMD, given_BTD in zip(self.hidden, hidden, hidden_BTD, strict=True):
+            num_kept = max(0, old_BMD.shape[1] - num_tokens)
+            num_new = old_BMD.shape[1] - num_kept
+            if num_kept:
+                places.append(new_BMD[:, :num_kept])
+                values.append(old_BMD[:, num_new:])
+            places.append(new_BMD[:, num_kept:])
+            values.append(given_BTD.detach()[:, num_tokens - num_new :])
+        torch._foreach_copy_(places, values)
+        num_new = min(self.memory_len, num_tokens)
+        document_BM = torch.cat([self.document_BM[:, num_new:], document_BT[:, num_tokens - num_new :]], dim=1)
+        return Memory(hidden, document_BM)
 
 
-def empty_memory(*, num_layers: int, num_lanes: int, memory_len: int, width: int, like: Tensor) -> Memory:
-    """A memory of `memory_len` tokens that holds nothing, of the type and on the device of `like`, a weight say."""
-    return Memory(
-        hidden_LBMD=torch.zeros(num_layers, num_lanes, memory_len, width, dtype=like.dtype, device=like.device),
-        document_BM=torch.full((num_lanes, memory_len), EMPTY, dtype=torch.int64, device=like.device),
-    )
+def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like: Tensor) -> Memory:
+    """A memory that holds nothing, of so many tokens per layer, of the type and on the device of a weight, say."""
+    document_BM = torch.full((num_lanes, max(memory_lens)), EMPTY, dtype=torch.int64, device=like.device)
+    return Memory(tuple(like.new_zeros(num_lanes, length, width) for length in memory_lens), document_BM)
 
 
 def attended(memory: Memory) -> Memory:
@@ -84,6 +85,12 @@ class Visibility(NamedTuple):
     def memory_len(self) -> int:
         """M, in tokens."""
         return self.num_keys - self.query_document_BT.shape[1]
+
+    def of_memory(self, memory_len: int) -> Visibility:
+        """For a layer that remembers only the last so many of the M positions."""
+        if memory_len == self.memory_len:
+            return self
+        return self._replace(key_document_BK=self.key_document_BK[:, self.memory_len - memory_len :])
 
     def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
         """mask_BTK of the queries [start, stop), True where a key is seen. Keys are those up to the last one that

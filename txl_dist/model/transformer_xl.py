@@ -9,7 +9,7 @@ Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,14 +26,14 @@ from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import Memory, empty_memory, visible_keys
 from txl_dist.model.positions import attention_biases, distance_encoding
-from txl_dist.sections import AttentionKernel, ModelSection
+from txl_dist.sections import AttentionKernel, ModelSection, memory_of_layers
 
 
 class TransformerXL(nn.Module):
     """The network of Dai et al. 2019, initialised from torch's default generator.
 
     `recompute_every`: every so many-th block is run again in the backward pass instead of keeping its activations; 0
-    keeps all. `attention` is the setting of that name.
+    keeps all. `attention` and `memory_lens` are the settings of these names.
 
     Raises ConfigError if the cutoffs do not fit `vocab_size`, or for arguments that are something else.
     """
@@ -45,6 +45,7 @@ class TransformerXL(nn.Module):
         vocab_size: int,
         recompute_every: int = 0,
         attention: AttentionKernel = "auto",
+        memory_lens: Sequence[int] = (),
     ) -> None:
         super().__init__()
         if not isinstance(model, ModelSection) or not isinstance(vocab_size, int):
@@ -54,6 +55,7 @@ class TransformerXL(nn.Module):
             )
         check_vocabulary(model, vocab_size=vocab_size)
         self.section, self.vocab_size, self.recompute_every = model, vocab_size, recompute_every
+        self.memory_lens = tuple(memory_lens)
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
         biases = [attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
         self.blocks = nn.ModuleList(
@@ -68,8 +70,12 @@ class TransformerXL(nn.Module):
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """A memory that holds nothing, in this model's compute type and on its device."""
-        layers, width, like = self.section.num_layers, self.section.width, self.embedding.weight(0)
-        return empty_memory(num_layers=layers, num_lanes=num_lanes, memory_len=memory_len, width=width, like=like)
+        lens, like = self.memory_of_layers(memory_len), self.embedding.weight(0)
+        return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=like)
+
+    def memory_of_layers(self, memory_len: int) -> tuple[int, ...]:
+        """Tokens that each layer remembers, where the longest memory is of so many."""
+        return memory_of_layers(memory_len, self.memory_lens, num_layers=self.section.num_layers)
 
     def forward(
         self,
@@ -107,14 +113,16 @@ class TransformerXL(nn.Module):
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs, embedded = [], hidden
         first_value_BKNH: Tensor | None = None
-        for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden_LBMD, strict=True)):
+        for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden, strict=True)):
             if section.residual_scalars:
                 hidden = self.residuals[index](hidden, embedded)
             inputs.append(hidden)
             run: Callable[..., tuple[Tensor, Tensor | None]] = block
             if self.recompute_every and self.training and index % self.recompute_every == 0:
                 run = partial(checkpoint, block, use_reentrant=False)
-            hidden, first_value_BKNH = run(hidden, memory_BMD, encoding_KD, visible, first_value_BKNH)
+            seen = visible.of_memory(memory_BMD.shape[1])
+            distances_KD = None if encoding_KD is None else encoding_KD[visible.num_keys - seen.num_keys :]
+            hidden, first_value_BKNH = run(hidden, memory_BMD, distances_KD, seen, first_value_BKNH)
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(inputs, document_BT=document_BT)
 

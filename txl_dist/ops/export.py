@@ -13,7 +13,7 @@ from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.huggingface_export import Written, export_huggingface_code
 from txl_dist.convert.onnx_graphs import export_onnx
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.files import path_of
 from txl_dist.infer.bundle import WEIGHTS, Package, check_device, load_bundle, read_bundle, write_bundle
 from txl_dist.infer.language_model import LanguageModel
@@ -103,6 +103,7 @@ def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
         tokenizer=tokenizer,
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,
+        memory_lens=config.train.memory_lens,
         document_border=config.data.document_border,
         begins_documents=scores_first_tokens(config, saved),
         source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if average else {}),
@@ -152,6 +153,7 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
     Raises CheckpointError if nothing whole is found, `out` cannot be written, or the format cannot express the model.
     """
     folder, package = _read(source)
+    _check_alike(package)
     export_huggingface(out, package, dtype=dtype)
     return folder
 
@@ -159,14 +161,26 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Pa
 def export_to_onnx(source: Path, out: Path) -> float:
     """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle; returns the largest difference of a
     log-probability to its source, in nats. Raises as `export_onnx`, and CheckpointError if nothing whole is found."""
-    return export_onnx(out, load(source).bundle)
+    bundle = load(source).bundle
+    _check_alike(bundle)
+    return export_onnx(out, bundle)
 
 
 def export_to_huggingface_code(source: Path, out: Path, *, dtype: str = "fp32") -> Written:
     """Write a Hugging Face folder with its own code, from a run, a checkpoint or a bundle. Raises as
     `export_huggingface_code`, and CheckpointError if nothing whole is found."""
     folder, package = _read(source)
+    _check_alike(package)
     return export_huggingface_code(out, package.open(dtype, where=str(folder)))
+
+
+def _check_alike(package: Package) -> None:
+    """Raises ConfigError for layers that remember differently, which no format but ours can say."""
+    if len(set(package.memory_lens)) > 1:
+        raise ConfigError(
+            f"layers with memories of their own (train.memory_lens={list(package.memory_lens)}) are known to bundles "
+            "only. Export a bundle, or train on with memory_lens empty."
+        )
 
 
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:

@@ -29,7 +29,7 @@ from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
-from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, read_state
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, lane_files, lanes_of, memory_form, read_state
 from txl_dist.train.run_dir import evaluated_losses
 
 _BESIDE = {
@@ -223,12 +223,19 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 
 def _lane_file(path: Path) -> dict[str, Any]:
     with reading("the memories", path) as file:
-        hidden = file.get_slice("hidden")
-        sizes, dtype = hidden.get_shape(), str(hidden.get_dtype())
-    if len(sizes) != 4:
-        raise CheckpointError(f"the memories in {path} have the shape {sizes}, not [layers, lanes, tokens, width].")
-    num_layers, _, memory_len, width = sizes
-    shape = {"num_layers": num_layers, "memory_len": memory_len, "width": width, "dtype": dtype}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: one.get_shape() for name, one in slices.items()}
+        dtypes = {name: str(one.get_dtype()) for name, one in slices.items()}
+    form = memory_form(shapes)
+    if form is None:
+        raise CheckpointError(f"the memories in {path} have the shapes {shapes}, not [layers, lanes, tokens, width].")
+    shape = {
+        "num_layers": len(form.memory_lens),
+        "memory_len": max(form.memory_lens),
+        **({"memory_lens": list(form.memory_lens)} if len(set(form.memory_lens)) > 1 else {}),
+        "width": form.width,
+        "dtype": dtypes[min(dtypes.keys() - {"document"})],
+    }
     lanes = lanes_of(path)
     return {"file": f"lanes/{path.name}", "first": lanes.start, "last": lanes.stop - 1, **shape}
 
@@ -277,7 +284,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
         "",
         *(
             f"{one['file']}: memories of lanes {one['first']} to {one['last']}, {one['num_layers']} layers x "
-            f"{one['memory_len']} tokens x {one['width']}, {one['dtype']}"
+            f"{' '.join(map(str, one.get('memory_lens', [one['memory_len']])))} tokens x {one['width']}, {one['dtype']}"
             for one in facts["lanes"]
         ),
         f"{sum(counts.values()):,} values in {len(counts)} parameters, each with {', '.join(facts['kinds'])}",

@@ -117,7 +117,7 @@ def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_s
 
 def _struck(memory: Memory, fault: str) -> Memory:
     """For faults on purpose: a rank whose activations go wrong has them in its memory too."""
-    return memory._replace(hidden_LBMD=memory.hidden_LBMD * math.nan) if fault == "nan" else memory
+    return memory._replace(hidden=tuple(one * math.nan for one in memory.hidden)) if fault == "nan" else memory
 
 
 def _flip_bit(parameter: Tensor) -> None:

@@ -67,7 +67,7 @@ def assert_reproduced(
         for layer in range(model.section.num_layers):
             expected = golden.get(f"mems.{index}.{layer}")
             if expected is not None:
-                ours = memory.hidden_LBMD[layer, :, bundle.memory_len - expected.shape[0] :].transpose(0, 1)
+                ours = torch.stack(memory.hidden)[layer, :, bundle.memory_len - expected.shape[0] :].transpose(0, 1)
                 assert_close(ours, expected, tolerance=1e-5, what=f"memory {layer} after segment {index}")
     assert f"nll.{num_segments}" not in golden
 

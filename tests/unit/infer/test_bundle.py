@@ -17,6 +17,7 @@ from tests.helpers.checkpoints import GOLDEN_CHECKPOINT
 from tests.helpers.models import tiny_section
 from txl_dist import tables
 from txl_dist.cli import main
+from txl_dist.config import load_config
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import DTYPES, PROBE_TOLERANCE, Package, load_bundle, write_bundle
 from txl_dist.infer.language_model import LanguageModel
@@ -24,7 +25,7 @@ from txl_dist.infer.probe import probe_of
 from txl_dist.infer.weights import STORED
 from txl_dist.manifest import describe_file, files_of, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.ops.export import export_bundle
+from txl_dist.ops.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.training import train_tokenizer
 from txl_dist.text.words import WordTokenizer
@@ -101,6 +102,35 @@ def test_a_bundle_gives_back_the_weights_bit_for_bit_in_its_type(
     assert (bundle.dtype, bundle.source) == (dtype, {"run": "quick", "step": 7})
     assert sorted(content_of(tmp_path / "bundle")) == FILES
     assert list(tmp_path.iterdir()) == [tmp_path / "bundle"], "nothing temporary is left"
+
+
+def test_layers_that_remember_differently_are_carried_and_other_formats_refuse_them(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    memory_lens = (2, MEMORY_LEN, 5)
+    torch.manual_seed(0)
+    section = tiny_section(init_std=0.1, projection_init_std=0.1)
+    model = TransformerXL(section, vocab_size=tokenizer.vocab_size, memory_lens=memory_lens).eval()
+    package = package_of(model, tokenizer, memory_lens=memory_lens)
+    assert write_bundle(tmp_path / "bundle", package) <= 1e-6
+    bundle = load_bundle(tmp_path / "bundle")
+    assert bundle.memory_lens == bundle.model.memory_lens == memory_lens
+    assert json.loads((tmp_path / "bundle" / "config.json").read_text())["format_version"] == 3
+    assert load_config(tmp_path / "bundle" / "train.toml").train.memory_lens == memory_lens
+    lm = LanguageModel(bundle)
+    text = "the cat sat on the mat, the dog did not"
+    memory = lm.memory(text)
+    memory.save(tmp_path / "memory")
+    again = lm.load_memory(tmp_path / "memory")
+    assert len({one.shape[2] for one in again.past.key_values}) > 1
+    assert all(torch.equal(*pair) for pair in zip(again.past.key_values, memory.past.key_values, strict=True))
+    sampling = {"max_tokens": 20, "temperature": 0.0}
+    on_from = lm.generate(" and", memory=again, **sampling).text
+    assert on_from == lm.generate(text + " and", **sampling).text
+    for export in (export_to_huggingface, export_to_huggingface_code, export_to_onnx):
+        with pytest.raises(ConfigError, match=r"memory_lens=\[2, 16, 5\]\) are known to bundles only"):
+            export(tmp_path / "bundle", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_writing_reports_the_largest_error_on_the_probe(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -73,7 +73,7 @@ def assert_same(
         log_p = model.softmax.log_probabilities(expected[:, -1])
         assert (frozen.log_probabilities(hidden[:, -1]) - log_p).abs().max() <= tolerance
         start += length
-    assert ring.known_B.clip(max=ring.memory_len).tolist() == (memory.document_BM != EMPTY).sum(1).tolist()
+    assert ring.num_known.clip(max=ring.memory_len).tolist() == (memory.document_BM != EMPTY).sum(1).tolist()
     return memory, ring
 
 
@@ -99,6 +99,72 @@ def test_every_variant_gives_what_the_plain_model_gives(
             document_BS=documents_of(2, sum(lengths), mean_len=7) if is_masked else None,
             tolerance=TOLERANCE[dtype],
         )
+
+
+@pytest.mark.parametrize("is_masked", [False, True], ids=["carried", "documents"])
+@pytest.mark.parametrize("memory_lens", [(6, 2, 4), (0, 6, 1), (3, 3, 6)])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, RECURRENT["learned_relative"], {"same_length": "memory_and_self"}],
+    ids=["relative", "learned", "window"],
+)
+@torch.no_grad()
+def test_layers_that_remember_differently_give_what_the_plain_model_gives(
+    settings: dict[str, Any], memory_lens: tuple[int, ...], is_masked: bool
+) -> None:
+    if "same_length" in settings and not min(memory_lens):
+        return  # refused
+    model = tiny_model(dtype=torch.float64, memory_lens=memory_lens, **settings).eval()
+    for memory_len in (6, 3, 11):
+        lengths = lengths_of(50, chunk_len=9)
+        ring = FrozenModel(model).ring(num_rows=2, memory_len=memory_len, chunk_len=9, with_documents=is_masked)
+        memory = model.empty_memory(num_lanes=2, memory_len=memory_len)
+        document_BS = documents_of(2, sum(lengths), mean_len=7) if is_masked else None
+        _, ring = assert_same(model, memory, ring, lengths=lengths, document_BS=document_BS, tolerance=1e-11)
+        assert [one.shape[2] for one in ring.past(0).key_values] == list(model.memory_of_layers(memory_len))
+        sizes = [buffer.shape[3] for buffer in ring.key_values]
+        assert sizes == [2 * length + 3 * 9 for length in ring.memory_lens], "a shorter memory is a smaller buffer"
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 9])
+@torch.no_grad()
+def test_a_past_of_layers_that_remember_differently_goes_on_elsewhere(start: int) -> None:
+    model = tiny_model(dtype=torch.float64, memory_lens=(2, 6, 4)).eval()
+    frozen, tokens_BS = FrozenModel(model), random_tokens(2, 24)
+    ring = frozen.ring(num_rows=2, memory_len=6, chunk_len=4)
+    for first in range(0, start, 4):
+        frozen.run(tokens_BS[:, first : min(start, first + 4)], ring)
+    other = frozen.ring(num_rows=1, memory_len=6, chunk_len=7)
+    other.put(0, ring.past(1))
+    wider = ring.copied(memory_len=9, chunk_len=5)
+    for length in (4, 1, 3, 4):
+        here = slice(start, start + length)
+        expected = frozen.run(tokens_BS[:, here], ring)
+        assert (frozen.run(tokens_BS[1:, here], other) - expected[1:]).abs().max() <= 1e-11
+        start += length
+    made = other.past(0)
+    taken_back = other.past(0, without_last=3)
+    for kept, longer in zip(taken_back.key_values, made.key_values, strict=True):
+        assert kept.shape == longer.shape, "nothing of the past is lost by taking back what was made since"
+    assert wider.memory_lens == (2, 9, 4)
+
+
+@torch.no_grad()
+def test_a_past_that_lacks_positions_of_a_layer_is_seen_as_far_as_all_of_it_goes() -> None:
+    """Scored with 2 tokens in the first layer, written on with 5: what was not kept is not made up."""
+    model = tiny_model(dtype=torch.float64, memory_lens=(2, 9, 9)).eval()
+    frozen, tokens_1S = FrozenModel(model), random_tokens(1, 20)
+    scoring = frozen.ring(num_rows=1, memory_len=9, chunk_len=9)
+    frozen.run(tokens_1S[:, :9], scoring)
+    writing = frozen.ring(num_rows=1, memory_len=9, least_len=5)
+    assert writing.memory_lens == (5, 9, 9)
+    writing.put(0, scoring.past(0))
+    shorter = frozen.ring(num_rows=1, memory_len=9, least_len=5)
+    shorter.put(0, scoring.past(0, most=2))
+    assert writing.num_known.tolist() == [2]
+    for at in range(9, 12):
+        token = tokens_1S[:, at : at + 1]
+        assert torch.equal(frozen.run(token, writing), frozen.run(token, shorter))
 
 
 @pytest.mark.slow
@@ -150,7 +216,7 @@ def pasts_of(
         memory, ring = assert_same(
             model, memory, ring, lengths=cut, document_BS=document_BS, tolerance=TOLERANCE[torch.float64], seed=seed
         )
-        yield Memory(memory.hidden_LBMD[:, 1:], memory.document_BM[1:]), ring
+        yield Memory(tuple(torch.stack(memory.hidden)[:, 1:]), memory.document_BM[1:]), ring
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["carried", "documents"])
@@ -172,7 +238,7 @@ def test_rows_with_pasts_of_different_lengths_go_on_together_wherever_the_ring_s
     # Rows that remember nothing, little, as much as there is room for, and more than that.
     given = list(pasts_of(model, (0, 4, memory_len, 29), memory_len=15, is_masked=is_masked))
     memory = Memory(
-        torch.cat([plain.hidden_LBMD[:, :, -memory_len:] for plain, _ in given], dim=1),
+        tuple(torch.cat([torch.stack(plain.hidden)[:, :, -memory_len:] for plain, _ in given], dim=1)),
         torch.cat([plain.document_BM[:, -memory_len:] for plain, _ in given]),
     )
     for num_before in range(2 * size + 1):
@@ -199,7 +265,7 @@ def test_rows_are_kept_doubled_and_put_in_another_order(is_masked: bool) -> None
     ring.select(order)
     assert ring.num_rows == 4
     memory = Memory(
-        torch.cat([plain[row].hidden_LBMD for row in order], dim=1),
+        tuple(torch.cat([torch.stack(plain[row].hidden) for row in order], dim=1)),
         torch.cat([plain[row].document_BM for row in order]),
     )
     document_BS = 3 + documents_of(4, 30, mean_len=9) if is_masked else None
@@ -232,21 +298,21 @@ def test_a_past_is_a_value_from_which_the_last_position_may_be_left_out(is_maske
     model = tiny_model(dtype=torch.float64).eval()
     ((_, ring),) = pasts_of(model, (29,), memory_len=9, is_masked=is_masked)
     past = ring.past(1)
-    assert past.key_value_L2NSH.shape == (3, 2, 2, 9, 5)
+    assert torch.stack(past.key_values).shape == (3, 2, 2, 9, 5)
     documents = torch.zeros(2, 1, dtype=torch.int64) if is_masked else None
     FrozenModel(model).run(random_tokens(2, 1), ring, document_BT=documents)
     before, long_before = ring.past(1, without_last=1), ring.past(1, without_last=4)
-    assert torch.equal(before.key_value_L2NSH, past.key_value_L2NSH), "though the memory was full"
+    assert torch.equal(torch.stack(before.key_values), torch.stack(past.key_values)), "though the memory was full"
     assert torch.equal(before.document_S, past.document_S)
-    assert torch.equal(long_before.key_value_L2NSH[:, :, :, -6:], past.key_value_L2NSH[:, :, :, :6])
+    assert torch.equal(torch.stack(long_before.key_values)[:, :, :, -6:], torch.stack(past.key_values)[:, :, :, :6])
     assert len(long_before.document_S) == min(9, ring.size - 4), "as many are taken back as are run at a time"
-    copy = past.key_value_L2NSH.clone()
+    copy = torch.stack(past.key_values).clone()
     documents = torch.zeros(2, 3, dtype=torch.int64) if is_masked else None
     for _ in range(9):
         FrozenModel(model).run(random_tokens(2, 3), ring, document_BT=documents)
-    assert torch.equal(past.key_value_L2NSH, copy), "the ring went on, and the past stayed"
+    assert torch.equal(torch.stack(past.key_values), copy), "the ring went on, and the past stayed"
     ring.put(0, past)
-    assert torch.equal(ring.past(0).key_value_L2NSH, copy)
+    assert torch.equal(torch.stack(ring.past(0).key_values), copy)
 
 
 @torch.no_grad()
@@ -257,7 +323,7 @@ def test_the_inputs_of_all_layers_are_those_that_the_plain_model_remembers() -> 
     *inputs, hidden = frozen.run_embedded(
         model.embedding(tokens_BT), frozen.ring(num_rows=2, memory_len=3, chunk_len=7)
     )
-    assert (torch.stack(inputs) - memory.hidden_LBMD).abs().max() <= TOLERANCE[torch.float64]
+    assert (torch.stack(inputs) - torch.stack(memory.hidden)).abs().max() <= TOLERANCE[torch.float64]
     assert (hidden - expected).abs().max() <= TOLERANCE[torch.float64]
 
 

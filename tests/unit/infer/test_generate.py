@@ -165,7 +165,7 @@ def test_scores_may_begin_with_zeros_that_are_attended() -> None:
     empty = log_probabilities(model, tokens_BS, segment_len=4, memory_len=9)
     zeros = log_probabilities(model, tokens_BS, segment_len=4, memory_len=9, zero_memory=True)
     hidden_LBMD = torch.zeros(3, 2, 9, 12, dtype=torch.float64)
-    memory = Memory(hidden_LBMD, torch.zeros(2, 9, dtype=torch.int64))
+    memory = Memory(tuple(hidden_LBMD), torch.zeros(2, 9, dtype=torch.int64))
     with torch.no_grad():
         hidden_BTD, _ = model(tokens_BS[:, :4], memory)
         expected = -model.softmax(hidden_BTD, tokens_BS[:, 1:5])

@@ -127,7 +127,7 @@ def test_a_conversation_kept_turn_by_turn_is_one_long_text(lm: LanguageModel) ->
     assert memory is not None
     whole = lm.memory(ids, memory_len=500)
     assert memory.last == whole.last
-    assert (memory.past.key_value_L2NSH - whole.past.key_value_L2NSH).abs().max() <= 1e-10
+    assert (torch.stack(memory.past.key_values) - torch.stack(whole.past.key_values)).abs().max() <= 1e-10
 
 
 def test_a_text_that_was_stopped_is_remembered_as_far_as_it_was_shown(lm: LanguageModel) -> None:
@@ -140,7 +140,7 @@ def test_a_text_that_was_stopped_is_remembered_as_far_as_it_was_shown(lm: Langua
     assert made.memory is not None
     expected = lm.memory([*lm.prompt("the cat").ids, *made.ids], memory_len=500)
     assert made.memory.last == expected.last
-    assert (made.memory.past.key_value_L2NSH - expected.past.key_value_L2NSH).abs().max() <= 1e-10
+    assert (torch.stack(made.memory.past.key_values) - torch.stack(expected.past.key_values)).abs().max() <= 1e-10
 
 
 def test_a_text_that_the_model_ended_is_remembered_whole_with_a_full_memory_too(lm: LanguageModel) -> None:
@@ -154,7 +154,7 @@ def test_a_text_that_the_model_ended_is_remembered_whole_with_a_full_memory_too(
         assert one.memory is not None
         assert same.memory is not None
         assert one.memory.last == same.memory.last
-        assert torch.equal(one.memory.past.key_value_L2NSH, same.memory.past.key_value_L2NSH)
+        assert torch.equal(torch.stack(one.memory.past.key_values), torch.stack(same.memory.past.key_values))
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 17, 33])
@@ -169,7 +169,7 @@ def test_a_stop_string_of_several_tokens_takes_nothing_else_from_a_full_memory(l
     assert same.memory is not None
     assert (made.memory.last, len(made.memory)) == (same.memory.last, 7)
     # At the beginning the past was read in a chunk, and not in another.
-    assert (made.memory.past.key_value_L2NSH - same.memory.past.key_value_L2NSH).abs().max() <= 1e-12
+    assert (torch.stack(made.memory.past.key_values) - torch.stack(same.memory.past.key_values)).abs().max() <= 1e-12
 
 
 def test_room_is_made_for_what_the_texts_can_come_to_and_not_for_all_that_may_be_seen(lm: LanguageModel) -> None:
@@ -208,7 +208,7 @@ def test_a_memory_in_a_file_is_the_memory(lm: LanguageModel, tmp_path: Path) -> 
     memory = lm.memory("the cat sat on the mat, the dog did not")
     memory.save(tmp_path / "memory")
     again = lm.load_memory(tmp_path / "memory")
-    assert torch.equal(again.past.key_value_L2NSH, memory.past.key_value_L2NSH)
+    assert torch.equal(torch.stack(again.past.key_values), torch.stack(memory.past.key_values))
     assert torch.equal(again.past.document_S, memory.past.document_S)
     assert (again.last, again.model, len(again)) == (memory.last, memory.model, len(memory))
     assert lm.generate("x", memory=again, seed=1) == lm.generate("x", memory=memory, seed=1)
@@ -252,10 +252,10 @@ def test_a_memory_of_another_model_or_a_damaged_one_is_refused(
 
 def test_a_memory_is_a_value_that_no_text_changes(lm: LanguageModel) -> None:
     memory = lm.memory("the cat sat on the mat")
-    copy = memory.past.key_value_L2NSH.clone()
+    copy = torch.stack(memory.past.key_values).clone()
     lm.generate_batch(["a", "bc"], memory=memory, max_tokens=20, num_samples=2, keep_memory=True)
     lm.score("a text that is longer than the memory", memory=memory)
-    assert torch.equal(memory.past.key_value_L2NSH, copy)
+    assert torch.equal(torch.stack(memory.past.key_values), copy)
 
 
 def test_many_texts_are_scored_together_as_one_by_one(lm: LanguageModel) -> None:
@@ -330,7 +330,7 @@ def test_hidden_states_are_those_of_the_model_for_tokens_and_for_vectors(lm: Lan
         assert hidden.shape == (4, 2, piece.shape[1], 12)
         assert (hidden[-1] - expected).abs().max() <= 1e-10
         num_kept = min(MEMORY_LEN, piece.shape[1])
-        assert (hidden[:-1, :, -num_kept:] - memory.hidden_LBMD[:, :, -num_kept:]).abs().max() <= 1e-10
+        assert (hidden[:-1, :, -num_kept:] - torch.stack(memory.hidden)[:, :, -num_kept:]).abs().max() <= 1e-10
         assert torch.equal(hidden, by_vector)
     head = torch.nn.Linear(12, 1, dtype=torch.float64)
     head(hidden).sum().backward()
@@ -447,7 +447,7 @@ def test_no_tokens_are_an_empty_text_with_the_memory_of_the_prompt(lm: LanguageM
     made = lm.generate("the cat", max_tokens=0, keep_memory=True)
     assert (made.text, made.ids, made.finish) == ("", [], "length")
     assert isinstance(made.memory, TextMemory)
-    assert torch.equal(made.memory.past.key_value_L2NSH, lm.memory("the cat").past.key_value_L2NSH)
+    assert torch.equal(torch.stack(made.memory.past.key_values), torch.stack(lm.memory("the cat").past.key_values))
 
 
 def test_prompts_are_read_one_by_one_as_rows_become_free(lm: LanguageModel) -> None:

@@ -50,7 +50,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: Any = "off") -> Visibility:
     document_BM = torch.tensor(memory, dtype=torch.int64)
     return visible_keys(
-        Memory(torch.zeros(1, *document_BM.shape, D), document_BM), torch.tensor(documents), same_length=same_length
+        Memory((torch.zeros(*document_BM.shape, D),), document_BM), torch.tensor(documents), same_length=same_length
     )
 
 

@@ -172,8 +172,8 @@ def test_what_is_remembered_was_dropped_once() -> None:
     """The memory holds each layer's input as the layer got it: embeddings after their dropout, as the original has."""
     model = tiny_model(**{**NOWHERE, "embed_dropout": RATE, "width": 40}).train()
     _, memory = model(random_tokens(8, 16), model.empty_memory(num_lanes=8, memory_len=16))
-    assert_dropped(memory.hidden_LBMD[0], rate=RATE, what="memory of the first layer")
-    assert (memory.hidden_LBMD[1:] != 0).all()
+    assert_dropped(torch.stack(memory.hidden)[0], rate=RATE, what="memory of the first layer")
+    assert (torch.stack(memory.hidden)[1:] != 0).all()
 
 
 NUMBERS = 400_003

@@ -46,7 +46,13 @@ def test_the_layers_execute_what_the_formula_says(stack: str) -> None:
     settings, length, lanes = STACKS[stack]
     model, ids_BT, memory = on_meta(vocab_size=100, lanes=lanes, length=length, **settings)
     executed = counted(lambda: model(ids_BT, memory)[0].sum().backward())
-    parts = flops_by_part(model.section, vocab_size=100, segment_len=length, memory_len=length, microbatch_lanes=lanes)
+    parts = flops_by_part(
+        model.section,
+        vocab_size=100,
+        segment_len=length,
+        memory_lens=[length] * len(memory.hidden),
+        microbatch_lanes=lanes,
+    )
     formula = (sum(parts.values()) - parts["softmax"]) * lanes * length
     assert 0.97 < executed / formula < 1.03
 
@@ -81,7 +87,7 @@ def test_the_vocabulary_executes_what_the_formula_says_for_given_shares(settings
         model.section,
         vocab_size=vocab_size,
         segment_len=length,
-        memory_len=length,
+        memory_lens=[length],
         microbatch_lanes=lanes,
         cluster_shares=[size / (lanes * length) for size in sizes],
     )
@@ -90,7 +96,8 @@ def test_the_vocabulary_executes_what_the_formula_says_for_given_shares(settings
 
 
 def test_a_fixed_attended_length_and_other_positions_cost_what_they_see() -> None:
-    lengths = {"vocab_size": 50, "segment_len": 16, "memory_len": 32, "microbatch_lanes": 4}
+    layers = tiny_section().num_layers
+    lengths = {"vocab_size": 50, "segment_len": 16, "memory_lens": [32] * layers, "microbatch_lanes": 4}
     relative = flops_by_part(tiny_section(), **lengths)
     assert relative["scores"] == 2 * relative["shift"]
     for same_length, seen in (("memory", 32), ("memory_and_self", 33)):
@@ -98,14 +105,14 @@ def test_a_fixed_attended_length_and_other_positions_cost_what_they_see() -> Non
         assert fixed["scores"] / relative["scores"] == pytest.approx(seen / (32 + 17 / 2))
     learned = flops_by_part(tiny_section(positions="learned_relative", num_distances=48), **lengths)
     assert (learned["distances"], learned["shift"]) == (0.0, relative["shift"])
-    absolute = flops_by_part(tiny_section(positions="absolute"), **lengths | {"memory_len": 0})
+    absolute = flops_by_part(tiny_section(positions="absolute"), **lengths | {"memory_lens": [0] * layers})
     assert (absolute["distances"], absolute["shift"], absolute["memory"]) == (0.0, 0.0, 0.0)
 
 
 def test_published_models_cost_what_is_published_of_them() -> None:
     """In millions of operations per token, by hand from the formula; 6 per parameter would be far off."""
     enwik8 = tiny_section(num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048)
-    lengths = {"segment_len": 512, "memory_len": 512, "microbatch_lanes": 22}
+    lengths = {"segment_len": 512, "memory_lens": [512] * 12, "microbatch_lanes": 22}
     assert sum(flops_by_part(enwik8, vocab_size=204, **lengths).values()) / 1e6 == pytest.approx(338, rel=0.01)
     assert count_parameters(enwik8, vocab_size=204) == pytest.approx(41e6, rel=0.01)
 

@@ -25,42 +25,43 @@ def numbered(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_memory_holds_the_newest_positions_oldest_first_in_a_static_shape(
     memory_len: int, lengths: tuple[int, ...]
 ) -> None:
-    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=memory_len, width=WIDTH, like=torch.empty(0))
+    memory = empty_memory([memory_len] * LAYERS, num_lanes=LANES, width=WIDTH, like=torch.empty(0))
     seen = 0
     for length in lengths:
         hidden, document = numbered(seen, length)
         memory = memory.append(hidden, document_BT=document)
         seen += length
         assert memory.memory_len == memory_len
-        assert memory.hidden_LBMD.shape == (LAYERS, LANES, memory_len, WIDTH)
+        assert torch.stack(memory.hidden).shape == (LAYERS, LANES, memory_len, WIDTH)
         kept = list(range(seen))[-memory_len:] if memory_len else []
         expected = torch.tensor([EMPTY] * (memory_len - len(kept)) + kept)
         assert torch.equal(memory.document_BM, expected.expand(LANES, memory_len))
-        filled = memory.hidden_LBMD[:, :, memory_len - len(kept) :]
+        filled = torch.stack(memory.hidden)[:, :, memory_len - len(kept) :]
         assert torch.equal(filled, torch.tensor(kept).float()[None, None, :, None].expand_as(filled))
 
 
 def test_appending_makes_a_new_value_and_leaves_the_old_one_alone() -> None:
     hidden, document = numbered(0, 5)
-    old = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, like=torch.empty(0))
+    old = empty_memory([5] * LAYERS, num_lanes=LANES, width=WIDTH, like=torch.empty(0))
     new = old.append(hidden, document_BT=document)
-    new.hidden_LBMD.fill_(7.0)
-    assert (old.hidden_LBMD == 0).all()
+    for layer in new.hidden:
+        layer.fill_(7.0)
+    assert (torch.stack(old.hidden) == 0).all()
     assert (old.document_BM == EMPTY).all()
     assert torch.equal(hidden, numbered(0, 5)[0])
 
 
 def test_appending_cuts_the_way_of_gradients() -> None:
     hidden, document = numbered(0, 3)
-    memory = empty_memory(num_layers=LAYERS, num_lanes=LANES, memory_len=5, width=WIDTH, like=torch.empty(0))
+    memory = empty_memory([5] * LAYERS, num_lanes=LANES, width=WIDTH, like=torch.empty(0))
     new = memory.append(hidden.clone().requires_grad_() * 2, document_BT=document)
-    assert not new.hidden_LBMD.requires_grad
+    assert not torch.stack(new.hidden).requires_grad
 
 
 def test_memory_starts_in_the_type_of_the_model() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         memory = tiny_model(dtype=dtype).empty_memory(num_lanes=2, memory_len=3)
-        assert memory.hidden_LBMD.dtype == dtype
+        assert torch.stack(memory.hidden).dtype == dtype
         assert memory.document_BM.dtype == torch.int64
 
 
@@ -72,7 +73,7 @@ def test_visible_keys_are_those_of_the_definition() -> None:
         ordinal = [sum(borders[: i + 1]) for i in range(memory_len + segment_len)]
         empty = generator.randint(0, memory_len)
         past, documents = [EMPTY] * empty + ordinal[empty:memory_len], ordinal[memory_len:]
-        memory = Memory(torch.zeros(1, 1, memory_len, 1), torch.tensor([past], dtype=torch.int64))
+        memory = Memory((torch.zeros(1, memory_len, 1),), torch.tensor([past], dtype=torch.int64))
         for same_length in ("off", "memory", "memory_and_self") if memory_len else ("off", "memory_and_self"):
             mask = visible_keys(memory, torch.tensor([documents]), same_length=same_length).mask()
             expected = [
@@ -87,7 +88,7 @@ def test_visible_keys_are_those_of_the_definition() -> None:
 
 
 def test_windows_give_every_query_equally_many_keys() -> None:
-    memory = Memory(torch.zeros(1, 2, 6, 1), torch.zeros(2, 6, dtype=torch.int64))
+    memory = Memory((torch.zeros(2, 6, 1),), torch.zeros(2, 6, dtype=torch.int64))
     document_BT = torch.zeros(2, 4, dtype=torch.int64)
     counts = {
         same_length: visible_keys(memory, document_BT, same_length=same_length).mask()[0].sum(-1).tolist()
@@ -107,15 +108,15 @@ def test_empty_memory_contributes_nothing(name: str, pre_norm: bool) -> None:
     tokens_BT = random_tokens(2, 4)
     _, memory = model(random_tokens(2, 3, seed=1), model.empty_memory(num_lanes=2, memory_len=8))
     assert (memory.document_BM == EMPTY).sum(1).tolist() == [5, 5]
-    garbage = memory.hidden_LBMD.clone()
+    garbage = torch.stack(memory.hidden).clone()
     garbage[:, :, :5] = 1e3 * torch.randn(3, 2, 5, 12)
     expected, after = model(tokens_BT, memory)
-    hidden, after_garbage = model(tokens_BT, memory._replace(hidden_LBMD=garbage))
+    hidden, after_garbage = model(tokens_BT, memory._replace(hidden=tuple(garbage)))
     assert torch.equal(hidden, expected)
     filled = after.document_BM[0] != EMPTY
-    assert torch.equal(after.hidden_LBMD[:, :, filled], after_garbage.hidden_LBMD[:, :, filled])
+    assert torch.equal(torch.stack(after.hidden)[:, :, filled], torch.stack(after_garbage.hidden)[:, :, filled])
     garbage[:, :, 5:] += 1.0
-    assert not torch.equal(model(tokens_BT, memory._replace(hidden_LBMD=garbage))[0], expected)
+    assert not torch.equal(model(tokens_BT, memory._replace(hidden=tuple(garbage)))[0], expected)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -134,17 +135,17 @@ def test_no_gradient_flows_into_the_memory(name: str, recompute_every: int) -> N
     model.recompute_every = recompute_every
     first, second = random_tokens(2, 4, seed=1), random_tokens(2, 4, seed=2)
     _, memory = model(first, model.empty_memory(num_lanes=2, memory_len=6))
-    assert not memory.hidden_LBMD.requires_grad
-    assert memory.hidden_LBMD.grad_fn is None
+    assert not torch.stack(memory.hidden).requires_grad
+    assert torch.stack(memory.hidden).grad_fn is None
 
     def gradients(past: Memory) -> list[torch.Tensor]:
         model.zero_grad()
         hidden, after = model(second, past)
-        assert not after.hidden_LBMD.requires_grad
+        assert not torch.stack(after.hidden).requires_grad
         hidden.square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     carried = gradients(memory)
-    plain = gradients(Memory(memory.hidden_LBMD.clone(), memory.document_BM))
+    plain = gradients(Memory(tuple(torch.stack(memory.hidden).clone()), memory.document_BM))
     assert len(carried) > 20
     assert all(torch.equal(a, b) for a, b in zip(carried, plain, strict=True))

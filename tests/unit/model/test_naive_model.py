@@ -62,15 +62,16 @@ def assert_equal_to_naive(
             assert (nll_BT[lane] - torch.tensor(expected, dtype=torch.float64)).abs().max() <= 1e-10
             filled = memory.document_BM[lane] >= 0
             assert memory.document_BM[lane, filled].tolist() == naive_memories[lane].documents
-            assert_same_states(memory.hidden_LBMD[:, lane, filled], naive_memories[lane])
+            for hidden_BMD, expected_MD in zip(memory.hidden, naive_memories[lane].hidden_LMD, strict=True):
+                own = filled[filled.shape[0] - hidden_BMD.shape[1] :]
+                assert_same_states(hidden_BMD[lane, own], expected_MD)
         start += length
 
 
-def assert_same_states(hidden_LMD: Tensor, naive: NaiveMemory) -> None:
-    expected = torch.tensor(naive.hidden_LMD, dtype=torch.float64)
-    assert hidden_LMD.shape[:2] == expected.shape[:2]
-    if expected.numel():
-        assert (hidden_LMD - expected).abs().max() <= 1e-10
+def assert_same_states(hidden_MD: Tensor, naive_MD: list[list[float]]) -> None:
+    assert len(hidden_MD) == len(naive_MD)
+    if naive_MD:
+        assert (hidden_MD - torch.tensor(naive_MD, dtype=torch.float64)).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("document_BS", [None, DOCUMENTS], ids=["carried", "documents"])
@@ -107,6 +108,23 @@ def test_a_memory_of_attended_zeros_is_what_hugging_face_and_tensorflow_begin_wi
     empty = model.empty_memory(num_lanes=2, memory_len=11)
     difference = (model(tokens_BS, attended(empty))[0] - model(tokens_BS, empty)[0]).abs()
     assert difference.max() > 1e-3, "they are felt"
+
+
+@pytest.mark.parametrize("document_BS", [None, DOCUMENTS], ids=["carried", "documents"])
+@pytest.mark.parametrize(
+    "settings",
+    [*RECURRENT.values(), {"same_length": "memory"}, {"same_length": "memory_and_self"}, VARIANTS["modern"]],
+    ids=[*RECURRENT, "memory", "memory_and_self", "modern"],
+)
+@torch.no_grad()
+def test_layers_remember_as_much_as_each_is_told(settings: dict[str, Any], document_BS: Tensor | None) -> None:
+    for memory_lens in ((11, 3, 1), (7, 2, 7), (3, 11, 1), (4, 0, 2)):
+        mixes_values_it_lacks = "value_residual" in settings and memory_lens[0] < max(memory_lens)
+        if mixes_values_it_lacks or ("same_length" in settings and not all(memory_lens)):
+            continue  # refused
+        model = tiny_model(dtype=torch.float64, memory_lens=memory_lens, **settings)
+        for memory_len in (max(memory_lens), 2, 13):
+            assert_equal_to_naive(model, memory_len=memory_len, document_BS=document_BS)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

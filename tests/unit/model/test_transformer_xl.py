@@ -67,7 +67,7 @@ def test_a_memory_keeps_its_shape_whatever_the_segments_are(name: str) -> None:
             hidden, memory = model(random_tokens(2, length), memory)
             seen += length
             assert hidden.shape == (2, length, 12)
-            assert memory.hidden_LBMD.shape == (3, 2, memory_len, 12)
+            assert torch.stack(memory.hidden).shape == (3, 2, memory_len, 12)
             assert (memory.document_BM >= 0).sum(1).tolist() == [min(seen, memory_len)] * 2
 
 
@@ -106,12 +106,13 @@ def test_losses_are_causal(name: str) -> None:
 def test_a_forward_pass_cannot_disturb_the_memory_it_was_given(name: str, training: bool) -> None:
     model = tiny_model(dropout=0.2, cutoffs=(5, 20), **RECURRENT[name]).train(training)
     _, memory = model(random_tokens(2, 6), model.empty_memory(num_lanes=2, memory_len=4))
-    copy = memory._replace(hidden_LBMD=memory.hidden_LBMD.clone(), document_BM=memory.document_BM.clone())
+    copy = memory._replace(hidden=tuple(torch.stack(memory.hidden).clone()), document_BM=memory.document_BM.clone())
     for length in (1, 3, 4, 9):
         hidden, after = model(random_tokens(2, length), memory)
         model.softmax(hidden, random_tokens(2, length)).sum().backward()
-        after.hidden_LBMD.zero_()
-        assert torch.equal(memory.hidden_LBMD, copy.hidden_LBMD)
+        for layer in after.hidden:
+            layer.zero_()
+        assert torch.equal(torch.stack(memory.hidden), torch.stack(copy.hidden))
         assert torch.equal(memory.document_BM, copy.document_BM)
 
 
@@ -148,7 +149,7 @@ def test_recomputing_activations_changes_neither_loss_nor_gradients_by_a_bit(nam
         hidden, after = model(random_tokens(2, 6, seed=1), memory)
         loss = model.softmax(hidden, random_tokens(2, 6, seed=2)).mean()
         loss.backward()
-        results.append([loss.detach(), after.hidden_LBMD, *(p.grad for p in model.parameters())])
+        results.append([loss.detach(), torch.stack(after.hidden), *(p.grad for p in model.parameters())])
     for recomputed in results[1:]:
         assert all(a is not None and torch.equal(a, b) for a, b in zip(results[0], recomputed, strict=True))
 

@@ -23,7 +23,7 @@ from tests.helpers.models import tiny_section
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.infer.cached import FrozenModel
 from txl_dist.infer.probe import log_probabilities
-from txl_dist.model.memory import Memory, attended, empty_memory, visible_keys
+from txl_dist.model.memory import attended, empty_memory, visible_keys
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.ops.evaluate.evaluate import evaluate_trained
 from txl_dist.ops.evaluate.scoring import Scores
@@ -70,7 +70,7 @@ def naive_loss(
     assert not model.load_state_dict(made.weights, strict=False).unexpected_keys
     memory = model.empty_memory(num_lanes=1, memory_len=memory_len)
     if zeros:
-        memory = Memory(torch.zeros_like(memory.hidden_LBMD), torch.zeros(1, memory_len, dtype=torch.int64))
+        memory = memory._replace(document_BM=torch.zeros(1, memory_len, dtype=torch.int64))
     losses = []
     for start in range(0, tokens.shape[1] - 1, segment_len):
         first, stop = max(0, start - overlap_len), min(start + segment_len, tokens.shape[1] - 1)
@@ -195,9 +195,9 @@ def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_pat
 
 
 def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:
-    empty = empty_memory(num_layers=2, num_lanes=3, memory_len=4, width=5, like=torch.empty(0))
+    empty = empty_memory([4, 4], num_lanes=3, width=5, like=torch.empty(0))
     zeros = attended(empty)
-    assert torch.equal(zeros.hidden_LBMD, torch.zeros(2, 3, 4, 5))
+    assert torch.equal(torch.stack(zeros.hidden), torch.zeros(2, 3, 4, 5))
     document_BT = torch.zeros(3, 2, dtype=torch.int64)
     assert not visible_keys(empty, document_BT).mask()[:, :, :4].any()
     assert visible_keys(zeros, document_BT).mask()[:, :, :4].all()

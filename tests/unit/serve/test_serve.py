@@ -362,12 +362,12 @@ def test_a_memory_is_used_by_many_changed_by_none_and_goes_on_as_the_whole_text(
     lm = server.service.model
     held = server.service.memories.get(facts["id"])
     assert held is not None
-    before = held.memory.past.key_value_L2NSH.clone()
+    before = torch.stack(held.memory.past.key_values).clone()
     alone = lm.generate(" and", memory=lm.memory(TEXT), **GREEDY).text
     with ThreadPoolExecutor(8) as pool:
         texts = pool.map(lambda _: server.complete(" and", memory=facts["id"], n=3, **GREEDY).json["choices"], range(8))
         assert {one["text"] for choices in texts for one in choices} == {alone}
-    assert torch.equal(held.memory.past.key_value_L2NSH, before)
+    assert torch.equal(torch.stack(held.memory.past.key_values), before)
     whole = server.complete("the cat sat", **GREEDY).json["choices"][0]["text"]
     first = server.ask("POST", "/v1/memories", {"prompt": "the cat"}).json["id"]
     assert server.complete(" sat", memory=first, **GREEDY).json["choices"][0]["text"] == whole
@@ -384,7 +384,7 @@ def test_a_memory_is_taken_away_as_a_file_and_brought_back(server: Served, tmp_p
     (tmp_path / "memory").write_bytes(server.ask("GET", f"/v1/memories/{handle}/content").body)
     loaded, made = lm.load_memory(tmp_path / "memory"), lm.memory(TEXT)
     assert loaded.last == made.last
-    assert torch.equal(loaded.past.key_value_L2NSH, made.past.key_value_L2NSH)
+    assert torch.equal(torch.stack(loaded.past.key_values), torch.stack(made.past.key_values))
     again = server.ask(
         "POST", "/v1/memories", (tmp_path / "memory").read_bytes(), content_type="application/octet-stream"
     )
@@ -405,9 +405,9 @@ def test_a_file_that_is_no_memory_of_this_model_is_refused(server: Served) -> No
     assert "cannot be read as a memory" in refusal(data[:-9])
     assert "is a memory of another model" in refusal(random_model(seed=4).memory(TEXT).to_bytes())
     assert "is damaged" in refusal(data[:-1] + bytes([data[-1] ^ 1]))
-    shapes = whole.past.key_value_L2NSH
+    shapes = torch.stack(whole.past.key_values)
     for forged in (shapes[:, :1], shapes[..., :3], shapes * torch.nan, shapes.double()):
-        past = whole.past._replace(key_value_L2NSH=forged)
+        past = whole.past._replace(key_values=tuple(forged))
         assert "is damaged" in refusal(type(whole)(past, whole.last, whole.model).to_bytes())
     assert "is damaged" in refusal(type(whole)(whole.past, 10**6, whole.model).to_bytes())
 
@@ -421,7 +421,7 @@ def test_a_memory_that_is_longer_than_what_is_seen_is_refused(server: Served) ->
 
 def test_numbers_of_a_forged_memory_harm_nobody_else(server: Served) -> None:
     whole = server.service.model.memory(TEXT)
-    huge = whole.past._replace(key_value_L2NSH=whole.past.key_value_L2NSH * 1e37)
+    huge = whole.past._replace(key_values=tuple(torch.stack(whole.past.key_values) * 1e37))
     data = type(whole)(huge, whole.last, whole.model).to_bytes()
     handle = server.ask("POST", "/v1/memories", data, content_type="application/octet-stream").json["id"]
     alone = server.complete(TEXT, temperature=0, max_tokens=300).json["choices"][0]["text"]

@@ -151,7 +151,7 @@ class FakeEngine:
         self.updates: list[float] = []
 
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
-        return torch.tensor(next(self.losses)), memory._replace(hidden_LBMD=memory.hidden_LBMD + 1)
+        return torch.tensor(next(self.losses)), memory._replace(hidden=tuple(torch.stack(memory.hidden) + 1))
 
     def backward(self, loss: Tensor) -> None:
         pass
@@ -174,7 +174,7 @@ def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     maker = batch_maker(TransformerXL(config.model, vocab_size=VOCAB_SIZE), mask_documents=False)
     batches = maker.microbatches(plain_segment(np.zeros((2, 9), np.int64)), lanes=1)
     stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4),))
-    memories = tuple(Memory(torch.zeros(2, 1, 3, 5), torch.zeros(1, 3, dtype=torch.int64)) for _ in batches)
+    memories = tuple(Memory(tuple(torch.zeros(2, 1, 3, 5)), torch.zeros(1, 3, dtype=torch.int64)) for _ in batches)
     found = []
     for step in (1, 2, 3):
         given = StepInput(batches, 16, stream)
@@ -183,7 +183,7 @@ def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
         is_same = all(one is other for one, other in zip(after, memories, strict=True))
         assert is_same == (step == 2), "a skipped step gives back the very memories"
         memories = after
-        found.append(([float(memory.hidden_LBMD.max()) for memory in memories], list(engine.updates)))
+        found.append(([float(torch.stack(memory.hidden).max()) for memory in memories], list(engine.updates)))
     return found
 
 

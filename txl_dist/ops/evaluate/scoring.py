@@ -30,6 +30,7 @@ from txl_dist.ops.evaluate.log_probs import LogProbs
 from txl_dist.ops.evaluate.target import Target, require_same
 from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Adapting, Outputs, Overrides
 from txl_dist.progress import Progress
+from txl_dist.sections import memory_of_layers
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.report.evaluate import Part, evaluate
 
@@ -94,7 +95,11 @@ def _with_overrides(
         "overlap_len": overrides.overlap_len or (0 if memory_len or peer is not None else config.eval.overlap_len),
         "max_tokens": 0,  # the whole split, as the baselines score it
     }
-    values["train"]["memory_len"] = memory_len  # so that the rules are held against this evaluation
+    # So that the rules are held against this evaluation.
+    lens = config.train.memory_lens and memory_of_layers(
+        memory_len, config.train.memory_lens, num_layers=config.model.num_layers
+    )
+    values["train"] |= {"memory_len": memory_len, "memory_lens": lens}
     if clamp_len >= 0:
         values["model"]["clamp_len"] = clamp_len
     if same_length != "trained":

@@ -69,7 +69,11 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
             "model": bundle.section.model_dump(),
-            "train": {"segment_len": bundle.segment_len, "memory_len": bundle.memory_len},
+            "train": {
+                "segment_len": bundle.segment_len,
+                "memory_len": bundle.memory_len,
+                "memory_lens": bundle.memory_lens,
+            },
         }
         config = config_from_dict(values, source=where)
         where += _origin(bundle.source)

@@ -52,7 +52,7 @@ def describe_cost(job: Job, *, num_steps: int) -> Iterator[str]:
         job.config.model,
         vocab_size=job.vocab_size,
         segment_len=train.segment_len,
-        memory_len=train.memory_len,
+        memory_lens=train.memory_per_layer(job.config.model.num_layers),
         microbatch_lanes=job.plan.microbatch_lanes,
     )
     total = sum(parts.values()) * job.plan.tokens_per_step

@@ -216,7 +216,7 @@ class _Planner:
             config.model,
             vocab_size=question.vocab_size,
             segment_len=config.train.segment_len,
-            memory_len=config.train.memory_len,
+            memory_lens=config.train.memory_per_layer(config.model.num_layers),
             microbatch_lanes=config.train.microbatch_lanes,
         )
         precision = config.engine.precision
@@ -235,7 +235,7 @@ class _Planner:
             shares=self.shares,
             parameters=self.parameters,
             segment_len=train.segment_len,
-            memory_len=train.memory_len,
+            memory_lens=train.memory_per_layer(config.model.num_layers),
             microbatch_lanes=plan.microbatch_lanes,
             num_microbatches=plan.num_microbatches,
             world_size=self.gpus,
@@ -354,7 +354,7 @@ class _Planner:
 
     def _saving(self, option: Option, work: Work, *, length_s: float) -> Saving:
         train, model = self.given.train, self.given.model
-        memories = model.num_layers * train.memory_len * model.width * train.num_lanes * work.num_bytes
+        memories = sum(work.memory_lens) * model.width * train.num_lanes * work.num_bytes
         size = 12.0 * self.parameters + memories  # fp32 weights and two moments
         is_asynchronous = self.given.checkpoint.asynchronous
         wait_s = max(1.0, size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9))
@@ -374,11 +374,11 @@ class _Planner:
 def _kept_scores_bytes(config: Config) -> float:
     """Probabilities that fused attention keeps for the backward pass, and the numbers of its buffer, thrice."""
     model, train, size = config.model, config.train, DTYPES[config.engine.dtype].itemsize
-    layers = 1 if config.engine.activation_checkpointing else model.num_layers
-    seen = train.memory_len + (train.segment_len + 1) / 2
     each = size + (1 if model.attention_dropout else 0)
-    pairs = train.microbatch_lanes * model.num_heads * train.segment_len * seen
-    return layers * pairs * each + 3 * size * min(FUSED_BUFFER_LEN, pairs)
+    rows = train.microbatch_lanes * model.num_heads * train.segment_len
+    pairs = [rows * (length + (train.segment_len + 1) / 2) for length in train.memory_per_layer(model.num_layers)]
+    kept = max(pairs) if config.engine.activation_checkpointing else sum(pairs)
+    return kept * each + 3 * size * min(FUSED_BUFFER_LEN, max(pairs))
 
 
 def _is_valid(config: Config) -> bool:

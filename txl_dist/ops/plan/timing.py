@@ -17,6 +17,7 @@ the reading of data, the other tenants of a network.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -107,7 +108,8 @@ class Work:
     """Of the tokens, per cluster."""
     parameters: int
     segment_len: int
-    memory_len: int
+    memory_lens: tuple[int, ...]
+    """Tokens that each layer remembers."""
     microbatch_lanes: int
     num_microbatches: int
     world_size: int
@@ -234,23 +236,31 @@ def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     """Of all blocks, but for the scores; forward, and backward for weights and inputs."""
     model, rows = work.model, float(work.tokens)
     layers, width, inner = model.num_layers, model.width, model.num_heads * model.head_width
-    memory_rows = work.microbatch_lanes * work.memory_len
     num_projections, num_passes = program.memory_products
     yield Product(rows, width, 3 * inner, 3 * layers)
-    yield Product(memory_rows, width, num_projections * inner, num_passes * layers)
+    for memory_len, count in Counter(work.memory_lens).items():
+        memory_rows = work.microbatch_lanes * memory_len
+        yield Product(memory_rows, width, num_projections * inner, num_passes * count)
+        if model.scheme.sinusoids == "distances":
+            yield Product(work.segment_len + memory_len, width, inner, 2 * count)
     yield Product(rows, inner, width, 3 * layers)
     yield Product(rows, width, model.ff_width, 3 * model.num_ff_matrices * layers)
-    if model.scheme.sinusoids == "distances":
-        yield Product(work.segment_len + work.memory_len, width, inner, 2 * layers)
 
 
 def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
+    return sum(
+        count * _layer_attention_s(work, memory_len, gpu, program)
+        for memory_len, count in Counter(work.memory_lens).items()
+    )
+
+
+def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) -> float:
     model, queries = work.model, work.segment_len
-    keys = work.memory_len + queries
-    heads = model.num_layers * work.microbatch_lanes * model.num_heads
-    seen = work.memory_len + (queries + 1) / 2 if program.skips_masked else float(keys)
+    keys = memory_len + queries
+    heads = work.microbatch_lanes * model.num_heads
+    seen = memory_len + (queries + 1) / 2 if program.skips_masked else float(keys)
     if model.same_length != "off" and program.skips_masked:
-        seen = min(seen, work.memory_len + 1.0)
+        seen = min(seen, memory_len + 1.0)
     num_scores = 3 if model.scheme.has_distance_terms else 2  # products: keys, distances, values
     if work.attention == "kernels":
         operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen

@@ -2,7 +2,7 @@
 
     checkpoints/step_000001200/
       engine/00000.safetensors        per rank: its pieces of fp32 weights and optimizer state, by name of the parameter
-      lanes/00000-00031.safetensors   memories by global lane id
+      lanes/00000-00031.safetensors   memories by global lane id (`memories`)
       probe.safetensors  config.toml  tokenizer.json     what an export needs
       state.json                      TrainState, stream position, fingerprints, shapes of the parameters
       MANIFEST.json                   every file's bytes and sha256
@@ -33,10 +33,10 @@ from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.faults import fault_point
 from txl_dist.infer.weights import Rows
-from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
-from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
-from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, lane_files, lanes_of, read_state
+from txl_dist.train.checkpoint.fragments import FragmentFiles
+from txl_dist.train.checkpoint.memories import load_memories
+from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, read_state
 from txl_dist.train.engine.partitions import AVERAGE, WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes
@@ -200,56 +200,10 @@ def load_checkpoint(saved: SavedState, engine: Engine, job: Job, *, stream: Stre
     empty = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
     memories = (empty,) * job.plan.num_microbatches
     if stream.has_lanes_of(saved.stream):
-        memories = together(lambda: _load_memories(folder, lanes=job.lanes, like=empty))
+        memories = together(lambda: load_memories(folder, lanes=job.lanes, like=empty))
     return TrainState(
         step=saved.step, tokens_seen=state["tokens_seen"], health=saved.health, stream=stream, memories=memories
     )
-
-
-def _load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
-    """The memories of these lanes per micro-batch, of the length, type and device of `like`."""
-    whole = load_memory(folder, lanes=lanes)
-    whole = resized(whole, memory_len=like.memory_len)
-    size = like.document_BM.shape[0]
-    return tuple(
-        Memory(
-            whole.hidden_LBMD[:, start : start + size].contiguous().to(like.hidden_LBMD),
-            whole.document_BM[start : start + size].contiguous().to(like.document_BM),
-        )
-        for start in range(0, len(lanes), size)
-    )
-
-
-def resized(memory: Memory, *, memory_len: int) -> Memory:
-    """The newest `memory_len` positions of a memory; what it lacks in front is empty."""
-    missing = max(0, memory_len - memory.memory_len)
-    hidden_LBMD, document_BM = (
-        tensor.narrow(axis, tensor.shape[axis] - (memory_len - missing), memory_len - missing)
-        for tensor, axis in ((memory.hidden_LBMD, 2), (memory.document_BM, 1))
-    )
-    return Memory(
-        torch.nn.functional.pad(hidden_LBMD, (0, 0, missing, 0)),
-        torch.nn.functional.pad(document_BM, (missing, 0), value=EMPTY),
-    )
-
-
-def load_memory(folder: Path, *, lanes: range) -> Memory:
-    """The memory of any range of global lanes, whichever ranks saved them. Raises CheckpointError if one is missing."""
-    hidden: list[Tensor] = []
-    document: list[Tensor] = []
-    wanted = lanes.start
-    for path in lane_files(folder):
-        held = lanes_of(path)
-        if wanted >= lanes.stop or wanted not in held:
-            continue
-        rows = slice(wanted - held.start, min(lanes.stop, held.stop) - held.start)
-        with reading("the memories", path) as file:
-            hidden.append(file.get_slice("hidden")[:, rows])
-            document.append(file.get_slice("document")[rows])
-        wanted = min(lanes.stop, held.stop)
-    if wanted < lanes.stop:
-        raise CheckpointError(f"{folder}/lanes has no memory of lane {wanted}. Use another checkpoint.")
-    return Memory(torch.cat(hidden, dim=1), torch.cat(document))
 
 
 def consolidated_weights(folder: Path, *, average: bool = False) -> dict[str, Rows]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,7 +24,16 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.errors import CheckpointError, explained
 from txl_dist.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.manifest import problems_of
-from txl_dist.run_files import CHECKPOINT_NAME, FORMAT_VERSION, PROBE, SETTINGS, STATE, list_checkpoints, step_of
+from txl_dist.run_files import (
+    CHECKPOINT_NAME,
+    FORMAT_VERSION,
+    PER_LAYER_VERSION,
+    PROBE,
+    SETTINGS,
+    STATE,
+    list_checkpoints,
+    step_of,
+)
 from txl_dist.tensor_files import open_tensors
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.health import Health
@@ -101,9 +110,9 @@ def read_state(folder: Path) -> SavedState:
     with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=(OSError, ValueError)):
         data = read_bytes(path)
         state = parse_object(data)
-    if (version := state.get("format_version")) != FORMAT_VERSION:
+    if (version := state.get("format_version")) not in (FORMAT_VERSION, PER_LAYER_VERSION):
         raise _OtherVersionError(
-            f"{folder} has format version {version}; this program reads {FORMAT_VERSION}. "
+            f"{folder} has format version {version}; this program reads {FORMAT_VERSION} and {PER_LAYER_VERSION}. "
             "Use the version of txl_dist that wrote it."
         )
     try:
@@ -181,18 +190,18 @@ def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
     next_lane, forms = 0, set()
     for header in headers:
         held, shapes = lanes_of(header.path), header.shapes
-        if not held or shapes.keys() != {"hidden", "document"} or len(shapes["hidden"]) != 4:
+        form = memory_form(shapes)
+        if not held or form is None:
             yield f"lanes/{header.path.name} is no file of memories"
             continue
-        layers, count, memory_len, width = shapes["hidden"]
-        if count != len(held) or shapes["document"] != [count, memory_len]:
+        if form.num_lanes != len(held) or shapes["document"] != [form.num_lanes, max(form.memory_lens)]:
             yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"
         if header.lanes not in ("", header.path.stem):
             yield f"lanes/{header.path.name} holds other memories than its name says: of lanes {header.lanes}"
         if held.start != next_lane:
             yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
         next_lane = held.stop
-        forms.add((layers, memory_len, width))
+        forms.add(form._replace(num_lanes=0))
     if next_lane != num_lanes or len(forms) > 1:
         yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
 
@@ -206,6 +215,36 @@ class _Header(NamedTuple):
     lanes: str
     """The lanes that it was saved with; empty if it says none."""
     shapes: dict[str, list[int]]
+
+
+class MemoryForm(NamedTuple):
+    """Of a file of memories."""
+
+    num_lanes: int
+    memory_lens: tuple[int, ...]
+    """Of each layer."""
+    width: int
+
+
+def memory_form(shapes: Mapping[str, Sequence[int]]) -> MemoryForm | None:
+    """By the shapes of its tensors (`memories`); None if it is none."""
+    names = hidden_names(shapes)
+    if shapes.keys() == {"hidden", "document"} and len(shapes["hidden"]) == 4:
+        layers, num_lanes, memory_len, width = shapes["hidden"]
+        return MemoryForm(num_lanes, (memory_len,) * layers, width)
+    if not names or shapes.keys() != {*names, "document"} or any(len(shapes[name]) != 3 for name in names):
+        return None
+    sizes = {(shapes[name][0], shapes[name][2]) for name in names}
+    if len(sizes) > 1:
+        return None
+    num_lanes, width = sizes.pop()
+    return MemoryForm(num_lanes, tuple(shapes[name][1] for name in names), width)
+
+
+def hidden_names(names: Iterable[str]) -> list[str]:
+    """Of the tensors of a file of memories whose layers remember differently, by layer; none where they are alike."""
+    num_layers = sum(name.startswith("hidden.") for name in names)
+    return [f"hidden.{layer}" for layer in range(num_layers)]
 
 
 def lane_files(folder: Path) -> list[Path]:

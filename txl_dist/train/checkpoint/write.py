@@ -29,11 +29,12 @@ from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
-from txl_dist.run_files import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
+from txl_dist.run_files import CHECKPOINTS, FORMAT_VERSION, PER_LAYER_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.stages import whole
 from txl_dist.tables import size
 from txl_dist.tensor_files import file_bytes, write_tensors
 from txl_dist.train.checkpoint.fragments import fragment_tensors
+from txl_dist.train.checkpoint.memories import memory_tensors
 from txl_dist.train.checkpoint.read import absolute_paths
 from txl_dist.train.checkpoint.soundness import LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.engine.protocol import Engine
@@ -157,10 +158,7 @@ class Saver:
 
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
         """(tensors, metadata) of each file of this rank, as views where they can be."""
-        memories = {
-            "hidden": torch.cat([memory.hidden_LBMD for memory in state.memories], dim=1),
-            "document": torch.cat([memory.document_BM for memory in state.memories]),
-        }
+        memories = memory_tensors(state.memories)
         ranks, lanes = self.job.ranks, f"{self.job.lanes.start:05d}-{self.job.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
         # At stage 0 all ranks hold the same.
@@ -180,7 +178,7 @@ class Saver:
         config, tokenizer = whole(self.job.config), self.job.tokenizer
         settings = config_to_toml(config).encode()
         content = {
-            "format_version": FORMAT_VERSION,
+            "format_version": PER_LAYER_VERSION if config.train.memory_lens else FORMAT_VERSION,
             "code_version": txl_dist.__version__,
             "step": state.step,
             "tokens_seen": state.tokens_seen,

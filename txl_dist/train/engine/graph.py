@@ -90,12 +90,13 @@ class GraphedModule(nn.Module):
                 torch.cuda.empty_cache()
             return self.module(*arguments)
         graph = self._graphs[key]
-        torch._foreach_copy_(graph.inputs, inputs)
+        _copy(graph.inputs, inputs)
         graph.replay()
         results = graph.outputs[: -len(parameters)]
         gradients = graph.outputs[-len(parameters) :]
         # The next replay writes over them.
-        loss, *rest = (result.clone() for result in results)
+        loss, *rest = kept = [torch.empty_like(result) for result in results]
+        _copy(kept, results)
         return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
 
     def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
@@ -116,8 +117,7 @@ class GraphedModule(nn.Module):
             made = [*(result.detach() for result in results), *gradients]
             outputs[:] = [self._outputs.get(place, value) for place, value in zip(_places(made), made, strict=True)]
             copied = [(shared, own) for shared, own in zip(outputs, made, strict=True) if shared is not own]
-            if copied:
-                torch._foreach_copy_([shared for shared, _ in copied], [own for _, own in copied])
+            _copy([shared for shared, _ in copied], [own for _, own in copied])
             specs[:] = [result_spec]
 
         devices = [scale.device] if scale.device.type == "cuda" else []
@@ -140,6 +140,13 @@ def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], N
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """In a few launches: one copies tensors of one type."""
+    for dtype in {value.dtype for value in values}:
+        pairs = [pair for pair in zip(into, values, strict=True) if pair[1].dtype == dtype]
+        torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:

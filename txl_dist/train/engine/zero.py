@@ -71,6 +71,7 @@ class ZeroEngine(Engine):
             vocab_size=vocab_size,
             recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
             attention=config.engine.attention,
+            memory_lens=config.train.memory_lens,
         )
         if weights is not None:
             copy_weights(model, weights)

@@ -73,7 +73,7 @@ def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: boo
     lanes, keys = plan.microbatch_lanes, train.segment_len + train.memory_len
     inner, rows = model.num_heads * model.head_width, lanes * keys
     copies = 5 if config.engine.replays(on_gpu=on_gpu) else 3
-    memories = copies * model.num_layers * train.memory_len * model.width * plan.lanes_per_rank
+    memories = copies * sum(train.memory_per_layer(model.num_layers)) * model.width * plan.lanes_per_rank
     per_layer = rows * (24 * model.width + 10 * inner + 5 * model.ff_width) + keys * 6 * inner
     num_kept = 7 if config.engine.attention == "plain" or not model.scheme.has_distance_terms else 3
     scores = num_kept * lanes * model.num_heads * train.segment_len * keys

@@ -50,7 +50,7 @@ def bytes_per_rank(
     matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
     gradients = gradient_size(engine) * (own if stage >= 2 else parameters)
     has_masters = stage >= 1 or engine.dtype != "fp32"
-    lane_memory = config.model.num_layers * config.train.memory_len * config.model.width * size
+    lane_memory = sum(config.train.memory_per_layer(config.model.num_layers)) * config.model.width * size
     moments = (
         config.optim.state_bytes() * (parameters - matrices) + config.optim.state_bytes(of_matrices=True) * matrices
     )
@@ -147,6 +147,7 @@ def _micro_step_peak(
         lanes=plan.microbatch_lanes,
         segment_len=train.segment_len,
         memory_len=train.memory_len,
+        memory_lens=train.memory_lens,
         dtype=DTYPES[engine.dtype],
         attention=engine.attention,
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,

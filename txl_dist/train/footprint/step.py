@@ -50,6 +50,7 @@ class MicroStep(NamedTuple):
     lanes: int
     segment_len: int
     memory_len: int
+    memory_lens: tuple[int, ...]
     dtype: torch.dtype
     attention: AttentionKernel
     recompute_every: int
@@ -120,6 +121,7 @@ def follow(step: MicroStep) -> Trace:
             vocab_size=step.vocab_size,
             recompute_every=step.recompute_every,
             attention="plain" if step.attention == "plain" else "fused",
+            memory_lens=step.memory_lens,
         )
         events = _Events()
         for block in model.blocks:

@@ -79,17 +79,19 @@ def look(
         without.add(engine.losses(batch, empty)[0], batch)
         memory = after
     held, alone = with_memory.means(), without.means()
-    (num_held, *squares_L), (num_seen, *shares_L) = (
-        all_reduce_sum(sums).tolist() for sums in (torch.stack(squares).sum(0), attended.sums())
-    )
-    if not num_held:
+    counts_L, squares_L = all_reduce_sum(torch.stack(squares).sum(0)).tolist()
+    num_seen, *shares_L = all_reduce_sum(attended.sums()).tolist()
+    if not any(counts_L):
         return None
     return {
         "step": step,
         "seconds": time.perf_counter() - start_s,
         "tokens": held.tokens,
         "memory_gain": alone.loss - held.loss,
-        **{f"memory_norm_{layer}": math.sqrt(square / num_held) for layer, square in enumerate(squares_L)},
+        **{
+            f"memory_norm_{layer}": math.sqrt(square / max(1.0, count))
+            for layer, (square, count) in enumerate(zip(squares_L, counts_L, strict=True))
+        },
         **{f"memory_attention_pct_{layer}": 100 * share / num_seen for layer, share in enumerate(shares_L)},
         "loss_by_position": [part.loss for part in held.by_position],
         "loss_by_position_without_memory": [part.loss for part in alone.by_position],
@@ -97,10 +99,13 @@ def look(
 
 
 def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
-    """Places that hold something, of lanes that still read; then the sum of their mean squares by layer: [1 + L]."""
+    """By layer the places that hold something, of lanes that still read; and the sum of their mean squares: [2, L]."""
     is_held_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
-    squares_LBM = memory.hidden_LBMD.double().square().mean(-1)
-    return torch.cat([is_held_BM.sum()[None].double(), (squares_LBM * is_held_BM).sum((1, 2))])
+    held = [is_held_BM[:, memory.memory_len - hidden_BMD.shape[1] :] for hidden_BMD in memory.hidden]
+    squares = [
+        (hidden_BMD.double().square().mean(-1) * own).sum() for hidden_BMD, own in zip(memory.hidden, held, strict=True)
+    ]
+    return torch.stack([torch.stack([own.sum().double() for own in held]), torch.stack(squares)])
 
 
 class _AttentionWatch:

@@ -113,7 +113,7 @@ def mfu(job: Job, tokens_per_s: float) -> dict[str, float]:
         config.model,
         vocab_size=job.vocab_size,
         segment_len=train.segment_len,
-        memory_len=train.memory_len,
+        memory_lens=train.memory_per_layer(config.model.num_layers),
         microbatch_lanes=plan.microbatch_lanes,
     )
     return {"mfu_pct": 100 * sum(flops.values()) * tokens_per_s / (plan.world_size * peak * 1e12)} if peak else {}

@@ -37,7 +37,7 @@ WORK = Work(
     shares=(1.0,),
     parameters=43_000_000,
     segment_len=256,
-    memory_len=256,
+    memory_lens=(256,) * 12,
     microbatch_lanes=16,
     num_microbatches=1,
     world_size=8,
@@ -184,7 +184,8 @@ def test_a_graph_takes_the_hosts_time_away() -> None:
 def test_longer_memory_more_lanes_and_wider_numbers_take_longer() -> None:
     base = replace(WORK, graphed=True)  # else it is the host that takes the time
     for longer in (
-        replace(base, memory_len=512),
+        replace(base, memory_lens=(512,) * 12),
+        replace(base, memory_lens=(256,) * 11 + (512,)),
         replace(base, microbatch_lanes=32),
         replace(base, precision="fp32", attention="fused"),
     ):

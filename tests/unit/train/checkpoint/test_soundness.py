@@ -15,7 +15,8 @@ from tests.helpers.checkpoints import GOLDEN_CHECKPOINT, change_state, golden_at
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError
 from txl_dist.manifest import problems_of
-from txl_dist.train.checkpoint.read import choose_checkpoint, load_memory, newest_checkpoint
+from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.read import choose_checkpoint, newest_checkpoint
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 
 STATE = json.loads((GOLDEN_CHECKPOINT / "state.json").read_text(encoding="utf-8"))

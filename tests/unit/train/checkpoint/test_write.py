@@ -74,7 +74,7 @@ class Parts(NamedTuple):
         """Memories that hold the number of their step."""
         stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=step),))
         lanes = 4 // self.ranks.world_size
-        memory = Memory(torch.full((2, lanes, 3, 5), float(step)), torch.full((lanes, 3), step))
+        memory = Memory(tuple(torch.full((2, lanes, 3, 5), float(step))), torch.full((lanes, 3), step))
         return TrainState(step, 32 * step, Health(), stream, (memory,))
 
     def folder(self, step: int) -> Path:
@@ -130,7 +130,7 @@ def test_what_training_changes_after_the_beginning_of_a_save_is_not_in_it(
     assert it.saver.in_flight
     assert not it.saver.is_written
     it.engine.weight.fill_(-1.0)
-    state.memories[0].hidden_LBMD.fill_(-1.0)
+    state.memories[0].hidden[0].fill_(-1.0)
     go_on.set()
     assert it.saver.finish().error == ""
     assert not it.saver.in_flight

@@ -91,7 +91,7 @@ def test_losses_memories_and_gradients_of_replayed_steps_are_those_of_the_module
             (loss * scale).backward()
             results.append((loss.detach(), memories[index]))
         assert torch.equal(results[0][0], results[1][0])
-        assert torch.equal(results[0][1].hidden_LBMD, results[1][1].hidden_LBMD)
+        assert torch.equal(torch.stack(results[0][1].hidden), torch.stack(results[1][1].hidden))
         assert torch.equal(results[0][1].document_BM, results[1][1].document_BM)
         for mine, other in zip(plain.parameters(), graphed.parameters(), strict=True):
             assert mine.grad is not None
@@ -103,10 +103,10 @@ def test_losses_memories_and_gradients_of_replayed_steps_are_those_of_the_module
 def test_a_replay_does_not_write_over_what_an_earlier_one_gave() -> None:
     _, graphed, _ = modules()
     loss, memory = graphed(batch_of(0), empty(graphed.module.module), 12.0)
-    kept = loss.item(), memory.hidden_LBMD.clone()
+    kept = loss.item(), torch.stack(memory.hidden).clone()
     graphed(batch_of(1), memory, 12.0)
     assert loss.item() == kept[0]
-    assert torch.equal(memory.hidden_LBMD, kept[1])
+    assert torch.equal(torch.stack(memory.hidden), kept[1])
 
 
 @pytest.mark.parametrize(("normalizer", "dtype"), [(7.0, torch.float64), (12.0, torch.float32)])
@@ -138,7 +138,7 @@ def test_graphs_of_other_sizes_share_inputs_results_and_gradients(monkeypatch: p
             torch.manual_seed(seed)
             loss, memories[index] = module(batch, memories[index], 12.0)
             (loss * 4.0).backward()
-        assert torch.equal(memories[0].hidden_LBMD, memories[1].hidden_LBMD)
+        assert torch.equal(torch.stack(memories[0].hidden), torch.stack(memories[1].hidden))
         for mine, other in zip(plain.parameters(), graphed.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
     assert recorder.num_recordings == len(shapes)

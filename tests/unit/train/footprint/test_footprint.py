@@ -59,7 +59,7 @@ def measure(name: str) -> None:
         config.model, vocab_size=VOCAB_SIZE, recompute_every=int(config.engine.activation_checkpointing)
     ).train()
     loss_of, memory = SegmentLoss(model), model.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
-    memory = memory._replace(hidden_LBMD=memory.hidden_LBMD.normal_())
+    memory = memory._replace(hidden=tuple(torch.stack(memory.hidden).normal_()))
     batch = batch_maker(model, mask_documents=False).batch(plain_segment(ids))
     square = torch.ones(1024, 1024, requires_grad=True)
     (square @ square).sum().backward()  # buffers of the libraries are no part of it
