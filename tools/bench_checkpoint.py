@@ -127,7 +127,8 @@ class Bench:
 
     def probe(self) -> None:
         """What a save begins with."""
-        make_probe(self.engine, self.maker, memory_len=self.config.train.memory_len)
+        lens = self.config.train.memory_per_layer(self.config.model.num_layers)
+        make_probe(self.engine, self.maker, memory_lens=lens)
 
     def save(self, mode: str, times: Times) -> None:
         """Save once, training on until it is committed."""

@@ -158,10 +158,10 @@ def skipping_worker(ranks: Ranks) -> bool:
     job = new_job(ranks, config_of(1, "fp32", {}))
     job.step(0)
     before = values_of(job, "average")
-    losses = make_probe(job.engine, job.maker, memory_len=12)["losses"]
+    losses = make_probe(job.engine, job.maker, memory_lens=[12, 12])["losses"]
     job.engine.step(lr=1e-2, grad_norm=math.inf)
     after = values_of(job, "average")
-    assert torch.equal(losses, make_probe(job.engine, job.maker, memory_len=12)["losses"])
+    assert torch.equal(losses, make_probe(job.engine, job.maker, memory_lens=[12, 12])["losses"])
     return all(torch.equal(before[key], after[key]) for key in before)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from txl_dist.config import Config, changed, check_config, check_vocabulary, config_changes, plan_batch
+from txl_dist.config import Config, changed, check_vocabulary, config_changes, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part
@@ -24,6 +24,7 @@ from txl_dist.ops.plan.hardware import Cluster, Gpu
 from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.sections import EngineSection
+from txl_dist.stages import check_stages, each_stage
 from txl_dist.text.clusters import cluster_edges, typical_shares
 from txl_dist.train.footprint.rank import bytes_per_rank
 
@@ -98,6 +99,22 @@ class Saving:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """A stage of the run (`train.stages`), with the engine's settings that were chosen."""
+
+    first_step: int
+    last_step: int
+    num_lanes: int
+    segment_len: int
+    memory_len: int
+    microbatch_lanes: int
+    needed_gib: float
+    fits: bool
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
 class Choice(Option):
     """The best option, its bytes counted, and what comes of it."""
 
@@ -110,6 +127,8 @@ class Choice(Option):
     """None if the corpus is not known."""
     length_s: float
     gpu_hours: float
+    stages: list[StagePlan]
+    """In order; empty for a run that has one only."""
     saving: Saving
     strong: list[Point]
     weak: list[Point]
@@ -144,10 +163,12 @@ class Plan:
 
 def make_plan(config: Config, *, question: Question) -> Plan:
     """Try the options and choose one. Raises ConfigError for settings or numbers that cannot be."""
-    check_config(config)
+    check_stages(config)
     _check_question(question)
     check_vocabulary(config.model, vocab_size=question.vocab_size)
-    used, notes = usable_gpus(config.train.num_lanes, gpus=question.gpus)
+    # Lanes that divide in every stage.
+    num_lanes = math.gcd(*(staged.train.num_lanes for _, staged in each_stage(config)))
+    used, notes = usable_gpus(num_lanes, gpus=question.gpus)
     if config.engine.offload_optimizer or config.engine.offload_parameters:
         notes.append("offloading to host memory is in the bytes, but not in the time, which will be longer.")
     planner = _Planner(config, question, used)
@@ -269,6 +290,13 @@ class _Planner:
         divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]
         configured = self.given.train.microbatch_lanes
         sizes = sorted({*divisors[-MOST_SIZES:], *(size for size in divisors if size == configured)})
+        if self.given.train.stages:  # whose micro-batches have as many tokens
+            staged = [changed(self.base, {"train.microbatch_lanes": size}) for size in sizes]
+            sizes = [size for size, config in zip(sizes, staged, strict=True) if _is_valid(config)]
+        if not sizes:
+            raise ConfigError(
+                f"train.stages: on {self.gpus} GPUs no micro-batch divides the lanes of every stage. Plan for fewer."
+            )
         for stage in range(4):
             for recompute in (False, True):
                 settings = {"engine.zero_stage": stage, "engine.activation_checkpointing": recompute}
@@ -314,16 +342,36 @@ class _Planner:
             good = [option for option in fitting if option.tokens_per_s >= enough]
             best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph == "on"))
             chosen = self._details(best.config)
-            if chosen.fits:  # its bytes are counted here, those of a graph too
+            # Its bytes are counted here, those of a graph and of other stages too.
+            if chosen.fits and all(stage.fits for stage in chosen.stages):
                 return chosen
             fitting.remove(best)
         return None
+
+    def stages(self, config: Config) -> Iterator[StagePlan]:
+        """What each stage would do with these settings. Raises ConfigError if the lanes of one do not divide."""
+        for steps, staged in each_stage(config):
+            option, train = self.option(staged), staged.train
+            yield StagePlan(
+                first_step=steps.start + 1,
+                last_step=steps.stop,
+                num_lanes=train.num_lanes,
+                segment_len=train.segment_len,
+                memory_len=train.memory_len,
+                microbatch_lanes=train.microbatch_lanes,
+                needed_gib=option.needed_gib,
+                fits=option.fits,
+                step_s=option.step.total_s,
+                tokens_per_s=option.tokens_per_s,
+            )
 
     def _details(self, config: Config) -> Choice:
         needed, work, question = self.needed(config), self.work(config), self.question
         option = self.option(config, sum(needed.values()))
         tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
-        length_s = tokens / option.tokens_per_s
+        stages = list(self.stages(config)) if config.train.stages else []
+        shares = [(one.last_step - one.first_step + 1) / config.train.max_steps / one.tokens_per_s for one in stages]
+        length_s = tokens * (sum(shares) or 1 / option.tokens_per_s)
         peak = self.gpu.flops(work.precision) * self.gpus
         # On fewer GPUs micro-batches may be larger, beside states that nobody shares: 16 bytes per parameter.
         per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
@@ -338,6 +386,7 @@ class _Planner:
             epochs=tokens / question.corpus_tokens if question.corpus_tokens else None,
             length_s=length_s,
             gpu_hours=length_s / 3600 * self.gpus,
+            stages=stages,
             saving=self._saving(option, work, length_s=length_s),
             strong=scaling.strong(largest, question.cluster, num_lanes=self.given.train.num_lanes),
             weak=scaling.weak(work, question.cluster),
@@ -383,7 +432,7 @@ def _kept_scores_bytes(config: Config) -> float:
 
 def _is_valid(config: Config) -> bool:
     try:
-        check_config(config)
+        check_stages(config)
     except ConfigError:
         return False
     return True

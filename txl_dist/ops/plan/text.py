@@ -133,6 +133,22 @@ def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
     epochs = "" if chosen.epochs is None else f" ({chosen.epochs:.1f} epochs)"
     hours = "" if is_short else f", {chosen.gpu_hours:,.0f} GPU-hours"
     yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {duration(chosen.length_s)}{hours}"
+    if chosen.stages:
+        head = ["steps", "lanes x segment", "memory", "micro-batch", "GiB", "ms per step", "tokens/s"]
+        rows = [
+            [
+                f"{one.first_step:,} to {one.last_step:,}",
+                f"{one.num_lanes:,} x {one.segment_len:,}",
+                f"{one.memory_len:,}",
+                f"{one.microbatch_lanes:,}",
+                f"{one.needed_gib:.2f}",
+                f"{1e3 * one.step_s:.1f}",
+                f"{one.tokens_per_s:,.0f}",
+            ]
+            for one in chosen.stages
+        ]
+        yield "by stage:"
+        yield from (f"  {line}" for line in aligned([head, *rows]))
 
 
 def _saving(saving: Saving) -> Iterator[str]:

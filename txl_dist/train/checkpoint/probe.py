@@ -4,6 +4,7 @@ run goes on."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from txl_dist.dist import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError, explained
 from txl_dist.infer.bundle import probe_tolerance
 from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.model.memory import empty_memory
 from txl_dist.run_files import PROBE, SETTINGS
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
@@ -26,12 +28,14 @@ AVERAGE_LOSSES = "average_losses"
 
 
 def make_probe(
-    engine: Engine, maker: BatchMaker, *, memory_len: int, tokens: Tensor | None = None
+    engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], tokens: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The engine's losses on tokens [1, 2 * PROBE_LEN + 1], by default the probe's. All ranks take part, since
-    parameters may be sharded. Where steps are made in tf32 these are all the same of fp32, as any device has them."""
+    """The engine's losses on tokens [1, 2 * PROBE_LEN + 1], by default the probe's, over a memory of so many tokens in
+    each layer. All ranks take part, since parameters may be sharded. Where steps are made in tf32 these are all the
+    same of fp32, as any device has them."""
     tokens = probe_tokens(engine.model.vocab_size) if tokens is None else tokens
-    memory = engine.empty_memory(num_lanes=1, memory_len=memory_len)
+    model = engine.model
+    memory = empty_memory(memory_lens, num_lanes=1, width=model.section.width, like=model.embedding.weight(0))
     losses, of_products = [], torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -47,10 +51,11 @@ def make_probe(
 
 def make_probes(engine: Engine, maker: BatchMaker, *, config: Config) -> dict[str, Tensor]:
     """What a checkpoint keeps: the probe, and where weights are averaged the losses by the average."""
-    probe = make_probe(engine, maker, memory_len=config.train.memory_len)
+    lens = config.train.memory_per_layer(config.model.num_layers)
+    probe = make_probe(engine, maker, memory_lens=lens)
     if config.optim.ema:
         engine.swap_averages()
-        probe[AVERAGE_LOSSES] = make_probe(engine, maker, memory_len=config.train.memory_len)["losses"]
+        probe[AVERAGE_LOSSES] = make_probe(engine, maker, memory_lens=lens)["losses"]
         engine.swap_averages()
     return probe
 
@@ -69,7 +74,8 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
         )
     )
     tokens, expected = from_first((saved["tokens"], saved["losses"]))
-    losses = make_probe(engine, maker, memory_len=config.train.memory_len, tokens=tokens)["losses"]
+    lens = config.train.memory_per_layer(config.model.num_layers)
+    losses = make_probe(engine, maker, memory_lens=lens, tokens=tokens)["losses"]
 
     def compare() -> float:
         worst = float((losses.float() - expected.float()).abs().max())

@@ -359,3 +359,36 @@ def test_a_vocabulary_below_the_cutoffs_is_refused() -> None:
     with pytest.raises(ConfigError, match="must lie below the vocabulary size 1000"):
         make_plan(changed(CONFIG, model={"cutoffs": (2000,)}), question=question())
     assert plan.ENOUGH < 1
+
+
+def test_stages_are_planned_one_by_one_and_all_must_fit() -> None:
+    staged = changed(CONFIG, train={"stages": ("until=0.5 num_lanes=128 segment_len=8 memory_len=8",)})
+    plain, facts = (make_plan(config, question=question()) for config in (CONFIG, staged))
+    assert plain.chosen is not None
+    assert facts.chosen is not None
+    assert plain.chosen.stages == []
+    first, last = facts.chosen.stages
+    assert (first.first_step, first.last_step, last.first_step, last.last_step) == (1, 500, 501, 1000)
+    assert (first.num_lanes, first.segment_len, first.memory_len) == (128, 8, 8)
+    assert first.microbatch_lanes == 4 * last.microbatch_lanes, "as many tokens in a micro-batch"
+    assert last.needed_gib == pytest.approx(facts.chosen.needed_gib)
+    assert last.tokens_per_s == pytest.approx(facts.chosen.tokens_per_s)
+    tokens = facts.chosen.budget_tokens
+    expected_s = tokens / 2 / first.tokens_per_s + tokens / 2 / last.tokens_per_s
+    assert facts.chosen.length_s == pytest.approx(expected_s)
+    lines = list(plan_lines(facts))
+    table = lines[lines.index("by stage:") + 1 :][:3]
+    assert "1 to 500" in table[1]
+    assert "128 x 8" in table[1]
+    assert "501 to 1,000" in table[2]
+    assert "by stage:" not in list(plan_lines(plain))
+
+
+def test_shorter_memories_of_some_layers_are_less_work_and_fewer_bytes() -> None:
+    two = changed(CONFIG, model={"num_layers": 2})
+    config = changed(two, train={"memory_lens": (8, 32)})
+    whole, less = (make_plan(one, question=question()) for one in (two, config))
+    assert sum(less.flops_per_token.values()) < sum(whole.flops_per_token.values())
+    assert whole.chosen is not None
+    assert less.chosen is not None
+    assert less.chosen.saving.size_gib < whole.chosen.saving.size_gib

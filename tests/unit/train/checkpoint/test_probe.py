@@ -25,7 +25,7 @@ def test_a_probe_is_of_fp32_products_whatever_steps_are_made_of(monkeypatch: pyt
     engine = Mock(model=model, empty_memory=model.empty_memory, losses=losses)
     torch.set_float32_matmul_precision("high")
     try:
-        make_probe(engine, batch_maker(model, mask_documents=False), memory_len=3)
+        make_probe(engine, batch_maker(model, mask_documents=False), memory_lens=[3] * model.section.num_layers)
         assert torch.get_float32_matmul_precision() == "high", "steps go on as they were"
     finally:
         torch.set_float32_matmul_precision("highest")
