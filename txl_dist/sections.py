@@ -228,7 +228,12 @@ class OptimizerKind(NamedTuple):
     needs_whole_tensors: bool = False
     """It takes norms of whole tensors, which ZeRO would cut up and flat parameters join."""
     matrix_state_bytes: int | None = None
-    """Of what it keeps per value of the matrices of blocks, where it treats those apart."""
+    """Of what it keeps per value of the matrices of blocks, where it treats those apart: it orthogonalizes them."""
+
+    @property
+    def orthogonalizes(self) -> bool:
+        """The steps of the matrices of blocks."""
+        return self.matrix_state_bytes is not None
 
 
 OPTIMIZERS = {

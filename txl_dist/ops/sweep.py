@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 from txl_dist.config import (
     Config,
     changed,
-    check_config,
     config_changes,
     config_to_toml,
     load_config,
@@ -46,6 +45,7 @@ from txl_dist.ops.report.compare import MAX_RUNS, unit_of, write_comparison
 from txl_dist.ops.report.summary import Run, read_run
 from txl_dist.processes import process_id
 from txl_dist.run_files import DONE, SETTINGS
+from txl_dist.stages import check_stages, each_stage
 from txl_dist.tables import aligned, duration
 from txl_dist.train.watch.stopping import LAUNCHED_BY, SIGNALS
 
@@ -173,8 +173,9 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
     for trial in trials:
         if not trial.config.data.eval_split:
             raise ConfigError("a sweep is decided by held-out text: data.eval_split must not be empty.")
-        check_config(trial.config)
-        plan_batch(trial.config.train, world_size=1)
+        check_stages(trial.config)
+        for _, staged in each_stage(trial.config):
+            plan_batch(staged.train, world_size=1)
     for trial in trials:
         check(trial.config)
         made = trial.run_dir / SETTINGS

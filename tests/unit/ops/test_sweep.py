@@ -108,6 +108,12 @@ def test_without_held_out_text_nothing_is_decided(tmp_path: Path) -> None:
         check_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
 
 
+def test_stages_that_cannot_be_are_refused_before_the_first_run(tmp_path: Path) -> None:
+    base = Config.model_validate({"train": {"stages": ["until=0.5 num_lanes=3"]}})
+    with pytest.raises(ConfigError, match=r"^train\.stages"):
+        check_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
+
+
 def test_points_are_judged_by_the_last_held_out_loss_and_only_with_all_their_seeds(tmp_path: Path) -> None:
     trials = trials_of(Config(), [RATES], num_seeds=2, out=tmp_path)
     for trial, loss in zip(trials, (4.2, 4.0, 3.0, 4.4, 4.2), strict=False):

@@ -266,7 +266,7 @@ class _Planner:
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
             graphed=engine.replays(on_gpu=True),
             needs_whole_tensors=config.optim.kind.needs_whole_tensors,
-            orthogonalizes=config.optim.name == "muon",
+            orthogonalizes=config.optim.kind.orthogonalizes,
         )
 
     def option(self, config: Config, needed_bytes: float | None = None) -> Option:

@@ -78,7 +78,7 @@ class ZeroEngine(Engine):
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         # Of what the optimizer treats apart; with others none.
         matrices = [one for name, shape in self.shapes.items() for one in matrices_of(name, shape)]
-        apart = {one.parameter for one in matrices} if config.optim.name == "muon" else set()
+        apart = {one.parameter for one in matrices} if config.optim.kind.orthogonalizes else set()
         block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         module: nn.Module = SegmentLoss(model).to(ranks.device)
         # At stage 3 views would keep gathered layers alive.

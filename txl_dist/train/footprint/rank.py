@@ -78,7 +78,7 @@ def bytes_per_rank(
         at_once = max(lengths) + min(BUCKET_LEN, parameters)  # at stage 2: what is handed on, and the bucket's copy
         copies = size * (at_once if stage == 2 else parameters * (plan.num_microbatches == 1))
         peak = peak._replace(alive=copies, large=copies, small=0.0)
-    extra = _orthogonalizing(matrices, world=world, stage=stage) if config.optim.name == "muon" else 0.0
+    extra = _orthogonalizing(matrices, world=world, stage=stage) if config.optim.kind.orthogonalizes else 0.0
     fullest = max(
         recorded
         + _fullest_phase(plan, peak, lengths, engine=engine, buckets=held["buckets"], in_update=extra, on_gpu=on_gpu),
