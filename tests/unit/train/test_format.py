@@ -19,46 +19,64 @@ from txl_dist.errors import CheckpointError
 from txl_dist.files import write_hashed_json
 from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
 from txl_dist.ops.export import export_bundle
-from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint_v2"
-CHECKPOINT = GOLDEN / "step_000000016"
-EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
+STEP = "step_000000016"
+GOLDENS = [Path(__file__).parents[2] / "golden" / f"checkpoint_v{version}" for version in (2, 3)]
+CHECKPOINT = GOLDENS[0] / STEP
+"""Of what is no matter of the version."""
 
 
-def test_it_is_whole_and_small_and_holds_every_part_of_the_format() -> None:
-    assert problems_of(CHECKPOINT) == []
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 200_000
-    config, state = load_config(CHECKPOINT / "config.toml"), read_state(CHECKPOINT).values
+def expected_of(golden: Path) -> dict[str, Any]:
+    expected: dict[str, Any] = json.loads((golden / "expected.json").read_text(encoding="utf-8"))
+    return expected
+
+
+each_golden = pytest.mark.parametrize("golden", GOLDENS, ids=[golden.name for golden in GOLDENS])
+
+
+@each_golden
+def test_it_is_whole_and_small_and_holds_every_part_of_the_format(golden: Path) -> None:
+    checkpoint, expected = golden / STEP, expected_of(golden)
+    assert problems_of(checkpoint) == checkpoint_problems(checkpoint) == []
+    assert sum(path.stat().st_size for path in golden.rglob("*") if path.is_file()) < 200_000
+    config, state = load_config(checkpoint / "config.toml"), read_state(checkpoint).values
+    assert golden.name == f"checkpoint_v{state['format_version']}"
+    assert bool(config.train.memory_lens) == (state["format_version"] == 3)
     assert (state["zero_stage"], state["world_size"], len(config.model.cutoffs)) == (1, 2, 2)
-    assert len(list((CHECKPOINT / "lanes").iterdir())) == 2
+    assert len(list((checkpoint / "lanes").iterdir())) == 2
     assert state["stream"]["corpora"][0]["skips"]
-    assert EXPECTED["values"].keys() == {"weight", "exp_avg", "exp_avg_sq"}
-    assert (EXPECTED["skipped_steps"], EXPECTED["rewinds"]) == (1, 1)
+    assert expected["values"].keys() == {"weight", "exp_avg", "exp_avg_sq"}
+    assert (expected["skipped_steps"], expected["rewinds"]) == (1, 1)
 
 
-def test_its_weights_moments_memories_and_counts_are_those_that_were_saved() -> None:
-    assert facts_of(CHECKPOINT) == {key: value for key, value in EXPECTED.items() if key != "next_losses"}
+@each_golden
+def test_its_weights_moments_memories_and_counts_are_those_that_were_saved(golden: Path) -> None:
+    expected = expected_of(golden)
+    del expected["next_losses"]
+    assert facts_of(golden / STEP) == expected
 
 
-def test_its_export_agrees_with_the_engine_that_wrote_it(tmp_path: Path) -> None:
-    made = export_bundle(CHECKPOINT, tmp_path / "bundle")
-    assert made.source == CHECKPOINT
+@each_golden
+def test_its_export_agrees_with_the_engine_that_wrote_it(tmp_path: Path, golden: Path) -> None:
+    made = export_bundle(golden / STEP, tmp_path / "bundle")
+    assert made.source == golden / STEP
     assert made.error < 1e-4
     assert problems_of(tmp_path / "bundle") == []
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("stage", [1, 3])
-def test_training_goes_on_from_it_as_it_did_then(tmp_path: Path, stage: int) -> None:
-    words = ["train", str(GOLDEN / "settings.toml"), "--data.path", str(GOLDEN / "corpus"), "--run.dir", "run"]
-    done = txl(*words, "--resume", str(CHECKPOINT), "--engine.zero_stage", str(stage), cwd=tmp_path)
+@each_golden
+def test_training_goes_on_from_it_as_it_did_then(tmp_path: Path, golden: Path, stage: int) -> None:
+    words = ["train", str(golden / "settings.toml"), "--data.path", str(golden / "corpus"), "--run.dir", "run"]
+    done = txl(*words, "--resume", str(golden / STEP), "--engine.zero_stage", str(stage), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step_000000016: its weights reproduce its probe to " in done.stderr
     losses = losses_of(tmp_path / "run")
     assert sorted(losses) == [17, 18, 19, 20]
     # One rank adds up in another order than two, and another machine may round otherwise.
-    assert list(losses.values()) == pytest.approx(EXPECTED["next_losses"], rel=1e-5)
+    assert list(losses.values()) == pytest.approx(expected_of(golden)["next_losses"], rel=1e-5)
 
 
 def with_version(version: Any, folder: Path) -> Path:
@@ -72,12 +90,12 @@ def with_version(version: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("version", [1, 3, None])
+@pytest.mark.parametrize("version", [1, 4, None])
 def test_another_version_is_refused_with_the_way_out(
     tmp_path: Path, version: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_version(version, tmp_path / "step_000000016")
-    sentence = f"has format version {version}; this program reads 2. Use the version of txl_dist that wrote it."
+    sentence = f"has format version {version}; this program reads 2 and 3. Use the version of txl_dist that wrote it."
     with pytest.raises(CheckpointError, match=sentence):
         read_state(folder)
     for words in (["inspect", str(folder)], ["export", str(folder), str(tmp_path / "bundle")]):
@@ -88,13 +106,13 @@ def test_another_version_is_refused_with_the_way_out(
 
 @pytest.mark.dist
 def test_a_run_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
-    folder = with_version(3, tmp_path / "run" / "checkpoints" / CHECKPOINT.name)
+    folder = with_version(4, tmp_path / "run" / "checkpoints" / CHECKPOINT.name)
     before = folder.stat().st_mtime_ns, sorted(folder.rglob("*"))
     settings = tmp_path / "run" / "config.toml"
-    shutil.copy(GOLDEN / "settings.toml", settings)
-    done = txl("train", str(settings), "--data.path", str(GOLDEN / "corpus"), "--run.dir", "run", cwd=tmp_path)
+    shutil.copy(GOLDENS[0] / "settings.toml", settings)
+    done = txl("train", str(settings), "--data.path", str(GOLDENS[0] / "corpus"), "--run.dir", "run", cwd=tmp_path)
     assert done.returncode == 2
-    assert "has format version 3; this program reads 2" in done.stderr
+    assert "has format version 4; this program reads 2 and 3" in done.stderr
     assert (folder.stat().st_mtime_ns, sorted(folder.rglob("*"))) == before
 
 
