@@ -101,6 +101,7 @@ def test_a_frozen_process_stays_where_it_is(kind: str, status: str) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_spinning_process_holds_the_interpreter_through_signals() -> None:
     """A Python handler of the signal would run, and end the process, if the interpreter were free for a moment."""
     handler = "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"

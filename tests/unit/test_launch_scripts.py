@@ -228,6 +228,7 @@ def test_slurm_starts_a_job_again_that_can_go_on(
 
 
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+@pytest.mark.slow
 def test_slurm_passes_the_warning_on_and_waits_for_the_save(folder: Path, number: signal.Signals, again: bool) -> None:
     executable(
         folder / "bin/txl",

@@ -124,6 +124,7 @@ def test_a_manifest_of_a_later_version_is_a_problem_that_says_so(tmp_path: Path)
     assert problems_of(folder) == [f"{folder / MANIFEST} has format version 7; this program knows 1"]
 
 
+@pytest.mark.slow
 def test_inspect_verify_and_export_need_no_deepspeed(tmp_path: Path) -> None:
     code = """
 import sys

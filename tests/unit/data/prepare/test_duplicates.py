@@ -63,6 +63,7 @@ def test_equal_documents_are_those_that_a_dictionary_finds(
     assert find_equal(tables, count=1000, folder=tmp_path).ordinals.tolist() == expected
 
 
+@pytest.mark.slow
 def test_the_probability_of_a_shared_band_follows_the_overlap() -> None:
     generator = np.random.default_rng(1)
     for overlap, least, most in ((0.95, 0.97, 1.0), (0.8, 0.65, 0.88), (0.5, 0.0, 0.09), (0.2, 0.0, 0.0)):

@@ -76,6 +76,7 @@ def test_the_tokenizer_is_not_learnt_from_what_is_held_out(tmp_path: Path) -> No
     assert "xy" not in corpus.tokenizer.symbols
 
 
+@pytest.mark.slow
 def test_ends_are_held_out_alike_by_any_number_of_workers_size_of_parts_and_from_stdin_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

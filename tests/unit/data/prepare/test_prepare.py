@@ -166,6 +166,7 @@ def test_an_output_inside_the_input_folder_is_no_input_after_a_kill_either(tmp_p
     assert prepare_corpus(texts / "out", **settings).is_unchanged
 
 
+@pytest.mark.slow
 def test_after_a_kill_in_the_midst_of_workers_none_of_them_lives_on(tmp_path: Path, texts: Path) -> None:
     settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 2, "part_bytes": 2000}
     tokenizer = tiny_corpus(tmp_path, name="given").folder / "tokenizer.json"
@@ -239,6 +240,7 @@ def fail(task: int) -> int:
     return task
 
 
+@pytest.mark.slow
 def test_workers_give_results_in_order_and_the_first_error() -> None:
     results = []
     with workers.start_workers(2) as own:

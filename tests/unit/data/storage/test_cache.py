@@ -303,6 +303,7 @@ def test_opening_waits_for_the_room_of_a_download_under_way(server: FileServer, 
     assert kept_in(tmp_path / "cache") == {"1.tar"}
 
 
+@pytest.mark.slow
 def test_processes_that_make_room_at_once_never_harm_each_other(server: FileServer, tmp_path: Path) -> None:
     infos = [make_shard(server, f"{i}.tar") for i in range(8)]
     cache = tmp_path / "cache"

@@ -27,6 +27,7 @@ def make_bundle(folder: Path, *, run: str = "first") -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_a_run_shows_the_page_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     (checkpoint,) = (run / "checkpoints").iterdir()

@@ -205,6 +205,7 @@ def test_what_cannot_be_compared_is_refused(runs: list[Path], tmp_path: Path) ->
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_both_verbs_answer_and_name_their_page(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def test_links_lead_to_files_of_the_run_from_wherever_the_page_lies(run: Path, t
     assert all((out.parent / link).exists() for link in links)
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
     pages = []
     for name in ("a", "b"):

@@ -275,6 +275,7 @@ def test_a_line_that_a_killed_run_left_torn_spoils_no_other(tmp_path: Path) -> N
     assert json.loads(new)["step"] == 40
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_tears_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: it lets a part of a record through."""
     script = f"""
@@ -311,6 +312,7 @@ report.close()
     assert [line for line in log if "step   13/1000" in line]
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_costs_the_progress_bar_only(tmp_path: Path) -> None:
     script = f"""
 import os, sys, time

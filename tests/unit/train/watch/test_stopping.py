@@ -150,6 +150,7 @@ def test_the_end_of_the_launcher_is_a_request(tmp_path: Path) -> None:
     assert (tmp_path / "reason").read_text() == "the end of its launcher"
 
 
+@pytest.mark.slow
 def test_the_end_of_a_shell_is_none(tmp_path: Path) -> None:
     process = start_under("shell", tmp_path)
     process.kill()
