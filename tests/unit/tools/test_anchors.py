@@ -27,6 +27,12 @@ def test_the_text_is_that_of_the_documents_each_with_a_mark_behind(tmp_path: Pat
     assert sorted(found) == sorted(text.encode() for text in given if text)
 
 
+def test_where_tokens_say_no_end_of_documents_no_mark_does(tmp_path: Path) -> None:
+    split = tiny_corpus(tmp_path, kind="char", all_splits=True, end_of_text=False).split("valid")
+    text = marked_text(split)
+    assert (split.tokens, split.text_bytes) == (len(text.decode()), len(text))
+
+
 def test_text_that_tokens_do_not_give_back_is_refused(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=[f"{i}  two blanks\n" for i in range(30)], kind="word")
     with pytest.raises(DataError, match=r"do not come back.*Prepare it in bytes"):
