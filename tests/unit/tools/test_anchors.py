@@ -1,0 +1,80 @@
+"""The anchors: compressors get the text that bits per byte are told of, no byte more or less."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.corpora import random_texts, tiny_corpus
+from tools import anchors
+from tools.anchors import BEGIN, COMPRESSORS, END, PAGE, Compressor, compressed, marked_text, measure, table_of
+from txl_dist.errors import DataError, TxlError
+
+NEW = ["\u00ff is no mark, nor are bytes like \u4e2d's", ""]
+
+
+@pytest.mark.parametrize("settings", [{"kind": "byte"}, {"kind": "bpe", "vocab_size": 300}, {"kind": "char"}], ids=str)
+def test_the_text_is_that_of_the_documents_each_with_a_mark_behind(tmp_path: Path, settings: dict[str, object]) -> None:
+    corpus = tiny_corpus(tmp_path, texts=[*random_texts(count=40), *NEW], all_splits=True, **settings)
+    given = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().split("\n") if line]
+    found = list[bytes]()
+    for name in corpus.split_names:
+        text, split = marked_text(corpus.split(name)), corpus.split(name)
+        *documents, rest = text.split(b"\xff")
+        assert (rest, len(documents), len(b"".join(documents))) == (b"", split.documents, split.text_bytes)
+        found += documents
+    assert sorted(found) == sorted(text.encode() for text in given if text)
+
+
+def test_where_tokens_say_no_end_of_documents_no_mark_does(tmp_path: Path) -> None:
+    split = tiny_corpus(tmp_path, kind="char", all_splits=True, end_of_text=False).split("valid")
+    text = marked_text(split)
+    assert (split.tokens, split.text_bytes) == (len(text.decode()), len(text))
+
+
+def test_text_that_tokens_do_not_give_back_is_refused(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path, texts=[f"{i}  two blanks\n" for i in range(30)], kind="word")
+    with pytest.raises(DataError, match=r"do not come back.*Prepare it in bytes"):
+        marked_text(corpus.split("valid"))
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda one: one.name)
+def test_a_primed_program_pays_little_for_what_it_has_read(compressor: Compressor) -> None:
+    if shutil.which(compressor.program) is None:
+        pytest.skip(f"needs {compressor.package}")
+    text = "".join(random_texts(count=30)).encode()
+    figure = compressed(compressor, text, text, num_bytes=len(text))
+    assert figure.cold_size is not None
+    assert figure.cold is not None
+    assert figure.primed < 0.75 * figure.cold
+    assert figure.cold == round(8 * figure.cold_size / len(text), 4)
+
+
+def test_a_program_that_fails_is_told() -> None:
+    with pytest.raises(TxlError, match=r"^cat --no-such-flag .*ended with 1: .*no-such-flag"):
+        compressed(Compressor("cat", "cat --no-such-flag", ""), b"a", b"b", num_bytes=1)
+
+
+def test_what_is_recorded_is_not_measured_again_and_a_missing_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = (Compressor("copy", "cat", ""), Compressor("other", "no-such-program OUT", "other-utils"))
+    monkeypatch.setattr(anchors, "RECORDS", tmp_path / "anchors.csv")
+    monkeypatch.setattr(anchors, "COMPRESSORS", programs)
+    corpus = tiny_corpus(tmp_path, texts=random_texts(count=30))
+    measure(corpus, split="valid", train="train", is_trial=False)
+    first, rows = capsys.readouterr().out, anchors.read_rows()
+    assert "no program no-such-program: apt-get install other-utils" in first
+    assert [row["anchor"].partition(" (")[0] for row in rows] == ["order 0", "bigram", "copy"]
+    marks = corpus.split("valid").documents / corpus.split("valid").text_bytes
+    assert [float(rows[2][name]) for name in ("cold", "primed")] == pytest.approx([8 + 8 * marks] * 2, abs=1e-4)
+    measure(corpus, split="valid", train="train", is_trial=False)
+    assert anchors.read_rows() == rows
+    assert "copy" not in capsys.readouterr().out
+    assert table_of(rows)[2].startswith("| corpus, valid | ")
+
+
+def test_the_page_shows_the_table_of_the_records() -> None:
+    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == "\n".join(table_of(anchors.read_rows()))

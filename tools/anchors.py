@@ -1,0 +1,279 @@
+"""What compressors pay for a corpus' held-out text, in bits per byte: figures that a model can be set beside.
+
+    python tools/anchors.py data/books                    what docs/anchors.csv lacks is measured, and added to it
+    python tools/anchors.py data/books --split test --trial      printed, and not added
+    python tools/anchors.py --table                       the table of docs/results.md, from docs/anchors.csv
+
+The text is the one whose loss `txl evaluate --split valid` tells as bits per byte: the documents in file order, byte
+for byte as their tokens spell them. Where an end-of-text follows a document a byte FF does here, which no UTF-8 has:
+both have to say where documents end. Both sums are divided by the bytes of the text alone, without these marks.
+
+    cold      the held-out text on its own
+    primed    (training text and held-out text) - (training text), each compressed at one go with the same settings
+
+What it gives up: bzip2 forgets all that lies before its block of 900 kB, so priming brings it next to nothing. xz's
+dictionary and zstd's window hold both texts up to 1.5 and 2 GiB. PPMd begins anew once its model has filled 3 GiB.
+Sizes are those of files, with their headers (7z's: some 130 bytes). What a program or a model takes itself is not
+counted, as it is not in papers; a primed program is of no use without the training text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from txl_dist import __version__
+from txl_dist.config import Config, changed
+from txl_dist.data.read.corpus import Corpus, Split, open_corpus
+from txl_dist.data.read.units import text_units
+from txl_dist.errors import DataError, TxlError
+from txl_dist.ops.evaluate.scoring import score_baselines
+
+ROOT = Path(__file__).parents[1]
+RECORDS, PAGE = ROOT / "docs/anchors.csv", ROOT / "docs/results.md"
+BEGIN, END = "<!-- table: python tools/anchors.py --table -->", "<!-- end of table -->"
+END_OF_DOCUMENT = b"\xff"
+
+
+class Compressor(NamedTuple):
+    """A program that reads from a pipe. In its command WINDOW is replaced by the bytes that it has to look back over,
+    OUT by the file to write; without OUT it writes to a pipe, too."""
+
+    name: str
+    command: str
+    package: str
+    """Of Debian and Ubuntu."""
+
+    @property
+    def program(self) -> str:
+        """What has to be installed."""
+        return self.command.split()[0]
+
+
+# From a pipe, because zstd and 7z choose other settings for a file whose size they see: PPMd a smaller memory, which
+# the training text fills and both texts do not. Of tiny Shakespeare, at order 16, their difference is 23 % too small.
+COMPRESSORS = (
+    Compressor("bzip2 -9", "bzip2 -9 --stdout", "bzip2"),
+    Compressor("xz -9e", "xz --threads=1 --lzma2=preset=9e,dict=WINDOW --stdout", "xz-utils"),
+    Compressor("zstd -22", "zstd --ultra -22 --long=31 --size-hint=WINDOW --single-thread --stdout --quiet", "zstd"),
+    Compressor("PPMd, order 6", "7z a -si -m0=PPMd:mem=3g:o=6 OUT", "p7zip-full"),
+    Compressor("PPMd, order 8", "7z a -si -m0=PPMd:mem=3g:o=8 OUT", "p7zip-full"),
+    Compressor("PPMd, order 16", "7z a -si -m0=PPMd:mem=3g:o=16 OUT", "p7zip-full"),
+)
+WINDOWS = (64 << 20, 1536 << 20)
+"""That of xz -9, and its largest, in bytes."""
+
+
+class Texts(NamedTuple):
+    """What is compressed. Sizes are without marks, the first 12 digits of sha256 with them."""
+
+    corpus: str
+    split: str
+    documents: int
+    bytes: int
+    sha256: str
+    train_bytes: int
+    train_sha256: str
+
+
+class Figure(NamedTuple):
+    """What one anchor pays for the held-out text."""
+
+    anchor: str
+    command: str
+    version: str
+    cold: float | None
+    """Bits per byte; None of what has to have counted before."""
+    primed: float
+    cold_size: int | None = None
+    primed_size: int | None = None
+    """Bytes, of a program."""
+    seconds: float | None = None
+    """For both, of a program."""
+
+
+Row = dict[str, str]
+"""Of docs/anchors.csv: texts, a figure, and the date."""
+COLUMNS = (*Texts._fields, *Figure._fields, "date")
+
+
+def marked_text(split: Split) -> bytes:
+    """The text of a split as compressors get it: FF in the place of each end-of-text.
+
+    Raises DataError if it is not what bits per byte are told of, or holds an FF itself.
+    """
+    if problem := text_units([split], mask_documents=False).problem:
+        raise DataError(f"{problem}: there are no bits per byte to set anchors beside. Prepare it in bytes.")
+    corpus, marks = split.corpus, 0
+    parts = list[bytes]()
+    for document in split.each_document():
+        ids = document.tolist()
+        is_ended = ids[-1] == corpus.end_of_text
+        parts.append(_spelled(ids[:-1] if is_ended else ids, corpus) + END_OF_DOCUMENT * is_ended)
+        marks += is_ended
+    text = b"".join(parts)
+    if (text.count(END_OF_DOCUMENT), len(text)) != (marks, split.text_bytes + marks):
+        raise DataError(
+            f"{corpus.name} ({split.name}) has {len(text) - marks:,} bytes, {text.count(END_OF_DOCUMENT) - marks} of "
+            f"them FF, and its index says {split.text_bytes:,}, of UTF-8. Prepare it again, from text."
+        )
+    return text
+
+
+def _spelled(ids: list[int], corpus: Corpus) -> bytes:
+    spellings = corpus.tokenizer.spellings
+    return corpus.tokenizer.decode(ids).encode() if spellings is None else b"".join([spellings[i] for i in ids])
+
+
+def compressed_size(command: str, text: bytes) -> int:
+    """Bytes that a command with a window makes of a text. Raises TxlError if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made.7z"
+        words = [str(made) if word == "OUT" else word for word in command.split()]
+        done = subprocess.run(words, input=text, capture_output=True, check=False)
+        if done.returncode:
+            told = (done.stderr or done.stdout).decode(errors="replace").strip()
+            raise TxlError(f"{command} ended with {done.returncode}: {told[-300:]}")
+        return made.stat().st_size if made.exists() else len(done.stdout)
+
+
+def version_of(program: str) -> str:
+    """The first number with a dot that it prints."""
+    words = [program] if program == "7z" else [program, "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    found = re.search(r"\d+\.[\d.]*\d", done.stdout + done.stderr)
+    return found[0] if found else ""
+
+
+def counted(corpus: Corpus, *, split: str, train: str) -> Iterator[Figure]:
+    """Order 0 and bigrams of the corpus' own tokens, as `txl evaluate --baselines` has them."""
+    held_out = corpus.split(split)
+    config = changed(Config(), {"data.train_split": train})
+    tokens = f"{corpus.tokenizer.kind} tokens, {corpus.vocab_size:,} ids"
+    for name, scores in score_baselines(held_out, config, units=text_units([held_out], mask_documents=False)).items():
+        command = f"txl evaluate --baselines, {tokens}"
+        yield Figure(name, command, __version__, None, round(scores["bits_per_byte"], 4))
+
+
+def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_bytes: int) -> Figure:
+    """The figure of a program that is there; `num_bytes` of the held-out text without marks. Raises TxlError."""
+    began, (least, most) = time.perf_counter(), WINDOWS
+    window = min(max(least, len(primer) + len(held_out)), most)
+    command = compressor.command.replace("WINDOW", str(window))
+    cold, both, before = (compressed_size(command, text) for text in (held_out, primer + held_out, primer))
+    return Figure(
+        anchor=compressor.name,
+        command=command,
+        version=version_of(compressor.program),
+        cold=round(8 * cold / num_bytes, 4),
+        primed=round(8 * (both - before) / num_bytes, 4),
+        cold_size=cold,
+        primed_size=both - before,
+        seconds=round(time.perf_counter() - began, 1),
+    )
+
+
+def read_rows() -> list[Row]:
+    """Those of the repository."""
+    if not RECORDS.is_file():
+        return []
+    with RECORDS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append(texts: Texts, figure: Figure) -> None:
+    """Add a row, and the head if it is the first."""
+    is_new, date = not RECORDS.is_file(), datetime.now(UTC).strftime("%Y-%m-%d")
+    with RECORDS.open("a", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS] * is_new + [(*texts, *figure, date)])
+
+
+def table_of(rows: Sequence[Row]) -> list[str]:
+    """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte."""
+    texts = dict[tuple[str, str], dict[str, Row]]()
+    for row in rows:
+        texts.setdefault((row["sha256"], row["train_sha256"]), {})[row["anchor"].partition(" (")[0]] = row
+    names = ["order 0", "bigram", *(compressor.name for compressor in COMPRESSORS)]
+    lines = [f"| held-out text | bytes | behind | {' | '.join(names)} |", f"|{' --- |' * (3 + len(names))}"]
+    for anchors in texts.values():
+        one = next(iter(anchors.values()))
+        sizes = f"{int(one['bytes']):,} | {int(one['train_bytes']):,}"
+        cells = (_bits(anchors[name]) if name in anchors else "" for name in names)
+        lines.append(f"| {one['corpus']}, {one['split']} | {sizes} | {' | '.join(cells)} |")
+    return lines
+
+
+def _bits(row: Row) -> str:
+    return ", ".join(f"{float(row[name]):.3f}" for name in ("cold", "primed") if row[name])
+
+
+def write_table() -> None:
+    """Put the table into docs/results.md."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    table = "\n".join(table_of(read_rows()))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{behind}", encoding="utf-8")
+
+
+def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
+    """Print each figure that is not recorded yet, and record it unless it is a trial. Raises TxlError."""
+    held_out, primer = (marked_text(corpus.split(name)) for name in (split, train))
+    num_bytes, train_bytes = (corpus.split(name).text_bytes for name in (split, train))
+    sums = (hashlib.sha256(text).hexdigest()[:12] for text in (held_out, primer))
+    texts = Texts(corpus.name, split, corpus.split(split).documents, num_bytes, next(sums), train_bytes, next(sums))
+    same = [row for row in read_rows() if (row["sha256"], row["train_sha256"]) == (texts.sha256, texts.train_sha256)]
+    known = set[str]() if is_trial else {row["anchor"] for row in same}
+
+    def tell(figure: Figure) -> None:
+        if figure.anchor in known:
+            return
+        cold = "" if figure.cold is None else f"{figure.cold:.4f}"
+        print(f"{figure.anchor:<18} {cold:>7} {figure.primed:>7.4f}", flush=True)
+        if not is_trial:
+            append(texts, figure)
+
+    print(f"{'':<18} {'cold':>7} {'primed':>7}  bits per byte of {corpus.name} ({split}), {num_bytes:,} bytes")
+    for figure in counted(corpus, split=split, train=train):
+        tell(figure)
+    for compressor in COMPRESSORS:
+        if compressor.name in known:
+            continue
+        if shutil.which(compressor.program) is None:
+            print(f"{compressor.name:<18} no program {compressor.program}: apt-get install {compressor.package}")
+            continue
+        tell(compressed(compressor, held_out, primer, num_bytes=num_bytes))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", nargs="?", help="what txl prepare made, by a tokenizer that loses nothing")
+    parser.add_argument("--split", default="valid", help="held-out split")
+    parser.add_argument("--train-split", default="train", help="the text that primes, and is counted")
+    parser.add_argument("--trial", action="store_true", help="print all figures, and add none to docs/anchors.csv")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from docs/anchors.csv")
+    given = parser.parse_args()
+    if given.table:
+        write_table()
+    elif given.corpus is None:
+        parser.error("name a corpus")
+    else:
+        measure(open_corpus(given.corpus), split=given.split, train=given.train_split, is_trial=given.trial)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"anchors: {error}")
