@@ -72,7 +72,7 @@ BUDGETS = {
     "infer": 1980,
     "convert": 1910,
     "train": 4605,
-    "ops": 4120,
+    "ops": 4180,
     "serve": 1280,
     "verbs": 755,
 }
