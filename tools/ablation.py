@@ -9,9 +9,9 @@ winner. Its schedule ends with its last step. What counts is the held-out loss t
     cost     milliseconds of a step of every variant
     rates    AdamW and Muon over a grid of rates, per corpus: the best is taken in what follows
     alone    AdamW with one switch
-    whole    Muon with all switches, with all but one, and with swiglu in place of relu2
-    seeds    two more seeds of AdamW, Muon and the whole, and of each that gains more than minus twice AdamW's
-             deviation
+    whole    the switches of `WHOLE` together, without each of them, and with each of the others
+    seeds    two more seeds of AdamW, Muon and the whole, and of each switch whose gain, alone or in the whole, is not
+             below minus twice AdamW's deviation
 
 Every row of the CSV is one run, or one cost. What has its row is not run again; what was interrupted goes on.
 """
@@ -56,9 +56,14 @@ class Run(NamedTuple):
     seed: int = 1
 
     @property
+    def in_whole(self) -> bool:
+        """Whether it is the whole or a change of it."""
+        return self.variant.startswith("whole")
+
+    @property
     def switches(self) -> tuple[str, ...]:
         """What the name of the variant stands for."""
-        if self.variant.startswith("whole"):
+        if self.in_whole:
             _, *changes = self.variant.split()
             names = [name for name in WHOLE if f"-{name}" not in changes]
             return (*names, *(change[1:] for change in changes if change.startswith("+")))
@@ -67,8 +72,8 @@ class Run(NamedTuple):
 
 def variants() -> list[str]:
     """All, by name."""
-    minus = [f"whole -{name}" for name in WHOLE if name != "muon"]
-    return ["adamw", *SWITCHES, "whole", *minus, "whole -relu2 +swiglu"]
+    changes = [f"whole -{name}" if name in WHOLE else f"whole +{name}" for name in SWITCHES if name != "muon"]
+    return ["adamw", *SWITCHES, "whole", *changes]
 
 
 class Records:
@@ -176,10 +181,10 @@ def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
     for c in corpora:
         base = records.losses(c, "adamw", lr=rate[c, "adamw"])
         for name in variants()[1:]:
-            kind = "muon" if name == "muon" or name.startswith("whole") else "adamw"
+            kind = "muon" if name == "muon" or Run(c, name, 0.0).in_whole else "adamw"
             reference = base[0] if kind == "adamw" or name in ("muon", "whole") else records.losses(c, "whole")[0]
             gain = reference - records.losses(c, name, lr=rate[c, kind])[0]
-            if name.startswith("whole -"):
+            if "-" in name:
                 gain = -gain  # what the switch that is missing brings
             if name in ("muon", "whole") or gain > -2 * statistics.stdev(base):
                 more += [Run(c, name, rate[c, kind], seed) for seed in (2, 3)]

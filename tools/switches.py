@@ -1,6 +1,6 @@
 """The settings that issue from what was learned since 2019, by name, and a step of the engine with them.
 
-Each is one change of configs/quickstart.toml. `WHOLE` are those that stand together.
+Each is one change of configs/quickstart.toml. `WHOLE` are those of configs/modern_quickstart.toml.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from txl_dist.train.step import decide
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SWITCHES: dict[str, dict[str, Any]] = {
-    "muon": {"optim.name": "muon"},
+    "muon": {"optim.name": "muon", "optim.muon_momentum": 0.9},  # few steps: a shorter past than by default
+    "decay": {"optim.weight_decay": 0.1},
+    "short_memory": {"train.memory_len": 32},
     "rms": {"model.norm": "rms"},
     "relu2": {"model.activation": "relu2"},
     "swiglu": {"model.activation": "swiglu", "model.ff_width": 344},  # as many parameters as 512 with two matrices
@@ -31,8 +33,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "wsd": {"optim.schedule": "wsd", "optim.cooldown_fraction": 0.5},
     "ema": {"optim.ema": 0.98, "eval.average": True},
 }
-WHOLE = tuple(name for name in SWITCHES if name != "swiglu")
-"""relu2 and swiglu are the same setting."""
+WHOLE = ("muon", "decay", "short_memory", "zero_init", "value_residual", "wsd")
 
 
 def config_with(names: tuple[str, ...] = (), **more: Any) -> Config:
