@@ -50,7 +50,6 @@ class MicroStep(NamedTuple):
     lanes: int
     segment_len: int
     memory_len: int
-    memory_lens: tuple[int, ...]
     dtype: torch.dtype
     attention: AttentionKernel
     recompute_every: int
@@ -59,6 +58,7 @@ class MicroStep(NamedTuple):
     on_gpu: bool
     for_graphs: bool = False
     """Batches have few different shapes (`text.clusters.size_ladder`)."""
+    memory_lens: tuple[int, ...] = ()
 
 
 class Peak(NamedTuple):

@@ -36,9 +36,9 @@ LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_w
 TRAIN = {"num_lanes": 8, "segment_len": 128, "memory_len": 128, "microbatch_lanes": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "two layers of clusters": {"model": LAYERS | {"cutoffs": [2000, 4000], "div_value": 2}, "train": TRAIN},
-    "longer, blocks recomputed": {
+    "longer, memories of their own, blocks recomputed": {
         "model": LAYERS | {"cutoffs": [], "div_value": 1, "tie_projections": [], "attention_dropout": 0.1},
-        "train": TRAIN | {"segment_len": 512, "memory_len": 256},
+        "train": TRAIN | {"segment_len": 512, "memory_len": 256, "memory_lens": [256, 16, 128, 256]},
         "engine": {"activation_checkpointing": True},
     },
 }
@@ -56,10 +56,13 @@ def measure(name: str) -> None:
     train = config.train
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)) ** 2 // VOCAB_SIZE
     model = TransformerXL(
-        config.model, vocab_size=VOCAB_SIZE, recompute_every=int(config.engine.activation_checkpointing)
+        config.model,
+        vocab_size=VOCAB_SIZE,
+        recompute_every=int(config.engine.activation_checkpointing),
+        memory_lens=train.memory_lens,
     ).train()
     loss_of, memory = SegmentLoss(model), model.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
-    memory = memory._replace(hidden=tuple(torch.stack(memory.hidden).normal_()))
+    memory = memory._replace(hidden=tuple(hidden_BMD.normal_() for hidden_BMD in memory.hidden))
     batch = batch_maker(model, mask_documents=False).batch(plain_segment(ids))
     square = torch.ones(1024, 1024, requires_grad=True)
     (square @ square).sum().backward()  # buffers of the libraries are no part of it
@@ -75,6 +78,7 @@ def measure(name: str) -> None:
             lanes=train.num_lanes,
             segment_len=train.segment_len,
             memory_len=train.memory_len,
+            memory_lens=train.memory_lens,
             dtype=torch.float32,
             attention="fused",
             recompute_every=int(config.engine.activation_checkpointing),

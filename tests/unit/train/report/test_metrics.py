@@ -161,7 +161,7 @@ def mfu_at(speed: float, *, peak_tflops: float, ranks: int = 1) -> dict[str, flo
 
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:
-    model, lengths = tiny_config().model, {"segment_len": 8, "memory_len": 12, "microbatch_lanes": 2}
+    model, lengths = tiny_config().model, {"segment_len": 8, "memory_lens": [12, 12], "microbatch_lanes": 2}
     flops = sum(flops_by_part(model, vocab_size=300, **lengths).values())
     speed = 0.25 * 2e12 / flops  # a quarter of two devices of 1 TFLOP/s
     assert mfu_at(speed, peak_tflops=1.0, ranks=2)["mfu_pct"] == pytest.approx(25.0)
