@@ -65,14 +65,14 @@ BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 LAZY = "__init__.py"
 """The door for programs: it names what lies above it, and imports a name when that is first asked for."""
 BUDGETS = {
-    "top": 1800,
+    "top": 1803,
     "text": 815,
     "data": 4250,
-    "model": 1740,
+    "model": 1755,
     "infer": 1875,
     "convert": 1910,
-    "train": 4570,
-    "ops": 4110,
+    "train": 4680,
+    "ops": 4115,
     "serve": 1280,
     "verbs": 755,
 }
