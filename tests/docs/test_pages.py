@@ -32,7 +32,7 @@ WHY_NOT = {
 """Reasons for which a shell block need not be run."""
 OTHERS = {"pip", "torch", "torchrun", "DeepSpeed", "NCCL", "gloo", "kernel", "ssh", "SLURM", "no message"}
 """Whose messages troubleshooting.md explains besides ours."""
-FOLDERS = ("configs", "docker", "docs", "launch", "tests", "tools", "txl_dist")
+FOLDERS = ("configs", "docker", "docs", "examples", "launch", "tests", "tools", "txl_dist")
 FLAGS_OF_OTHERS = {
     *("--num_accelerators", "--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--launcher"),
     *("--master_port", "--master_addr", "--no_ssh", "--node_rank", "--ssh_port", "--module", "--no_ssh_check"),

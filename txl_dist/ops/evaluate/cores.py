@@ -73,7 +73,7 @@ def _cached(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documen
             ring,
         ),
         lambda hidden_BTD, batch: frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition),
-        lambda hidden_BTD, batch: model.softmax.hits(hidden_BTD, batch.targets_BT, tables=frozen.tables),
+        lambda hidden_BTD, batch: frozen.hits(hidden_BTD, batch.targets_BT),
         ring,
     )
 
