@@ -401,6 +401,8 @@ class EvalSection(Section):
     """Score only the first so many tokens of the split, which gives no bits per byte; 0 means all."""
     average: Annotated[bool, FREE] = False
     """While training, score the average of the weights in place of the weights; needs optim.ema."""
+    accuracy: Annotated[bool, FREE] = False
+    """Also tell the share of tokens whose most probable token is the target, which costs a second softmax."""
 
 
 class CheckpointSection(Section):
@@ -449,6 +451,12 @@ class MetricsSection(Section):
     """Write TensorBoard event files beside metrics.jsonl."""
     wandb: Annotated[str, FREE] = ""
     """Project at Weights & Biases that gets the same records (pip install "txl_dist[wandb]"); empty sends nothing."""
+    accuracy_every_steps: Annotated[Count, FREE] = 0
+    """Steps between measurements of the share of the step's tokens whose most probable token is the target, by one more
+    pass over them without dropout; 0 makes none. For held-out text see eval.accuracy."""
+    norms_every_steps: Annotated[Count, FREE] = 0
+    """Steps between records of the norms of each layer's gradients (before clipping) and weights, and of the root mean
+    square of what it gives to the next, by one more pass without dropout; 0 makes none."""
     sample_every_steps: Annotated[Count, FREE] = 0
     """Steps between texts that the model writes, into the log, metrics.jsonl and TensorBoard; 0 means none."""
     sample_prompt: Annotated[str, FREE] = ""

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.dist, pytest.mark.slow]
 
 FIRST = ROOT / "docs" / "quickstart.md"
 OTHERS = [page for page in PAGES if page != FIRST and any(block.mark == "run" for block in blocks_of(page))]
-OF_A_CHECKOUT = ("README.md", "configs", "docs", "launch", "tests", "tools", "txl_dist")
+OF_A_CHECKOUT = ("README.md", "configs", "docs", "examples", "launch", "tests", "tools", "txl_dist")
 
 
 def run(block: Block, folder: Path, *, variables: dict[str, str]) -> str:

@@ -473,6 +473,11 @@ class FrozenModel:
         parts = zip(hidden_1SD.split(most, dim=1), targets_1S.split(most, dim=1), strict=True)
         return torch.cat([softmax.losses(*part, tables=self.tables) for part in parts], dim=1).view(targets_BT.shape)
 
+    @torch.inference_mode()
+    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """hit_BT: 1.0 where the target is the most probable token."""
+        return self.model.softmax.hits(hidden_BTD, targets_BT, tables=self.tables)
+
     def _attend(
         self,
         query_2NBTH: Tensor,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition, partition_of
-from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
+from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS, Cluster, Columns, weighted_loss
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.sections import ModelSection
 from txl_dist.text.clusters import cluster_edges
@@ -80,9 +80,11 @@ class AdaptiveSoftmax(nn.Module):
         *,
         partition: Partition | None = None,
         weight_BT: Tensor | None = None,
+        with_hits: bool = False,
     ) -> Tensor:
-        """nll_BT: the loss of each token in nats; or, given `weight_BT`, the sum of weight * loss over all tokens; or,
-        without targets, log p of the whole vocabulary behind each token, [B * T, V].
+        """nll_BT: the loss of each token in nats; or, `with_hits`, score_2BT: these, then 1.0 where the target is the
+        most probable token; or, given `weight_BT`, the sum of weight * loss over all tokens; or, without targets, log p
+        of the whole vocabulary behind each token, [B * T, V].
 
         `partition` is of the targets, by `edges`. The weighted sum is made with its gradients (see `fused_softmax`),
         where gradients are enabled.
@@ -98,6 +100,8 @@ class AdaptiveSoftmax(nn.Module):
                 clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
             return weighted_loss(hidden_SD, clusters, weight_S=weight_BT.flatten())
         nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
+        if with_hits:
+            return torch.stack([nll_BT, self.hits(hidden_BTD, targets_BT)])
         return nll_BT if weight_BT is None else (nll_BT * weight_BT).sum()
 
     def losses(
@@ -143,6 +147,33 @@ class AdaptiveSoftmax(nn.Module):
         for i, table in enumerate(tables[1:]):
             parts.append(head[:, shortlist_size + i, None] + _log_softmax(table.logits(hidden_SD)))
         return torch.cat(parts, dim=1)
+
+    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[Table] | None = None) -> Tensor:
+        """hit_BT: 1.0 where the target is the most probable token, made of some tokens at a time; `tables` as in
+        `losses`."""
+        tables = self.tables() if tables is None else tables
+        kind = "cuda" if hidden_BTD.is_cuda else "cpu"
+        columns = max(table.bias_V.shape[0] for table in tables)
+        chunks = hidden_BTD.flatten(0, 1).split(max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // columns))
+        ids_S = torch.cat([self._most_probable(hidden_cD, tables) for hidden_cD in chunks])
+        return (ids_S.view(targets_BT.shape) == targets_BT).to(at_least_fp32(hidden_BTD.dtype))
+
+    def _most_probable(self, hidden_SD: Tensor, tables: Sequence[Table]) -> Tensor:
+        """The ids of the most probable tokens, [S]. No word is more probable than its cluster's column, so a tail is
+        looked into only where that is above the best so far; how many tokens these are, a GPU is waited for."""
+        head_SV = _log_softmax(tables[0].logits(hidden_SD))
+        best_S, ids_S = head_SV[:, : self.edges[1]].max(1)
+        for i, table in enumerate(tables[1:]):
+            column_S = head_SV[:, self.edges[1] + i]
+            rows_R = (column_S > best_S).nonzero().squeeze(1)
+            if not len(rows_R):
+                continue
+            inside_R, places_R = _log_softmax(table.logits(hidden_SD[rows_R])).max(1)
+            log_p_R = column_S[rows_R] + inside_R
+            is_better_R = log_p_R > best_S[rows_R]
+            rows_R = rows_R[is_better_R]
+            best_S[rows_R], ids_S[rows_R] = log_p_R[is_better_R], self.edges[i + 1] + places_R[is_better_R]
+        return ids_S
 
     def tables(self) -> list[Table]:
         """What each cluster's logits are made of; those of the head, the first, end with a column per tail cluster."""

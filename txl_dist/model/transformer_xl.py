@@ -154,12 +154,17 @@ class SegmentLoss(nn.Module):
         self.model = model
 
     def forward(
-        self, batch: Batch, memory: Memory, normalizer: Tensor | float | None = None, predicts: bool = False
+        self,
+        batch: Batch,
+        memory: Memory,
+        normalizer: Tensor | float | None = None,
+        predicts: bool = False,
+        with_hits: bool = False,
     ) -> tuple[Tensor, Memory]:
         """(sum of the scored losses in nats / normalizer, memory after the segment); the loss at least fp32.
 
-        Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes. With
-        `predicts` it is log p_BV of the token behind the segment.
+        Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes; or,
+        `with_hits`, score_2BT as the softmax gives it. With `predicts` it is log p_BV of the token behind the segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,
@@ -175,5 +180,6 @@ class SegmentLoss(nn.Module):
             batch.targets_BT,
             partition=batch.target_partition,
             weight_BT=None if normalizer is None else batch.scored_BT / normalizer,
+            with_hits=with_hits,
         )
         return loss, memory

@@ -58,6 +58,8 @@ class Overrides:
     """Begin with a memory of zeros that is attended, as Hugging Face and TensorFlow do."""
     without_memory: bool = False
     """Also score with memory off, to see what memory brings."""
+    accuracy: bool = False
+    """Also tell the share of tokens whose most probable token is the target; not of rows that adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
     """Cut the text and count as that program does, to set a result beside its published ones."""
 

@@ -46,6 +46,8 @@ class Tokenizer(ABC):
     kind: ClassVar[str]
     spellings: Sequence[bytes] | None = None
     """The bytes of each id, where they do not depend on its neighbours."""
+    spells_text: ClassVar[bool] = True
+    """Whether ids stand for text, which has bytes."""
     unit: ClassVar[str] = "token"
     """What an id stands for, for people."""
     unknown_id: int | None = None

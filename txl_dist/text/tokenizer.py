@@ -2,12 +2,13 @@
 
     byte, char         one id per byte or code point                      characters.py
     word               one id per word between blanks, `<eos>`, `<unk>`   words.py
+    listed             ready ids, each with a name                        listed.py
     bpe, unigram       byte-level pieces learnt from the corpus           subwords.py
     huggingface,       tokenizers that others made, their ids             foreign.py
     sentencepiece        renumbered by frequency
 
 byte, bpe and unigram encode any text and give it back exactly; char and word know `<unk>`, or refuse what they do
-not know. What all share is in base.py, training in training.py.
+not know, as listed does. What all share is in base.py, training in training.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from txl_dist.files import parse_object, read_bytes
 from txl_dist.text.base import FORMAT_VERSION, Tokenizer
 from txl_dist.text.characters import ByteTokenizer, CharTokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
+from txl_dist.text.listed import ListedTokenizer
 from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer
 from txl_dist.text.words import WordTokenizer
 
@@ -27,6 +29,7 @@ _CLASSES: tuple[type[Tokenizer], ...] = (
     ByteTokenizer,
     CharTokenizer,
     WordTokenizer,
+    ListedTokenizer,
     BpeTokenizer,
     UnigramTokenizer,
     HuggingFaceTokenizer,

@@ -35,6 +35,7 @@ from txl_dist.train.health import Health, after_rewind
 from txl_dist.train.report.metrics import Interval, start_facts, train_record
 from txl_dist.train.report.observer import Observer, StopAskedError, text_facts
 from txl_dist.train.report.profile import StepProfile
+from txl_dist.train.report.signals import signals
 from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.rewind import find_rewind
 from txl_dist.train.run_dir import set_aside
@@ -184,6 +185,10 @@ class Run:
         lr = learning_rate(state.step, config.optim, max_steps=self.max_steps)
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
         self.guard.check_replicas(self.engine.named_values(), step=step)
+        with interval.paused():
+            seen = signals(self.engine, self.job, step_input.batches, state.memories, step=step)
+        if seen.layers is not None:
+            self.reporter.write("layers", seen.layers)
         with record_function("update"):
             self.engine.step(lr=lr, grad_norm=decision.grad_norm)
         if step == self.start.step + 1:  # no step will take as long as the first
@@ -202,6 +207,7 @@ class Run:
             num_scored=step_input.num_scored,
             skipped=skipped,
             own_ms=self.clock.own_ms(),
+            accuracy=seen.accuracy,
         )
         after = TrainState(
             step=step,

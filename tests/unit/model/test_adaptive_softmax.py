@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.helpers.models import POSITIONS, VOCAB_SIZE, random_tokens, tiny_model, tiny_section
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
-from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
+from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, Table
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sections import ModelSection
 from txl_dist.text.clusters import ClusterRows, partition_by_cluster
@@ -50,6 +50,37 @@ def given_partition(ids: Tensor, *, edges: tuple[int, ...], multiple: int = 8) -
 
 def hidden_states(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hits_are_where_the_whole_distribution_has_its_highest_value_at_the_target(name: str) -> None:
+    softmax = tiny_model(dtype=torch.float64, **VARIANTS[name]).softmax
+    hidden_BTD, targets_BT = 5 * hidden_states(3, 70, 12), random_tokens(3, 70)
+    for favoured in range(softmax.num_tails + 1):  # tails win too
+        with torch.no_grad():
+            if favoured:
+                softmax.cluster_bias[favoured - 1] += 4.0
+        best_S = softmax.log_probabilities(hidden_BTD.flatten(0, 1)).argmax(-1)
+        targets_BT[:, :40] = best_S.view(3, 70)[:, :40]
+        expected_BT = best_S.view(3, 70) == targets_BT
+        score_2BT = softmax(hidden_BTD, targets_BT, with_hits=True)
+        assert torch.equal(score_2BT[1], expected_BT.double())
+        assert torch.equal(score_2BT[0], softmax(hidden_BTD, targets_BT))
+        assert not expected_BT.all()
+        won = torch.bucketize(best_S, torch.tensor(softmax.edges[1:-1]), right=True)
+        assert int((won == favoured).sum()) > 0
+
+
+def test_a_tail_that_cannot_win_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax = tiny_model(dtype=torch.float64, cutoffs=(5, 20), div_value=2).softmax
+    hidden_BTD, targets_BT = hidden_states(2, 7, 12), random_tokens(2, 7)
+    with torch.no_grad():
+        softmax.cluster_bias[:] = -50.0
+    sizes = []
+    logits = Table.logits
+    monkeypatch.setattr(Table, "logits", lambda table, rows: sizes.append(len(rows)) or logits(table, rows))
+    softmax.hits(hidden_BTD, targets_BT)
+    assert sizes == [14]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -104,6 +104,25 @@ def test_an_override_scores_the_same_weights_in_another_way(
         assert abs(result["loss"] - naive_loss(made)) > 1e-4, "it makes a difference"
 
 
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_the_accuracy_is_the_share_of_targets_that_the_whole_distribution_puts_first(
+    made: Made, num_lanes: int
+) -> None:
+    model = TransformerXL(tiny_section(init_std=0.2, **made.settings), vocab_size=made.corpus.vocab_size).eval()
+    model.load_state_dict(made.weights, strict=False)
+    tokens_S = torch.from_numpy(made.corpus.split("valid").read_all().astype(np.int64))
+    stripe_len = math.ceil((len(tokens_S) - 1) / num_lanes)
+    hits = 0
+    with torch.no_grad():
+        for begin in range(0, len(tokens_S) - 1, stripe_len):
+            stripe_1S = tokens_S[None, begin : begin + stripe_len + 1]
+            hidden_BTD, _ = model(stripe_1S[:, :-1], model.empty_memory(num_lanes=1, memory_len=0))
+            hits += int((model.softmax(hidden_BTD, None).argmax(-1) == stripe_1S[0, 1:]).sum())
+    result = evaluated(made, accuracy=True, num_lanes=num_lanes, memory_len=stripe_len, segment_len=9)["model"]
+    assert result["accuracy_pct"] == pytest.approx(100 * hits / (len(tokens_S) - 1))
+    assert "accuracy_pct" not in evaluated(made, num_lanes=num_lanes)["model"]
+
+
 def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
     results = evaluated(made, without_memory=True, zero_memory=True)
     assert results["model"]["loss"] == pytest.approx(naive_loss(made, zeros=True), rel=1e-5)

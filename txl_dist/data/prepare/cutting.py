@@ -10,8 +10,11 @@ documents are lines or paragraphs.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
+
+import numpy as np
 
 from txl_dist.data.prepare.documents import Block, end_of_records
 from txl_dist.data.prepare.opening import open_source, skip
@@ -92,6 +95,10 @@ def _records(
         for data, rows in _row_batches(stream, offset, field, file.path):
             yield data, rows, rows
         return
+    if file.form == "npy":
+        for data, rows in _array_rows(stream, offset, file.path):
+            yield data, rows, rows
+        return
     skip(stream, offset)
     if file.form == "file":
         if not offset:
@@ -132,6 +139,29 @@ def _check_length(num_bytes: int, file: SourceFile) -> None:
             f"{file.path} holds a document of 2 GiB or more. Cut it into documents: plain text with "
             "`--documents line` or `--documents blank_line`, JSON lines and rows where they are made."
         )
+
+
+def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[bytes, int]]:
+    """(up to 1,024 rows of an array of ids as a file of their own, number of rows); one of one dimension is a row."""
+    remedy = "Save it by numpy.save, of one whole array of integers."
+    damage = (ValueError, EOFError, SyntaxError, TypeError, MemoryError)
+    with explained(DataError, f"{path} is no .npy file of numbers", remedy, of=damage):
+        array = np.load(io.BytesIO(stream.read()), allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an archive of arrays")
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise DataError(
+            f"{path}: an array of {array.dtype}, shape {list(array.shape)}. Give whole numbers: one document as [ids], "
+            "or documents of one length as [documents, ids]."
+        )
+    if not array.size:
+        raise DataError(f"{path}: no ids, shape {list(array.shape)}. Leave empty documents out.")
+    num_rows = 1 if array.ndim == 1 else len(array)
+    for row in range(first_row, num_rows, _ROWS):
+        rows = array if array.ndim == 1 else array[row : row + _ROWS]
+        sink = io.BytesIO()
+        np.save(sink, rows)
+        yield sink.getvalue(), min(_ROWS, num_rows - row)
 
 
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:

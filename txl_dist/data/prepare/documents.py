@@ -10,7 +10,8 @@ adding documents never moves others; but for inputs of so few documents that the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +21,8 @@ from txl_dist.files import parse_json
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
 """How text becomes documents: one per file, per line, per run of lines between blank ones, or per line of JSON."""
-Form = Literal["file", "line", "blank_line", "jsonl", "parquet"]
+Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
+"""ids: a list of ready ids on each line; npy: of an array, which is a document, or each of its rows."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 SHORTEST_TAIL = 100
@@ -57,6 +59,8 @@ class Reading(NamedTuple):
 
     jsonl_field: str = "text"
     """Field of a JSON line, or column of a parquet file, that holds the text."""
+    names: tuple[str, ...] = ()
+    """Of ready ids, in order."""
     encoding_errors: EncodingErrors = "refuse"
     valid_fraction: float = 0.0
     """Share of the documents given for train that are held out as valid."""
@@ -94,11 +98,18 @@ def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
                 raise DataError(f"{where}: no text in the column {reading.jsonl_field!r} (null). Remove the row.")
             yield _without_surrogates(Document(where, block.ordinal + row, text), reading.encoding_errors)
         return
+    if block.form == "npy":
+        yield from _documents_of_array(block, reading.names)
+        return
     for number, raw in _records_of(block):
         where = block.where if block.form == "file" else f"{block.where}, line {block.unit + number + 1}"
         document = _decode(raw, where, block.ordinal + number, reading.encoding_errors, block.form)
-        if block.form != "jsonl" or document.damage == "skipped":
+        if block.form not in ("jsonl", "ids") or document.damage == "skipped":
             yield document
+        elif block.form == "ids":
+            if document.text.strip():
+                ids = _parse_ids(document.text, field=reading.jsonl_field, where=where)
+                yield document._replace(text=_named(ids, reading.names, where=where))
         elif document.text.strip():
             text = _parse_record(document.text, field=reading.jsonl_field, where=where)
             yield _without_surrogates(document._replace(text=text), reading.encoding_errors)
@@ -138,7 +149,7 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[P
         digest = content_digest(raw)
         return [Piece(document, split_of(digest, given_for=given_for, reading=reading), digest, len(raw))]
     pieces = []
-    for number, (split, text) in enumerate(cut_tails(document.text, reading.shares)):
+    for number, (split, text) in enumerate(cut_tails(document.text, reading.shares, whole_words=bool(reading.names))):
         raw = text_bytes_of(text)
         digest = content_digest(raw)
         piece = document._replace(text=text, ordinal=len(SPLITS) * document.ordinal + number)
@@ -146,18 +157,19 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[P
     return pieces
 
 
-def cut_tails(text: str, shares: Mapping[str, float]) -> list[tuple[str, str]]:
+def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = False) -> list[tuple[str, str]]:
     """(split, text) of the pieces, which together are the text: its beginning, and the shares at its end.
 
     A text too short for that stays whole. A cut lies behind the paragraph, else the line, else the word that ends
-    nearest to its share, within a quarter of the smallest one; else between two characters.
+    nearest to its share, within a quarter of the smallest one; else between two characters, or, if `whole_words`,
+    behind the nearest word, however far.
     """
     length, smallest = len(text), min(shares.values(), default=0.0)
     if min(smallest, 1 - sum(shares.values())) * length < SHORTEST_TAIL:
         return [(TRAIN, text)]
     test_share = shares.get(TEST, 0.0)
     begins = {VALID: round(length * (1 - test_share - shares.get(VALID, 0.0))), TEST: round(length * (1 - test_share))}
-    slack = int(smallest * length / 4)
+    slack = length if whole_words else int(smallest * length / 4)
     borders = [0, *(_nearest_border(text, begins[split], slack) for split in shares), length]
     pieces = [text[begin:end] for begin, end in pairwise(borders)]
     return [(TRAIN, text)] if any(map(str.isspace, pieces)) else list(zip((TRAIN, *shares), pieces, strict=True))
@@ -165,7 +177,7 @@ def cut_tails(text: str, shares: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def _nearest_border(text: str, wanted: int, slack: int) -> int:
     for separator in ("\n\n", "\r\n\r\n", "\n", " "):
-        before = text.rfind(separator, wanted - slack, wanted)
+        before = text.rfind(separator, max(wanted - slack, 0), wanted)
         after = text.find(separator, max(wanted - len(separator), 0), wanted + slack)
         found = [at + len(separator) for at in (before, after) if at >= 0]
         if found:
@@ -208,6 +220,44 @@ def _records_of(block: Block) -> Iterator[tuple[int, bytes]]:
             if first < number:
                 yield first, b"\n".join(lines[first:number]).removesuffix(b"\r")
             first = number + 1
+
+
+def _documents_of_array(block: Block, names: Sequence[str]) -> Iterator[Document]:
+    import numpy as np
+
+    array = np.load(io.BytesIO(block.data))
+    for row, ids in enumerate(np.atleast_2d(array).tolist()):
+        where = block.where if array.ndim == 1 else f"{block.where}, row {block.unit + row + 1}"
+        yield Document(where, block.ordinal + row, _named(ids, names, where=where))
+
+
+def _parse_ids(line: str, *, field: str, where: str) -> list[Any]:
+    try:
+        ids = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error}), a list of ids on each line. Mend or remove it.") from error
+    if isinstance(ids, dict):
+        ids = ids.get(field)
+    if not isinstance(ids, list):
+        raise DataError(
+            f"{where}: no list of ids. Give one on each line, as [5, 17, 2], or name the field that holds it with "
+            "--jsonl-field."
+        )
+    return ids
+
+
+def _named(ids: Sequence[Any], names: Sequence[str], *, where: str) -> str:
+    """The text of a document: the name of each id with a blank behind it. Raises DataError naming what is no id."""
+    if not ids:
+        raise DataError(f"{where}: no ids. Leave empty documents out.")
+    for index, one in enumerate(ids):
+        if type(one) is not int or not 0 <= one < len(names):
+            raise DataError(
+                f"{where}, index {index}: {one!s:.40} is no id of the vocabulary list, whose {len(names):,} names "
+                f"are those of the whole numbers 0 to {len(names) - 1:,}. Mend the ids, or give the list that they "
+                "were made with."
+            )
+    return "".join([f"{names[one]} " for one in ids])
 
 
 def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingErrors, form: Form) -> Document:

@@ -139,7 +139,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     is_named = job_settings.name is not None
     files, remarks = ([], []) if is_named else list_files(job_settings)
     given = [*job_settings.inputs, *job_settings.valid_inputs, *job_settings.test_inputs]
-    left_out = 0 if is_named else count_left_out(given)
+    left_out = 0 if is_named else count_left_out(given, job_settings)
     stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
         job = Preparation(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
@@ -237,6 +237,10 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
         **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
     }
     splits = {split: info for split, (info, _) in planned.items()}
+    if settings.vocab_list is not None:
+        unused = int((np.load(folder / counts_name(TRAIN))[: len(job.reading.names)] == 0).sum())
+        told = f"{unused:,} of the {len(job.reading.names):,} names of the vocabulary list do not occur in train"
+        job.remarks += [told] if unused else []
     index = index_of(tokenizer, dtype=dtype, splits=splits, statistics=statistics)
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)

@@ -46,6 +46,9 @@ class PrepareSettings(Learning):
     """Share of the train documents, by a hash of their content, that the tokenizer is learnt from."""
     tokenizer_path: str | Path | None = None
     """A given tokenizer in place of learning one; see `import_tokenizer`."""
+    vocab_list: str | Path | None = None
+    """The inputs are ready ids, in place of text: .npy (a document, or one per row) and JSON lines (a list each). This
+    file names the ids, one name a line, that of id 0 first; end-of-text is put behind the last."""
     documents: Cut = "file"
     """How plain text is cut into documents; JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
     jsonl_field: str = "text"
@@ -93,6 +96,13 @@ class PrepareSettings(Learning):
                 f"{', '.join(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
                 "Leave them out, or leave the file out to train a tokenizer."
             )
+        of_text = [*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "source"]
+        unused = [name for name in of_text if name != "end_of_text" and getattr(self, name) != _default(name)]
+        if self.vocab_list is not None and (unused or self.name is not None):
+            raise ConfigError(
+                f"{', '.join(unused) or self.name} has no meaning with ready ids, whose vocabulary is a list "
+                f"({self.vocab_list}). Leave it out, or leave the list out to prepare text."
+            )
         if self.name is not None and any(getattr(self, name) != _default(name) for name in _HELD_OUT):
             raise ConfigError(
                 f"the named corpus {self.name} has splits of its own. Leave out {', '.join(_HELD_OUT)}, or give the "
@@ -100,6 +110,11 @@ class PrepareSettings(Learning):
             )
         if self.source and self.name is None:
             raise ConfigError("--from takes the place of a named corpus's download. Give its name as the input.")
+
+    @property
+    def learns(self) -> bool:
+        """Whether a tokenizer is learnt, and none given."""
+        return self.tokenizer_path is None and self.vocab_list is None
 
     @property
     def name(self) -> str | None:
@@ -131,9 +146,13 @@ class PrepareSettings(Learning):
         return completed if completed.kind != "auto" else dataclasses.replace(completed, kind="bpe")
 
     def reading(self, *, given: Collection[str]) -> Reading:
-        """How documents are read; splits that have files `given` for them take none from train."""
+        """How documents are read; splits that have files `given` for them take none from train. Raises DataError for a
+        vocabulary list that is none."""
+        from txl_dist.text.listed import read_names
+
         return Reading(
             self.jsonl_field,
+            () if self.vocab_list is None else read_names(self.vocab_list),
             self.encoding_errors,
             valid_fraction=0.0 if VALID in given else self.valid_fraction,
             test_fraction=0.0 if TEST in given else self.test_fraction,
@@ -159,6 +178,10 @@ class PrepareSettings(Learning):
 
             content = tokenizer_bytes(self.tokenizer_path, remedy="Check the path.")
             kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
+        if self.vocab_list is not None:
+            from txl_dist.text.listed import read_names
+
+            kept["vocab_list"] = hashlib.sha256("\n".join(read_names(self.vocab_list)).encode()).hexdigest()
         kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
         facts = sorted(kept.items()), self.duplicates == "ignore", __version__
         return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -28,7 +28,7 @@ from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.named import NAMED
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.storage.retries import filesystem_of, retrying
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import ConfigError, DataError, explained
 from txl_dist.suggest import did_you_mean
 
 STDLIB = "stdlib"
@@ -37,6 +37,8 @@ STDIN = "-"
 PIPE = "pipe:"
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl", ".ndjson", ".parquet"})
 """Files that are taken from a folder, as they are or compressed; a file named by itself may have any suffix."""
+ID_SUFFIXES = frozenset({".npy", ".jsonl", ".ndjson", ".json"})
+"""The same where the inputs are ready ids."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".xz"})
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _URL_MARKS = (
@@ -80,7 +82,7 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
     """
     found: list[SourceFile] = []
     for given in map(str, inputs):
-        stream_form: Form = "jsonl" if settings.stdin_format == "jsonl" else settings.documents
+        stream_form = _stream_form(given, settings)
         if given == STDIN:
             if sys.stdin is None:
                 raise DataError("stdin is closed. Pipe text into it, or give files.")
@@ -92,11 +94,12 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
                 )
             found.append(SourceFile(given, split, stream_form, None, ""))
         else:
-            files = list(_of_url(given, settings) if is_url(given) else _of_paths(given))
+            files = list(_of_url(given, settings) if is_url(given) else _of_paths(given, settings))
             if not files:
+                num_others, suffixes = count_left_out([given], settings), " ".join(sorted(suffixes_of(settings)))
                 raise DataError(
-                    f"{given} holds no text: of a folder, files named {' '.join(sorted(TEXT_SUFFIXES))} are taken, as "
-                    f"they are or compressed, and {count_left_out([given])} others left out. Name those that are text."
+                    f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
+                    f"and {num_others} others left out. Name those that are text."
                 )
             found += [SourceFile(path, split, _form(path, settings), size, mark) for path, size, mark in files]
     return found
@@ -115,10 +118,16 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
                 )
 
 
-def count_left_out(inputs: Sequence[str | Path]) -> int:
+def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
+    """Files that are taken from a folder."""
+    return TEXT_SUFFIXES if settings.vocab_list is None else ID_SUFFIXES
+
+
+def count_left_out(inputs: Sequence[str | Path], settings: PrepareSettings) -> int:
     """Files below the given folders that are not taken, because of their suffix. The built-in corpus has none."""
     folders = [Path(given) for given in inputs if given != STDLIB and Path(given).is_dir()]
-    return sum(text_suffix(name) not in TEXT_SUFFIXES for folder in folders for name in _walk(folder))
+    taken = suffixes_of(settings)
+    return sum(text_suffix(name) not in taken for folder in folders for name in _walk(folder))
 
 
 def is_repeatable(files: Iterable[SourceFile]) -> bool:
@@ -151,27 +160,46 @@ def _path_of(location: str) -> str:
     return location.split("?")[0].split("#")[0] if is_url(location) else location
 
 
+def _stream_form(given: str, settings: PrepareSettings) -> Form:
+    """Of stdin and commands. Raises ConfigError for ready ids in another form than JSON lines."""
+    if settings.vocab_list is None:
+        return "jsonl" if settings.stdin_format == "jsonl" else settings.documents
+    if settings.stdin_format != "jsonl" and (given == STDIN or given.startswith(PIPE)):
+        raise ConfigError(f"ready ids come from {given} as JSON lines only. Say so with --stdin-format jsonl.")
+    return "ids"
+
+
 def _form(path: str, settings: PrepareSettings) -> Form:
+    """Raises ConfigError for ready ids without a vocabulary list, and for anything else with one."""
     suffix = text_suffix(_path_of(path))
+    if settings.vocab_list is not None:
+        if suffix not in ID_SUFFIXES:
+            raise ConfigError(
+                f"{path}: ready ids (--vocab-list) are files named {' '.join(sorted(ID_SUFFIXES))}, as they are or "
+                "compressed. Leave the list out to prepare text."
+            )
+        return "npy" if suffix == ".npy" else "ids"
+    if suffix == ".npy":
+        raise ConfigError(f"{path} holds ready ids. Name their vocabulary with --vocab-list FILE, one name a line.")
     forms: dict[str, Form] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     return forms.get(suffix, settings.documents)
 
 
-def _of_paths(given: str) -> Iterator[tuple[str, int | None, str]]:
+def _of_paths(given: str, settings: PrepareSettings) -> Iterator[tuple[str, int | None, str]]:
     """Path, size and identity of each local file of one input."""
-    for path in _paths_of(given):
+    for path in _paths_of(given, settings):
         with explained(DataError, f"cannot read {path}", "Mend or remove the file."):
             status = path.stat()
         yield str(path), status.st_size, f"{status.st_mtime_ns}"
 
 
-def _paths_of(given: str) -> Iterator[Path]:
+def _paths_of(given: str, settings: PrepareSettings) -> Iterator[Path]:
     path = Path(given)
     if given == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         yield from (folder / name for name in _walk(folder, left_out=_STDLIB_LEFT_OUT) if name.endswith(".py"))
     elif path.is_dir():
-        yield from (path / name for name in _walk(path) if text_suffix(name) in TEXT_SUFFIXES)
+        yield from (path / name for name in _walk(path) if text_suffix(name) in suffixes_of(settings))
     elif path.is_file():
         yield path
     elif os.path.exists(given):
@@ -204,7 +232,7 @@ def _of_url(given: str, settings: PrepareSettings) -> Iterator[tuple[str, int | 
         return {
             name: info
             for name, info in filesystem.find(path, detail=True).items()
-            if text_suffix(name) in TEXT_SUFFIXES
+            if text_suffix(name) in suffixes_of(settings)
         }
 
     infos = retrying(look, what=given, retries=3)

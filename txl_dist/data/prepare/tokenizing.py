@@ -38,6 +38,7 @@ from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.progress import Progress
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.importing import import_tokenizer
+from txl_dist.text.listed import ListedTokenizer, listed_tokenizer
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.text.training import DEFAULT_SUBWORDS, train_tokenizer
 
@@ -152,6 +153,8 @@ def _is_like(tokenizer: Tokenizer, settings: PrepareSettings) -> bool:
     """Whether these settings could have made a tokenizer."""
     if settings.tokenizer_path is not None:
         return True
+    if settings.vocab_list is not None:
+        return tokenizer.kind == ListedTokenizer.kind
     return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
 
 
@@ -176,7 +179,9 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
     inputs = identities(job.files)[-1]
     if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
         return load_tokenizer(path)
-    if settings.tokenizer_path is None:
+    if settings.vocab_list is not None:
+        tokenizer: Tokenizer = listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text)
+    elif settings.tokenizer_path is None:
         assert settings.kind != "auto"
         tokenizer = train_tokenizer(settings.kind, lambda: _train_texts(job), **settings.learning())
     elif settings.encoding_errors == "keep":
@@ -192,7 +197,7 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
 
 def check_learning(settings: PrepareSettings) -> None:
     """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
-    if settings.tokenizer_path is None:
+    if settings.learns:
         _check_keeps(settings, settings.kind)
         settings.check_kind(settings.kind)
 
@@ -200,7 +205,7 @@ def check_learning(settings: PrepareSettings) -> None:
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
     """A sentence if the text has fewer pieces than were asked for."""
     wanted = settings.vocab_size or DEFAULT_SUBWORDS
-    if settings.tokenizer_path or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
+    if not settings.learns or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
         return []
     return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
 
@@ -232,7 +237,7 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     """
     if not job.reading.shares:
         return
-    if job.settings.tokenizer_path is None:
+    if job.settings.learns:
         _spool(job)
     else:
         for number, file in enumerate(job.files):

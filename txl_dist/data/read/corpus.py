@@ -141,6 +141,8 @@ class Split:
     def lost(self) -> str:
         """What of the text its tokens do not give back, for people; empty if they give back all of it."""
         tokenizer, num_changed = self.corpus.tokenizer, self._info.changed_documents
+        if not tokenizer.spells_text:
+            return "its ids were made elsewhere, and their names are no text"
         if num_changed == 0 or (num_changed is None and tokenizer.keeps_text(num_unknown=self.num_unknown)):
             return ""
         if num_changed is None:

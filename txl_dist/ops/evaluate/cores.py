@@ -42,6 +42,8 @@ class Core(NamedTuple):
     """hidden_BTD of a segment, and what is remembered behind it."""
     losses: Callable[[Tensor, Batch], Tensor]
     """nll_BT, of hidden_BTD."""
+    hits: Callable[[Tensor, Batch], Tensor]
+    """hit_BT: 1.0 where the target is the most probable token, of hidden_BTD."""
     memory: Any
 
 
@@ -71,6 +73,7 @@ def _cached(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documen
             ring,
         ),
         lambda hidden_BTD, batch: frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition),
+        lambda hidden_BTD, batch: frozen.hits(hidden_BTD, batch.targets_BT),
         ring,
     )
 
@@ -89,15 +92,22 @@ def _plain(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_document
     def losses(hidden_BTD: Tensor, batch: Batch) -> Tensor:
         return model.softmax.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition)
 
-    return Core(hidden, losses, model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len))
+    @torch.no_grad()
+    def hits(hidden_BTD: Tensor, batch: Batch) -> Tensor:
+        return model.softmax.hits(hidden_BTD, batch.targets_BT)
+
+    return Core(hidden, losses, hits, model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len))
 
 
-def static(core: Core) -> tuple[Losses, Any]:
-    """Of weights and memory alone."""
+def static(core: Core, *, with_hits: bool = False) -> tuple[Losses, Any]:
+    """Of weights and memory alone; `with_hits` it gives score_2BT."""
 
     def losses(batch: Batch, memory: Any) -> tuple[Tensor, Any]:
         hidden_BTD, memory = core.hidden(batch, memory)
-        return core.losses(hidden_BTD, batch), memory
+        nll_BT = core.losses(hidden_BTD, batch)
+        if with_hits:
+            return torch.stack([nll_BT, core.hits(hidden_BTD, batch)]), memory
+        return nll_BT, memory
 
     return losses, core.memory
 

@@ -92,6 +92,7 @@ def _with_overrides(
         "memory_len": memory_len,
         "segment_len": segment_len or config.eval.segment_len,
         "num_lanes": overrides.num_lanes or (config.eval.num_lanes if peer is None else peer.num_lanes),
+        "accuracy": overrides.accuracy or config.eval.accuracy,
         "overlap_len": overrides.overlap_len or (0 if memory_len or peer is not None else config.eval.overlap_len),
         "max_tokens": 0,  # the whole split, as the baselines score it
     }
@@ -281,7 +282,7 @@ def _score(
                 before_segment=advance,
             )  # fmt: skip
         core = core_of(model, cut, memory_len=memory_len, with_documents=maker.mask_documents, with_zeros=with_zeros)
-        return with_cache(core, model, cut, adapting) if plan.adapts else static(core)
+        return with_cache(core, model, cut, adapting) if plan.adapts else static(core, with_hits=config.eval.accuracy)
 
     losses, memory = together(begin)
     evaluation = evaluate(

@@ -21,6 +21,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     columns = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "word_ppl": "ppl/word"}
     if units.problem:
         columns = {"ppl": f"ppl/{units.token}", "bits_per_token": f"bits/{units.token}"}
+    columns["accuracy_pct"] = "accuracy, %"
     columns = {key: title for key, title in columns.items() if any(key in values for values in results.values())}
     rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
@@ -39,7 +40,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
 def _number(key: str, value: float) -> str:
     if key == "word_ppl":
         return compact(value)  # of code, whose words are long, it is in the millions
-    return f"{value:.{2 if key == 'ppl' else 4}f}"
+    return f"{value:.{2 if key in ('ppl', 'accuracy_pct') else 4}f}"
 
 
 def part_lines(result: Result) -> list[str]:

@@ -31,7 +31,7 @@ _MAX_LABEL = 22
 _NUM_BINS = 8
 """Of positions in the segment: enough tokens in each to see more than chance."""
 
-Kind = Literal["train", "eval", "look", "all"]
+Kind = Literal["train", "eval", "look", "layers", "all"]
 Axis = Literal["step", "tokens", "hours", "position"]
 
 
@@ -63,12 +63,16 @@ class Row(NamedTuple):
 
 
 _LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
+_BESIDE = ("embedding", "softmax")
 _LAYERS = "Layer 0 is nearest the text."
 _ROWS = (
     Row(_LOSS, "Loss against tokens", _NATS, {"": "loss"}, "all", "tokens", is_log=True),
     Row(_LOSS, "Loss against time", _NATS, {"": "loss"}, "all", "hours", is_log=True),
     Row(_LOSS, "Bits per byte", "bits per byte of text", {"": "bits_per_byte"}, "all", "tokens", is_log=True,
         caption="The loss per byte of text, which does not depend on the tokenizer."),
+    Row(_LOSS, "Accuracy", "% of the tokens", {"": "accuracy_pct"}, "all", "tokens",
+        caption="How often the most probable token is the target.",
+        missing="metrics.accuracy_every_steps and eval.accuracy are off"),
     Row(_LOSS, "Held-out loss per cluster of the vocabulary", _NATS, {"cluster": "loss_cluster_"}, "eval", is_log=True,
         caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
         missing="there is one cluster only, or no evaluation yet"),
@@ -80,6 +84,14 @@ _ROWS = (
         caption=f"The rest falls on the segment. {_LAYERS}"),
     *(Row(one.curve.group, one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log,
           missing=one.curve.missing) for one in METRICS if one.curve),
+    *(Row("Layers", title, unit, {"layer": f"{name}_"} | {word: f"{name}_{word}" for word in beside}, "layers",
+          is_log=True, caption=f"{caption} {_LAYERS}", missing="metrics.norms_every_steps is off")
+      for title, unit, name, beside, caption in (
+          ("Gradients", "norm before clipping", "gradient_norm", _BESIDE, "The embedding's are with those of weights "
+           "that the softmax shares with it."),
+          ("Weights", "norm", "weight_norm", _BESIDE, ""),
+          ("Activations", "root mean square", "activation_rms", (), "What a layer gives to the next, without dropout."),
+      )),
     Row("Speed", "Time per rank", "ms per step", {word: f"{word}_rank_ms" for word in ("fastest", "median", "slowest")},
         caption="A rank's own part of a step, before it meets another.", missing="there is one rank only"),
 )  # fmt: skip
@@ -100,6 +112,7 @@ def pictures_of(run: Run) -> dict[str, list[Picture]]:
         "train": {"": train},
         "eval": {"": run.history.held_out},
         "look": {"": run.history.look},
+        "layers": {"": run.history.layers},
         "all": {"training": train} | {corpus_name(kind): table for kind, table in run.history.evals.items()},
     }
     for row in _ROWS:

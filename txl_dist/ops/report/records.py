@@ -97,6 +97,7 @@ class History:
     evals: dict[str, Table]
     """By kind: `eval`, and `eval_NAME` for further corpora."""
     look: Table
+    layers: Table
     events: list[Event]
     samples: list[Sample]
     hosts: dict[int, str]
@@ -237,7 +238,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.num_records = self.num_damaged = 0
-        self._rows: dict[str, _Rows] = {"train": _Rows(), "eval": _Rows(), "look": _Rows()}
+        self._rows = {kind: _Rows() for kind in ("train", "eval", "look", "layers")}
         self._reached: list[tuple[dict[str, int], int]] = []
         self._events: list[Event] = []
         self._samples: dict[tuple[int, str], Sample] = {}
@@ -264,7 +265,7 @@ class _Reader:
             prompt, text = str(record.get("prompt", "")), str(record.get("text", ""))
             self._samples.pop((step, prompt), None)
             self._samples[step, prompt] = Sample(step, prompt, text)
-        elif kind in ("train", "look") or kind.startswith("eval"):
+        elif kind in ("train", "look", "layers") or kind.startswith("eval"):
             self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
 
     def history(self) -> History:
@@ -277,6 +278,7 @@ class _Reader:
             train=tables["train"],
             evals={kind: table for kind, table in tables.items() if kind.startswith("eval") and len(table)},
             look=tables["look"],
+            layers=tables["layers"],
             events=self._events,
             samples=sorted(self._samples.values(), key=lambda sample: sample.step),
             hosts=self._hosts,

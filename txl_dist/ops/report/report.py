@@ -158,6 +158,7 @@ def _details(event: Event) -> str:
 
 def _score_rows(scores: Scores) -> list[list[str]]:
     columns = {"loss": "nats/token", "ppl": "perplexity", "bits_per_byte": "bits/byte", "tokens": "tokens"}
+    columns |= {"accuracy_pct": "accuracy, %"} if any("accuracy_pct" in values for values in scores.values()) else {}
     rows = [
         [name, *(fixed(values.get(key), 0 if key == "tokens" else 4) or "-" for key in columns)]
         for name, values in scores.items()

@@ -13,7 +13,7 @@ This module reads attributes of DeepSpeed's optimizers (0.19) and imports nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -158,6 +158,35 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
             optimizer.state[tensor] = count | state
         for group in [] if counts_per_tensor else optimizer.param_groups:
             group["step"] = int(step)
+
+
+def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], names: Iterable[str]) -> Tensor:
+    """Sums of squares of what this rank has of each parameter's gradient, and of its weight, in fp64: [2, names].
+
+    `gradients` has per partition flat tensors that together lie like it. Nothing of the size of a gradient is made.
+    """
+    index = {name: i for i, name in enumerate(names)}
+    sums = torch.zeros(2, len(index), dtype=torch.float64, device=partitions[0].tensor.device)
+    for (tensor, pieces), parts in zip(partitions, gradients, strict=True):
+        for row, values in enumerate((parts, [tensor.detach().view(-1)])):
+            found = list(_overlaps(pieces, values))
+            if found:
+                norms = torch.stack(torch._foreach_norm([view for _, view in found], 2, torch.float32)).double()
+                places = torch.tensor([index[name] for name, _ in found], device=norms.device)
+                sums[row].index_add_(0, places, norms.square())
+    return sums
+
+
+def _overlaps(pieces: list[Piece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(parameter, some of its values) in flat tensors that lie one behind the other in a partition."""
+    begin = 0
+    for part in parts:
+        end = begin + part.numel()
+        for piece in pieces:
+            first, stop = max(begin, piece.offset), min(end, piece.offset + piece.length)
+            if first < stop:
+                yield piece.parameter, part[first - begin : stop - begin]
+        begin = end
 
 
 def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer, *, decay: float) -> None:

@@ -36,8 +36,13 @@ class Engine(Protocol):
     def step(self, *, lr: float, grad_norm: float) -> None:
         """Update with the accumulated gradients, whose norm `grad_norm` gave, or, if that is not finite, drop them."""
 
-    def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        """nll_BT in nats and the next memory, without gradients or dropout."""
+    def squared_norms(self) -> dict[str, list[float]]:
+        """Of each parameter (sum of squares of its gradient before clipping, that of its weights), in fp32 where there
+        are such weights; the same on every rank. Between `grad_norm` and `step`; waits for the device."""
+
+    def losses(self, batch: Batch, memory: Memory, *, with_hits: bool = False) -> tuple[Tensor, Memory]:
+        """nll_BT in nats and the next memory, without gradients or dropout; `with_hits` score_2BT: the losses, then 1
+        where the target is the most probable token."""
 
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
         """log p_BV of the token behind the batch and the next memory, without gradients or dropout."""

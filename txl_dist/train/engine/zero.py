@@ -42,6 +42,7 @@ from txl_dist.train.engine.partitions import (
     fill,
     fragments,
     partitions_of,
+    squared_norms,
     swap_averages,
     update_averages,
 )
@@ -213,6 +214,24 @@ class ZeroEngine(Engine):
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
 
     @override
+    def squared_norms(self) -> dict[str, list[float]]:
+        sums = squared_norms(self._partitions, [self._gradients(i) for i in range(len(self._partitions))], self.shapes)
+        sums[0] /= self._scale() ** 2
+        sums = sums.to(self._device)  # with offload they are on the host
+        return dict(zip(self.shapes, (all_reduce_sum(sums) if self._stage else sums).t().tolist(), strict=True))
+
+    def _gradients(self, index: int) -> list[Tensor]:
+        """Of a partition: what its values' gradients are in, one tensor behind the other."""
+        optimizer, tensor = self._optimizer, self._partitions[index].tensor
+        if self._stage == 0:
+            masters = hasattr(optimizer, "fp32_groups")
+            of = next(p for m, p in _masters(optimizer) if m is tensor) if masters else tensor
+            return [] if of.grad is None else [of.grad.view(-1)]
+        if self._offloads:
+            return [] if tensor.grad is None else [tensor.grad.view(-1)]
+        return [part.view(-1) for part in optimizer.averaged_gradients[index]]
+
+    @override
     def step(self, *, lr: float, grad_norm: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -269,8 +288,8 @@ class ZeroEngine(Engine):
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
     @override
-    def losses(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        return self._infer(batch, memory)
+    def losses(self, batch: Batch, memory: Memory, *, with_hits: bool = False) -> tuple[Tensor, Memory]:
+        return self._infer(batch, memory, None, False, with_hits)
 
     @override
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:

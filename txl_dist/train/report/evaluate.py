@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -51,6 +52,8 @@ class Means(NamedTuple):
     loss: float
     """Nats per token."""
     tokens: int
+    accuracy: float | None
+    """Share of them that were the most probable token; None where nobody looked."""
     by_position: list[Part]
     """In the segment, joined to `POSITION_BINS` parts at most: what context within it brings."""
     by_cluster: list[Part]
@@ -68,7 +71,8 @@ class Evaluation(NamedTuple):
     def numbers(self) -> dict[str, float]:
         """Without the parts; bits per byte and character only where they are the cost of the text."""
         loss, tokens = self.means.loss, self.means.tokens
-        return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds} | self.units.told(loss)
+        accuracy = {} if self.means.accuracy is None else {"accuracy_pct": 100 * self.means.accuracy}
+        return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds, **accuracy} | self.units.told(loss)
 
     def record(self, step: int) -> Record:
         """As metrics."""
@@ -88,9 +92,14 @@ class LossSums:
     def __init__(self, *, segment_len: int, edges: Sequence[int], device: torch.device) -> None:
         self._segment_len, self._edges = segment_len, edges
         self._total_2X = torch.zeros(2, 1 + segment_len + len(edges) - 1, dtype=torch.float64, device=device)
+        self._hits: Tensor | None = None
 
-    def add(self, nll_BT: Tensor, batch: Batch) -> None:
-        """The losses of a batch, of which context before the segment is left out; it may be shorter than others."""
+    def add(self, nll_BT: Tensor, batch: Batch, *, hit_BT: Tensor | None = None) -> None:
+        """The losses of a batch, of which context before the segment is left out; it may be shorter than others.
+        `hit_BT`: 1 where the target was the most probable token, of all batches or none."""
+        if hit_BT is not None:
+            hits = (hit_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
+            self._hits = hits if self._hits is None else self._hits + hits
         nll_BT, scored_BT, targets_BT = (
             one[:, -self._segment_len :] for one in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
         )
@@ -106,11 +115,13 @@ class LossSums:
         """Over all ranks, which call it together."""
         nats_X, counts_X = all_reduce_sum(self._total_2X).cpu().numpy()
         position, cluster = slice(1, 1 + self._segment_len), slice(1 + self._segment_len, None)
+        hits = None if self._hits is None else float(all_reduce_sum(self._hits))
         edges = np.linspace(0, self._segment_len, min(POSITION_BINS, self._segment_len) + 1).astype(int)
         by_position = (np.add.reduceat(one[position], edges[:-1]) for one in (nats_X, counts_X))
         return Means(
             loss=float(nats_X[0] / max(1.0, counts_X[0])),
             tokens=int(counts_X[0]),
+            accuracy=None if hits is None else hits / max(1.0, counts_X[0]),
             by_position=_parts(edges.tolist(), *by_position),
             by_cluster=_parts(self._edges, nats_X[cluster], counts_X[cluster]),
         )
@@ -137,9 +148,9 @@ def evaluate(
 ) -> Evaluation:
     """Score held-out text, beginning with this memory. All ranks call it together and get the same result.
 
-    `losses` gives nll_BT and the next memory without gradients. What `before_segment` raises, on all ranks together,
-    ends the evaluation; `after_segment` gets each batch with its losses. `is_local`: losses are made without the other
-    ranks, so what fails on one of them alone is told to all.
+    `losses` gives nll_BT, or score_2BT with the hits behind it, and the next memory, without gradients. What
+    `before_segment` raises, on all ranks together, ends the evaluation; `after_segment` gets each batch with its
+    losses. `is_local`: losses are made without the other ranks, so what fails on one of them alone is told to all.
     """
     start_s = time.perf_counter()
     sums = LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device)
@@ -149,8 +160,9 @@ def evaluate(
         for segment in stream:
             before_segment()
             batch = to_device(maker.batch(segment), ranks.device)
-            nll_BT, last = losses(batch, last)
-            sums.add(nll_BT, batch)
+            scores, last = losses(batch, last)
+            nll_BT, hit_BT = scores if scores.dim() == 3 else (scores, None)
+            sums.add(nll_BT, batch, hit_BT=hit_BT)
             after_segment(batch, nll_BT)
 
     together(score) if is_local else score()
@@ -178,7 +190,7 @@ def evaluate_split(
     )
     memory_len = config.train.memory_len if config.eval.memory_len < 0 else config.eval.memory_len
     return evaluate(
-        engine.losses,
+        partial(engine.losses, with_hits=True) if config.eval.accuracy else engine.losses,
         engine.empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len),
         stream,
         maker=maker,

@@ -60,6 +60,7 @@ METRICS = (
     Metric("ppl", ".2f", "ppl", drop=4),
     Metric("bits_per_byte", ".4f", "bpb", drop=1),
     Metric("bits_per_character", ".4f", "bpc", drop=11),
+    Metric("accuracy_pct", ".2f", "acc", "%", drop=2),
     Metric("unknown_pct", ".2f", "unknown", "%", drop=3),
     Metric("tokens", ",.0f", "", "tokens", drop=8, tensorboard="none"),
     Metric("seconds", ".1f", "in", "s", drop=7),

@@ -39,12 +39,23 @@ class Interval:
         self._start_s, self._clip_norm = time.perf_counter(), clip_norm
         self._wait_s = self._loss = self._grad_norm = self._lr = self._own_ms = 0.0
         self._num_steps = self._num_skipped = self._num_scored = self._num_clipped = 0
+        self._accuracies: list[float] = []
 
     def add(
-        self, *, loss: float, grad_norm: float, lr: float, num_scored: int, skipped: bool, own_ms: float = 0.0
+        self,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        num_scored: int,
+        skipped: bool,
+        own_ms: float = 0.0,
+        accuracy: float | None = None,
     ) -> None:
-        """One step: its mean loss in nats, the targets that counted on this rank, whether it was skipped, and this
-        rank's own part of its time (see `stragglers`)."""
+        """One step: its mean loss in nats, the targets that counted on this rank, whether it was skipped, this rank's
+        own part of its time (see `stragglers`), and the accuracy where it was measured (see `signals`)."""
+        if accuracy is not None:
+            self._accuracies.append(accuracy)
         self._num_steps, self._num_scored, self._lr = self._num_steps + 1, self._num_scored + num_scored, lr
         self._own_ms += own_ms
         if skipped:
@@ -87,9 +98,11 @@ class Interval:
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
         clipped = {"clipped_pct": 100 * self._num_clipped / made} if self._clip_norm and made else {}
+        known = self._accuracies
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
+            **({"accuracy_pct": 100 * sum(known) / len(known)} if known else {}),
             "lr": self._lr,
             "grad_norm": grad_norm,
             **clipped,

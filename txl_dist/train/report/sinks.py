@@ -1,8 +1,8 @@
 """Where the records of a run go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
-A record is a flat dictionary with its `step`, of one `kind`: train, eval, look, sample or event. Every sink takes every
-kind and shows what it can of it; how a number is shown, `metric_table` says. Reporting never ends a run: a sink that
-cannot write says so once, tries again with each record, and says when it works again.
+A record is a flat dictionary with its `step`, of one `kind`: train, eval, look, layers, sample or event. Every sink
+takes every kind and shows what it can of it; how a number is shown, `metric_table` says. Reporting never ends a run: a
+sink that cannot write says so once, tries again with each record, and says when it works again.
 """
 
 from __future__ import annotations
@@ -305,6 +305,8 @@ def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
         shares = [value for name, value in record.items() if name.startswith("memory_attention_pct")]
         by_layer = f"attention on memory by layer {' '.join(f'{share:.0f}%' for share in shares)}"
         return [*head, Cell(f"memory gains {record['memory_gain']:.4f} nats per token"), Cell(by_layer, drop=1)]
+    if kind == "layers":
+        return [*head, Cell(f"gradient norms by layer {' '.join(f'{norm:.3g}' for norm in record['gradient_norm'])}")]
     return head + cells_of(record)
 
 

@@ -1,0 +1,222 @@
+"""Ready ids with a vocabulary list are prepared as they are, and what is none is refused by file and place."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.read.units import text_units
+from txl_dist.errors import ConfigError, DataError, TxlError
+from txl_dist.text.base import END_OF_TEXT
+from txl_dist.text.tokenizer import load_tokenizer
+
+NAMES = ["PAD_None", "Bar_None", *(f"Position_{i}" for i in range(16)), *(f"Pitch_{i}" for i in range(60, 72)), "é🎵"]
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> Path:
+    path = tmp_path / "names.txt"
+    path.write_text("\n".join(NAMES) + "\n", encoding="utf-8")
+    return path
+
+
+def some_documents(count: int = 60, *, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, len(NAMES), generator.integers(3, 30)).tolist() for _ in range(count)]
+
+
+def as_lines(documents: list[Any]) -> str:
+    return "".join(json.dumps(one) + "\n" for one in documents)
+
+
+def prepared(folder: Path, names: Path, *inputs: Path, **settings: Any) -> Corpus:
+    return prepare_corpus(folder / "out", inputs=inputs, vocab_list=names, num_workers=1, **settings).corpus
+
+
+def ids_of(corpus: Corpus, split: str) -> list[list[int]]:
+    return [document.tolist() for document in corpus.split(split).each_document()]
+
+
+@pytest.mark.parametrize("end_of_text", [True, False])
+def test_every_document_comes_back_with_the_ids_that_it_was_given(
+    tmp_path: Path, names: Path, end_of_text: bool
+) -> None:
+    documents = some_documents()
+    (tmp_path / "music.jsonl").write_text(as_lines(documents))
+    corpus = prepared(tmp_path, names, tmp_path / "music.jsonl", valid_fraction=0.2, end_of_text=end_of_text)
+    ends = [len(NAMES)] if end_of_text else []
+    assert corpus.end_of_text == (len(NAMES) if end_of_text else None)
+    found = ids_of(corpus, "train") + ids_of(corpus, "valid")
+    assert sorted(found) == sorted([*one, *ends] for one in documents)
+    assert len(ids_of(corpus, "valid")) > 0
+    assert list(corpus.tokenizer.symbols) == [*NAMES, *[END_OF_TEXT] * end_of_text]
+    assert "made elsewhere" in text_units([corpus.split("valid")], mask_documents=False).problem
+
+
+def test_arrays_lists_and_records_of_the_same_ids_are_the_same_corpus(tmp_path: Path, names: Path) -> None:
+    array = np.random.default_rng(1).integers(0, len(NAMES), (40, 12))
+    np.save(tmp_path / "a.npy", array.astype(np.uint8))
+    (tmp_path / "b.jsonl").write_text(as_lines(array.tolist()))
+    (tmp_path / "c.jsonl").write_text(as_lines([{"input_ids": row, "name": "x"} for row in array.tolist()]))
+    sink = io.BytesIO()
+    np.save(sink, np.asfortranarray(array.astype(">i4")))
+    (tmp_path / "d.npy.gz").write_bytes(gzip.compress(sink.getvalue()))
+    found = {}
+    for name in ("a.npy", "b.jsonl", "c.jsonl", "d.npy.gz"):
+        for part_bytes in (0, 64):
+            own = tmp_path / f"{name}-{part_bytes}"
+            own.mkdir()
+            field = {"jsonl_field": "input_ids"} if name.startswith("c") else {}
+            found[own.name] = prepared(own, names, tmp_path / name, part_bytes=part_bytes, **field).fingerprint
+    assert len(set(found.values())) == 1, found
+
+
+def test_an_array_of_one_dimension_is_a_document_whose_end_is_held_out_behind_a_whole_id(
+    tmp_path: Path, names: Path
+) -> None:
+    names.write_text("".join(f"{'long' * 40}_{i}\n" for i in range(7)))
+    ids = np.random.default_rng(2).integers(0, 7, 200)
+    np.save(tmp_path / "piece.npy", ids)
+    corpus = prepared(tmp_path, names, tmp_path / "piece.npy", valid_fraction=0.1)
+    (train,), (valid,) = ids_of(corpus, "train"), ids_of(corpus, "valid")
+    assert train[:-1] + valid[:-1] == ids.tolist()
+    assert 15 <= len(valid) <= 25
+
+
+def test_a_folder_gives_its_files_of_ids_and_names_of_files_say_splits(tmp_path: Path, names: Path) -> None:
+    folder = tmp_path / "music"
+    folder.mkdir()
+    np.save(folder / "train.npy", np.arange(30).reshape(3, 10))
+    (folder / "valid.jsonl").write_text("[1, 2, 3]\n")
+    (folder / "notes.txt").write_text("no ids")
+    corpus = prepared(tmp_path, names, folder)
+    assert ids_of(corpus, "valid") == [[1, 2, 3, len(NAMES)]]
+    assert len(ids_of(corpus, "train")) == 3
+
+
+def test_the_vocabulary_reads_and_writes_names_joined_by_blanks(tmp_path: Path, names: Path) -> None:
+    (tmp_path / "music.jsonl").write_text(as_lines(some_documents()))
+    prepared(tmp_path, names, tmp_path / "music.jsonl")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert tokenizer.kind == "listed"
+    assert tokenizer.decode([1, 30, 18]) == "Bar_None é🎵 Pitch_60 "
+    assert tokenizer.encode_prompt(" Bar_None\né🎵  Pitch_60").tolist() == [1, 30, 18]
+    assert list(tokenizer.decode_stream([1, 30])) == ["Bar_None ", "é🎵 "]
+    with pytest.raises(DataError, match="'Pitch_99' is not in the vocabulary"):
+        tokenizer.encode("Bar_None Pitch_99")
+    with pytest.raises(DataError, match="endoftext"):
+        tokenizer.encode(END_OF_TEXT)
+
+
+def test_names_that_never_occur_are_told(tmp_path: Path, names: Path) -> None:
+    np.save(tmp_path / "few.npy", np.tile(np.arange(10), (30, 3)))
+    summary = prepare_corpus(tmp_path / "out", inputs=[tmp_path / "few.npy"], vocab_list=names, valid_fraction=0.0)
+    assert any("21 of the 31 names of the vocabulary list do not occur in train" in line for line in summary.lines())
+
+
+BAD_LINES = {
+    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is no id of the vocabulary list, whose 31 names",
+    "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is no id",
+    "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is no id",
+    "[true]\n": "bad.jsonl, line 1, index 0: True is no id",
+    '["Bar_None"]\n': "bad.jsonl, line 1, index 0: Bar_None is no id",
+    "[1]\n\n[]\n": "bad.jsonl, line 3: no ids",
+    "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is no id",
+    "17\n": "bad.jsonl, line 1: no list of ids",
+    '{"ids": [1]}\n': "bad.jsonl, line 1: no list of ids.*--jsonl-field",
+    "[1, 2\n": "bad.jsonl, line 1: not valid JSON",
+    "[NaN]\n": "bad.jsonl, line 1",
+}
+
+
+@pytest.mark.parametrize("content", BAD_LINES)
+def test_bad_lines_are_refused_by_file_line_and_index(tmp_path: Path, names: Path, content: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    assert_refused(tmp_path, names, tmp_path / "bad.jsonl", BAD_LINES[content])
+
+
+BAD_ARRAYS: dict[str, tuple[Any, str]] = {
+    "outside": (np.array([[1, 2], [3, 31]]), "bad.npy, row 2, index 1: 31 is no id"),
+    "outside in one": (np.array([1, 2, 99]), "bad.npy, index 2: 99 is no id"),
+    "negative": (np.array([[1, -2]]), "bad.npy, row 1, index 1: -2 is no id"),
+    "floats": (np.array([1.0, 2.0]), "bad.npy: an array of float64, shape [2]"),
+    "booleans": (np.array([True]), "bad.npy: an array of bool"),
+    "cube": (np.zeros((2, 2, 2), dtype=int), "bad.npy: an array of int64, shape [2, 2, 2]"),
+    "scalar": (np.array(5), "bad.npy: an array of int64, shape []"),
+    "empty": (np.zeros((3, 0), dtype=int), "bad.npy: no ids, shape [3, 0]"),
+    "pickled": (np.array([[1], [2, 3]], dtype=object), "bad.npy is no .npy file of numbers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARRAYS)
+def test_bad_arrays_are_refused_by_file_row_and_index(tmp_path: Path, names: Path, name: str) -> None:
+    array, message = BAD_ARRAYS[name]
+    np.save(tmp_path / "bad.npy", array, allow_pickle=True)
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", message)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 40, 130])
+def test_an_array_that_was_cut_or_is_none_is_refused(tmp_path: Path, names: Path, cut: int) -> None:
+    np.save(tmp_path / "whole.npy", np.arange(20))
+    (tmp_path / "bad.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:cut])
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+
+
+def assert_refused(folder: Path, names: Path, source: Path, message: str, **settings: Any) -> None:
+    start, _, rest = message.partition(".*")
+    with pytest.raises(TxlError) as caught:
+        prepared(folder, names, source, **settings)
+    assert start in str(caught.value)
+    assert rest in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (folder / "out").exists()
+
+
+BAD_LISTS = {
+    "a\n\nb\n": "line 2: the name of id 1 is empty",
+    "a\nb c\n": "line 2: the name of id 1 is 'b c'",
+    "a\nb\na\n": "line 3: the name of id 2 is 'a', as line 1 is",
+    "<|endoftext|>\n": "line 1: the name of id 0 is <|endoftext|>",
+    "": "line 1: the name of id 0 is empty",
+}
+
+
+@pytest.mark.parametrize("content", BAD_LISTS)
+def test_a_list_that_is_none_is_refused_by_its_line(tmp_path: Path, names: Path, content: str) -> None:
+    names.write_text(content)
+    np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
+    assert_refused(tmp_path, names, tmp_path / "a.npy", f"{names}, {BAD_LISTS[content]}")
+
+
+def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path, names: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
+    assert_refused(tmp_path, tmp_path / "none.txt", tmp_path / "a.npy", "cannot read the vocabulary list")
+    names.write_bytes(b"a\xff\n")
+    assert_refused(tmp_path, names, tmp_path / "a.npy", "cannot read the vocabulary list")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kind": "bpe"}, {"vocab_size": 9}, {"documents": "line"}, {"lower_case": True}, {"encoding_errors": "skip"}],
+)
+def test_settings_of_text_are_refused_beside_a_list(tmp_path: Path, names: Path, settings: dict[str, Any]) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
+    message = f"{next(iter(settings))} has no meaning with ready ids"
+    assert_refused(tmp_path, names, tmp_path / "a.npy", message, **settings)
+
+
+def test_ids_without_a_list_and_text_with_one_are_refused(tmp_path: Path, names: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(ConfigError, match=r"a\.npy holds ready ids\. Name their vocabulary with --vocab-list"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.npy"])
+    assert_refused(tmp_path, names, tmp_path / "a.txt", "a.txt: ready ids (--vocab-list) are files named")
+    assert_refused(tmp_path, names, Path("-"), "--stdin-format jsonl")
