@@ -54,8 +54,10 @@ Layers = Annotated[int, Field(gt=0, le=10_000)]
 Width = Annotated[int, Field(gt=0, le=1 << 20)]
 OwnWidth = Annotated[int, Field(ge=0, le=1 << 20)]
 Lanes = Annotated[int, Field(gt=0, le=1 << 20)]
-PositiveLen = Annotated[int, Field(gt=0, le=1 << 24)]
-Len = Annotated[int, Field(ge=0, le=1 << 24)]
+LONGEST = 1 << 24
+"""Tokens of a segment or a memory."""
+PositiveLen = Annotated[int, Field(gt=0, le=LONGEST)]
+Len = Annotated[int, Field(ge=0, le=LONGEST)]
 Seconds = Annotated[int, Field(gt=0, le=10**7)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=1e9)]
@@ -256,7 +258,7 @@ class OptimSection(Section):
     """adam, adamw and sgd in torch's fused form; lamb as NVIDIA has it (no bias correction, norms of weights counted up
     to 10), only without ZeRO partitioning; muon orthogonalizes the steps of the matrices of blocks, as long as AdamW's,
     and is AdamW for everything else."""
-    lr: Annotated[float, Field(gt=0), WARNED] = 2.5e-4
+    lr: Annotated[float, Field(gt=0, le=1e30), WARNED] = 2.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
     """Decay of the two moments (adam, adamw, lamb; muon for what is no matrix)."""
@@ -392,7 +394,7 @@ class EvalSection(Section):
     """Stripes that the split is cut into; each starts with an empty memory, so fewer is more exact, more is faster."""
     segment_len: Annotated[Len, FREE] = 0
     """Tokens per lane and forward pass; 0 means train.segment_len."""
-    memory_len: Annotated[int, Field(ge=-1, le=1 << 24), FREE] = -1
+    memory_len: Annotated[int, Field(ge=-1, le=LONGEST), FREE] = -1
     """Tokens of memory; -1 means train.memory_len, 0 evaluates without memory."""
     overlap_len: Annotated[Len, FREE] = 0
     """Tokens before each segment that are run again, not scored, as context for models without memory (the original's

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from txl_dist.config import Config, changed, check_config
 from txl_dist.errors import ConfigError
-from txl_dist.sections import TrainSection, memory_of_layers
+from txl_dist.sections import LONGEST, TrainSection, memory_of_layers
 from txl_dist.suggest import did_you_mean
 
 _LENGTHS = ("num_lanes", "segment_len", "memory_len", "microbatch_lanes")
@@ -81,12 +81,19 @@ def check_stages(config: Config) -> None:
     given = whole(config)
     check_config(changed(given, {"train.stages": ()}))
     *stages, last = _stages(given.train)
+    earlier: Stage | None = None
     for before, after in itertools.pairwise([*stages, last]):
         if not 0 < before.until < after.until:
             raise ConfigError(
                 f"train.stages: a stage until {before.until:g} cannot stand before one until {after.until:g}. Shares "
                 "of the run lie between 0 and 1 and grow from stage to stage; behind the last [train] holds."
             )
+        if _end(before, given) == (_end(earlier, given) if earlier else 0):
+            raise ConfigError(
+                f"train.stages: a stage until {before.until:g} of {given.train.max_steps:,} steps has none of its own. "
+                "Leave it out, or make it longer."
+            )
+        earlier = before
     for text, stage in zip(given.train.stages, stages, strict=True):
         tokens, wanted = stage.num_lanes * stage.segment_len, last.num_lanes * last.segment_len
         if tokens != wanted:
@@ -139,8 +146,8 @@ def _parsed(text: str, own: Stage) -> Stage:
             )
         values["microbatch_lanes"] = lanes // own.num_lanes
     stage = own._replace(**values)
-    if min(stage.num_lanes, stage.segment_len, stage.microbatch_lanes) < 1 or stage.memory_len < 0:
-        raise ConfigError(f'train.stages: "{text}": lengths and lanes are 1 or more, a memory 0 or more.')
+    if min(stage.num_lanes, stage.segment_len, stage.microbatch_lanes) < 1 or not 0 <= stage.memory_len <= LONGEST:
+        raise ConfigError(f'train.stages: "{text}": lengths and lanes are 1 or more, a memory 0 to {LONGEST:,}.')
     return stage
 
 

@@ -65,16 +65,16 @@ BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 LAZY = "__init__.py"
 """The door for programs: it names what lies above it, and imports a name when that is first asked for."""
 BUDGETS = {
-    "top": 1838,
+    "top": 1846,
     "text": 841,
     "data": 4315,
     "model": 1775,
     "infer": 1980,
     "convert": 1910,
     "train": 4735,
-    "ops": 4205,
+    "ops": 4220,
     "serve": 1280,
-    "verbs": 755,
+    "verbs": 760,
 }
 """Lines of code of a room, as tools/count_code.py counts them: docstrings and comments are free, so are long functions.
 A capability raises its room's budget by what it needs, with the reason in the commit."""

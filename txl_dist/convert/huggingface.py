@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from txl_dist.convert.checks import Imported, count, only_tensors, read_json, refuse
@@ -30,6 +29,7 @@ from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES, Package
 from txl_dist.manifest import replace_folder
 from txl_dist.sections import ModelSection
+from txl_dist.tensor_files import write_tensors
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.words import END_OF_LINE
 
@@ -83,7 +83,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     try:
         temporary.mkdir(parents=True)
         write_bytes(temporary / "config.json", json.dumps(config, indent=2).encode() + b"\n")
-        save_file(_their_names(cast, model), temporary / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(temporary / "model.safetensors", _their_names(cast, model), metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
         back = import_huggingface(temporary, told={}).weights

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from txl_dist.convert.folder import new_folder
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
@@ -29,6 +28,7 @@ from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance, prove
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.run_files import CODE, Kind
+from txl_dist.tensor_files import write_tensors
 from txl_dist.text.base import END_OF_TEXT, UNKNOWN
 
 SOURCE = Path(__file__).parent / "huggingface_code"
@@ -72,7 +72,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         generation = {**ids, "pad_token_id": tokenizer.end_of_text}
         _write_json(folder / "generation_config.json", generation)
         weights = {name: parameter.detach().contiguous() for name, parameter in bundle.model.named_parameters()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", weights, metadata={"format": "pt"})
         if has_tokenizer := write_tokenizers(folder, bundle):
             _write_json(folder / "tokenizer_config.json", _tokenizer_config(bundle))
         difference = _difference(folder, bundle)

@@ -26,7 +26,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
@@ -38,6 +38,7 @@ from txl_dist.manifest import check_folder, describe_file, files_of, replace_fol
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.sections import Len, ModelSection, PositiveLen
+from txl_dist.tensor_files import write_tensors
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.tokenizer import load_tokenizer
 
@@ -165,7 +166,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         temporary.mkdir(parents=True)
         weights = {name: package.weights[name] for name in names}
         write_weights(temporary / WEIGHTS, weights, dtype=dtype)
-        save_file(package.probe, temporary / "probe.safetensors")
+        write_tensors(temporary / "probe.safetensors", package.probe)
         write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         package.tokenizer.save(temporary / "tokenizer.json")
         train = {"data": {"document_border": border}, "model": model, "train": lengths}

@@ -53,6 +53,11 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
             raise ConfigError(
                 unknown_flag(word, [field.name for field in fields(SweepArguments)[1:]], prog="txl sweep")
             )
+    for axis in arguments.grid:
+        if (name := axis.partition("=")[0].strip().replace("-", "_")) in {
+            word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")
+        }:
+            raise ConfigError(f"{name} is given for all runs and in --grid. Leave one of them out.")
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")

@@ -31,6 +31,7 @@ from txl_dist.ops.sweep import (
     trials_of,
     verdict,
 )
+from txl_dist.verbs.sweep import sweep as sweep_verb
 
 RATES = Axis("optim.lr", (1e-3, 2e-3, 4e-3))
 
@@ -204,3 +205,17 @@ def test_a_run_whose_records_are_gone_is_a_row_too(tmp_path: Path) -> None:
     first, *_ = outcomes_of(trials, {})
     assert first.run is None
     assert "metrics.jsonl" in first.state
+
+
+def test_a_setting_of_all_runs_is_none_of_the_grid(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
+    words = [str(recipe), "--grid", "optim.lr=1e-3,2e-3", "--out", str(tmp_path / "out")]
+    for flag in (["--optim.lr", "5e-3"], ["--optim.lr=5e-3"]):
+        with pytest.raises(ConfigError, match=r"^optim\.lr is given for all runs and in --grid"):
+            sweep_verb([*words, *flag], read_settings=lambda words: Config())
+    with pytest.raises(ConfigError, match=r"train\.max_steps is given for all runs"):
+        sweep_verb(
+            [str(recipe), "--grid", "train.max_steps=1,2", "--train.max-steps", "3"],
+            read_settings=lambda words: Config(),
+        )

@@ -308,6 +308,8 @@ def _score(
     }
     if not plan.adapts:
         return told | lengths
+    if plan.train is not None:
+        lengths["adapt_batches"] = min(adapting.adapt_batches, len(plan.train))  # of those that there are
     return told | {"adapted": adapting.told() | lengths}  # apart, so that no picture over lengths takes it for static
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from txl_dist.config import Config, config_to_toml
+from txl_dist.data.read.position import continued
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
 from txl_dist.ops.plan.text import per_token
@@ -34,14 +35,18 @@ def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
         initial_weights(config, first)
     yield config_to_toml(config)
     warnings = remarks_on_evaluation(config, first)
+    stream = jobs[0][1].corpora.begin
     for steps, job in jobs:
         if config.train.stages:
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
+        if steps.start:
+            stream = continued(stream, job.corpora.begin, job.corpora.train)
         yield from describe_batch(job)
-        yield from describe_data(job, job.corpora.begin, step=steps.start)
+        yield from describe_data(job, stream, step=steps.start)
         yield from describe_cost(job, num_steps=len(steps))
         warnings += remarks(job.config, plan=job.plan)
-        warnings += remarks_on_repetition(job.config, job.corpora.train, job.corpora.begin, step=steps.start)
+        warnings += remarks_on_repetition(job.config, job.corpora.train, stream, step=steps.start)
+        stream = stream.advanced(len(steps) * job.config.train.segment_len)
     yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
 
 

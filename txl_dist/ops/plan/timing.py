@@ -201,12 +201,18 @@ def step_time(work: Work, cluster: Cluster, program: Program = OURS) -> StepTime
 def exchange_bytes(work: Work) -> float:
     """That a rank sends in a step (and receives): 2 x the parameters at stages 0 to 2, 3 x at stage 3, times (N-1)/N.
 
-    An all-reduce is a reduce-scatter and an all-gather. From stage 2 on every micro-batch reduces its gradients.
+    An all-reduce is a reduce-scatter and an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon
+    sends matrices to those that make their steps, and the steps back.
     """
     stage, times = work.zero_stage, work.num_microbatches
-    once = work.parameters * work.num_bytes * (work.world_size - 1) / work.world_size
+    others = (work.world_size - 1) / work.world_size
+    once = work.parameters * work.num_bytes * others
     reduced = 2 if stage == 0 else (times if stage >= 2 else 1)
-    return once * (reduced + GATHERS[stage] * (times if stage == 3 else 1))
+    sent = once * (reduced + GATHERS[stage] * (times if stage == 3 else 1))
+    if work.orthogonalizes:  # in fp32: at stage 0 what it makes goes to all, else to its owners, as what it is made of
+        values = sum(rows * columns for rows, columns in _matrix_shapes(work.model)) * others
+        sent += 4 * (values if stage == 0 else 2 * values / work.world_size)
+    return sent
 
 
 def exchange_s(work: Work, cluster: Cluster, *, backward_s: float) -> float:
@@ -296,13 +302,18 @@ def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
     return own * moved / _bandwidth(gpu) + products / (gpu.matmul_share * gpu.flops(work.precision))
 
 
-def _newton_schulz_flops(model: ModelSection) -> float:
-    """Of one update of all matrices."""
+def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
+    """Of what Muon orthogonalizes."""
     width, inner = model.width, model.num_heads * model.head_width
     num_projections = 5 if model.scheme.sinusoids == "distances" else 4  # queries, keys, values, output, distances
     shapes = [(width, inner)] * num_projections + [(width, model.ff_width)] * model.num_ff_matrices
-    one = sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
-    return 2.0 * NUM_ITERATIONS * model.num_layers * one
+    return shapes * model.num_layers
+
+
+def _newton_schulz_flops(model: ModelSection) -> float:
+    """Of one update of all matrices."""
+    shapes = _matrix_shapes(model)
+    return 2.0 * NUM_ITERATIONS * sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
 
 
 def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:

@@ -3,7 +3,8 @@
 With G the clipped gradient of a matrix [m, n] and B its momentum (Jordan et al. 2024, github.com/KellerJordan/Muon):
 
     B = mu B + (1 - mu) G            U = mu B + (1 - mu) G            Nesterov's
-    X = U / |U|, five times X = a X + (b A + c A A) X with A = X X^T  Newton-Schulz: singular values become about 1
+    X = U / (|U| + 1e-7), five times                                  Newton-Schulz: singular values become about 1
+    X = a X + (b A + c A A) X with A = X X^T
     W = W - lr decay W - 0.2 sqrt(max(m, n)) lr X                     as large as AdamW's step (arXiv 2502.16982)
 
 The momentum is a moment like Adam's: each rank keeps it for the values that ZeRO gives it, which know nothing of

@@ -255,3 +255,14 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_name() -> None:
 
 def test_largest_divisor() -> None:
     assert [largest_divisor(60, at_most=most) for most in (1, 7, 8, 60, 99)] == [1, 6, 6, 60, 60]
+
+
+def test_muon_sends_its_matrices_around() -> None:
+    """At stage 0 each rank sends its share of the steps to all; else what they are made of too, to one rank each."""
+    values = 12 * (5 * 512 * 512 + 2 * 512 * 2048)
+    for stage, sent in ((0, 7 / 8 * values), (1, 2 / 8 * 7 / 8 * values), (3, 2 / 8 * 7 / 8 * values)):
+        plain = replace(WORK, zero_stage=stage)
+        more = exchange_bytes(replace(plain, orthogonalizes=True)) - exchange_bytes(plain)
+        assert more == pytest.approx(4 * sent)
+    alone = replace(WORK, world_size=1, orthogonalizes=True)
+    assert exchange_bytes(alone) == 0
