@@ -68,7 +68,7 @@ BUDGETS = {
     "top": 1800,
     "text": 815,
     "data": 4250,
-    "model": 1740,
+    "model": 2025,
     "infer": 1875,
     "convert": 1910,
     "train": 4570,

@@ -9,7 +9,8 @@ the weights count that are gathered: those of one block and those of none.
     replay   adds the bytes up, by what becomes of the gradients; so stages share what was followed
 
 Two pools are added up apart, as the C library has them (`allocator`): large storages go back when freed, small ones
-stay in its heap. The Triton kernels do not run here; something that keeps what they keep stands for them.
+stay in its heap. The Triton kernels do not run here. Those of rows are left out between what they are given and what
+they make; for attention stands something that keeps what its kernels keep.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from txl_dist.allocator import MAPPED_BYTES
 from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
+from txl_dist.model.kernels import rows
 from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -114,7 +116,7 @@ def follow(step: MicroStep) -> Trace:
     has_position_bias = step.model.scheme.has_position_bias
     unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
-    with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu() if step.on_gpu else nullcontext():
+    with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu(step) if step.on_gpu else nullcontext():
         model = TransformerXL(
             step.model,
             vocab_size=step.vocab_size,
@@ -293,17 +295,20 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _as_on_gpu() -> Iterator[None]:
-    """Logits in as large chunks as on a GPU, and torch's dropout: tensors without storage are on none."""
+def _as_on_gpu(step: MicroStep) -> Iterator[None]:
+    """Logits in as large chunks as on a GPU, torch's dropout, and what the kernels of rows make, though not by them:
+    tensors without storage are on none."""
     sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS)
-    before, draws = [size["cpu"] for size in sizes], dropout.torch_draws
+    before, draws, runs, start = [size["cpu"] for size in sizes], dropout.torch_draws, rows.runs, rows.start
     try:
         for size in sizes:
             size["cpu"] = size["cuda"]
         dropout.torch_draws = lambda x: True
+        rows.runs = lambda setting, x: rows.fits(step.attention, x)
+        rows.start = lambda *arguments, **constants: None
         yield
     finally:
-        dropout.torch_draws = draws
+        dropout.torch_draws, rows.runs, rows.start = draws, runs, start
         for size, value in zip(sizes, before, strict=True):
             size["cpu"] = value
 
