@@ -88,6 +88,9 @@ class Block(nn.Module):
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
         normed_past = self.attention_norm(memory_BMD) if self.pre_norm else memory_BMD
+        if not self.gives_values and self.attention.takes_products(normed):
+            context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
+            return self.finish(hidden_BTD, context), first_value_BKNH
         key_value_BK2NH = _joined(
             self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
         )

@@ -32,6 +32,7 @@ from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels import rows
 from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
+from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
@@ -127,6 +128,9 @@ def follow(step: MicroStep) -> Trace:
         for block in model.blocks:
             attention: Any = block.attention
             attention.attend = events.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
+            if uses_kernels:
+                attention.takes_products = lambda hidden, takes=attention.uses_products: takes
+                attention.attend_products = events.as_scores(_KernelLike.attend_products)
         memory = model.empty_memory(num_lanes=step.lanes, memory_len=step.memory_len)
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
@@ -317,29 +321,42 @@ class _KernelLike(torch.autograd.Function):
     """Makes what the Triton kernels make, and keeps what they keep for the backward pass."""
 
     @staticmethod
-    def attend(terms: Terms, *, visible: Any) -> Tensor:
+    def attend(terms: Terms, *, visible: Visibility) -> Tensor:
         """Called as `Attention.attend`."""
-        context: Tensor = _KernelLike.apply(*terms[:4])  # type: ignore[no-untyped-call]
+        key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
+        context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
+            visible.num_keys, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
+        )
         return context
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-        context, _scores = torch.empty_like(query), _score_buffer(query, key)
+    def attend_products(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: Visibility) -> Tensor:
+        """Called as `Attention.attend_products`."""
+        context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
+            visible.num_keys, segment, past, distance_KNH
+        )
+        return context
+
+    @staticmethod
+    def forward(ctx: Any, num_keys: int, segment: Tensor, keys: Tensor, distance: Tensor) -> Tensor:
+        query = segment[:, :, 0]
+        context, _scores = query.new_empty(query.shape), _score_buffer(query, num_keys)
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, distance, context, normalizers)
+        ctx.save_for_backward(segment, keys, distance, context, normalizers)
+        ctx.num_keys = num_keys
         return context
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, distance, *_ = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        segment, keys, distance, context, _ = ctx.saved_tensors
         # Queries with either bias, the scores of a chunk, and eight sums of the distances' gradient in fp32.
-        _temporary = torch.empty_like(query), torch.empty_like(query), _score_buffer(query, key)
+        _temporary = torch.empty_like(context), torch.empty_like(context), _score_buffer(context, ctx.num_keys)
         _sums = distance.new_empty(8, *distance.shape, dtype=torch.float32)
-        return tuple(torch.empty_like(tensor) for tensor in (query, key, value, distance))
+        return None, *(torch.empty_like(tensor) for tensor in (segment, keys, distance))
 
 
-def _score_buffer(query_BTNH: Tensor, key_BKNH: Tensor) -> Tensor:
-    rows, num_keys = query_BTNH[..., 0].numel(), key_BKNH.shape[1]
+def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
+    rows = query_BTNH[..., 0].numel()
     length = min(rows * -(-num_keys // 16) * 16, SCORE_BUFFER_BYTES // query_BTNH.element_size())
     return query_BTNH.new_empty(length)
 
