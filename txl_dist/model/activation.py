@@ -74,7 +74,9 @@ class _Activation(torch.autograd.Function):
         threshold, activation, dtype = ctx.settings
         d_result = gradients[0].contiguous()
         row_tiles, column_tiles, constants = _tiles(d_result, activation)
-        d_product, num_parts = torch.empty_like(d_result), min(row_tiles, -(-rows.MAX_PARTS // column_tiles))
+        # Twice as many programs as hold whole rows: these take half as many registers.
+        num_parts = min(row_tiles, -(-2 * rows.MAX_PARTS // column_tiles))
+        d_product = torch.empty_like(d_result)
         parts = d_result.new_empty(num_parts, d_result.shape[1], dtype=torch.float32)
         arguments = (d_result, result, product, bias, seed, d_product, parts, len(d_result), threshold)
         rows.start("activation_gradients", (num_parts, column_tiles), *arguments, **constants)

@@ -75,6 +75,8 @@ CASES = {
     "bf16": Case(24, 16, rows=16, documents="borders", dropout=0.2, dtype=torch.bfloat16),
 }
 
+OF_PRODUCTS = ("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "empty_memory", "window", "dropout")
+
 
 @triton.jit
 def write_kept(MASK, SEED, threshold, T, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -163,7 +165,8 @@ def use_tiles(case: Case) -> None:
 
 
 def relative_errors(name: str) -> dict[str, float]:
-    """Of the context and of all gradients, against the twin in fp64; and how far they are from those of products."""
+    """Of the context and of all gradients, against the twin in fp64; `of_products`, the largest difference to what is
+    made of products that lie apart, in some cases."""
     case = CASES[name]
     use_tiles(case)
     torch.manual_seed(7)
@@ -173,11 +176,13 @@ def relative_errors(name: str) -> dict[str, float]:
     keep_rate = 1 - round(case.dropout * launch.KEEP_LEVELS) / launch.KEEP_LEVELS
     with mock.patch.object(twin.F, "dropout", lambda weights, rate, training: weights * kept_NBTK / keep_rate):
         exact = outcome(twin.relative_attention, case, torch.float64)
-    torch.manual_seed(7)
-    of_products = outcome(attend_to_products, case, case.dtype)
-    difference = max((a - b).abs().max().item() for a, b in zip(measured, of_products, strict=True))
     errors = {output: relative_error(a, b) for output, a, b in zip(OUTPUTS, measured, exact, strict=True)}
-    return errors | {"of_products": difference}
+    if name in OF_PRODUCTS:
+        torch.manual_seed(7)
+        of_products = outcome(attend_to_products, case, case.dtype)
+        pairs = zip(measured, of_products, strict=True)
+        errors["of_products"] = max((a - b).abs().max().item() for a, b in pairs)
+    return errors
 
 
 def relative_error(measured: Tensor, exact: Tensor) -> float:
