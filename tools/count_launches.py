@@ -52,6 +52,7 @@ from trainers import Sizes, zipf_segments
 from txl_dist.config import Config, load_config, plan_batch
 from txl_dist.data.read.stream import plain_segment
 from txl_dist.dist import Ranks
+from txl_dist.model.kernels.launch import BACKWARD, FORWARD, SUM
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, batch_maker
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
@@ -72,6 +73,8 @@ WRITTEN_BESIDES_READ = {
     ("distance_gradients", "D_DISTANCE"),
 }
 """Operands that a Triton kernel of attention both reads and writes: two passes over them."""
+ATTENTION = {*FORWARD, *BACKWARD, SUM, "set_width"}
+"""Its kernels."""
 SELECTING = ("embedding", "index_select", "index", "gather", "scatter", "index_add", "index_put", "index_copy")
 """Operations that touch of their largest operand only as much as there is of the others."""
 IN_TWO = ("native_layer_norm_backward", "constant_pad_nd", "slice_backward", "select_backward")
@@ -309,7 +312,7 @@ def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[
     counter, maker, num_parameters = count(config, vocab_size=vocab_size, lanes=lanes)
     step = [event for event in counter.events if event.phase == "micro-step"]
     update = [event for event in counter.events if event.phase == "update"]
-    attention = [event for event in step if event.programs and event.region != "softmax"]
+    attention = [event for event in step if event.programs and event.name in ATTENTION]
     scores = sum(event.scores_bytes for event in attention)
     row: dict[str, Any] = {
         "launches, micro-step": sum(event.launches for event in step),

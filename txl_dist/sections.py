@@ -350,7 +350,8 @@ class EngineSection(Section):
     """Keep parameters in host memory (stage 3)."""
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """How attention with relative positions is computed. plain: the equation in plain torch. fused: one function with a
-    hand-written backward, anywhere. triton: kernels for GPUs in half precision. auto: the fastest that fits."""
+    hand-written backward, anywhere. triton: kernels for GPUs in half precision, also of what surrounds attention
+    (residual sums, norms, activations, dropout). auto: the fastest that fits."""
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward, loss and backward of a micro-batch once per shape and replay them: for models so small that the
     host is slower than the GPU (stages 0 to 2, without activation_checkpointing). auto: wherever that can be, which is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from txl_dist.model import fused_softmax
+from txl_dist.model.activation import ActivatedLinear
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.launch import obstacle, triton_relative_attention
 from txl_dist.model.memory import EMPTY, Visibility
 from txl_dist.model.relative_attention import Terms, relative_attention
+from txl_dist.model.residual_norm import Drop, ResidualLayerNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -157,3 +160,88 @@ def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(dtype: torch.dt
     assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
     for a, b in zip(found, torch.autograd.grad(exact, exact_leaves), strict=True):
         assert (a.double() - b).norm() < tolerance * b.norm()
+
+
+@pytest.mark.parametrize("name", ["enwik8_base", "wt103_base"])
+def test_products_that_lie_apart_are_attended_to_as_one(name: str) -> None:
+    leaves, gradient = leaves_and_gradient(SIZES[name], torch.bfloat16)
+    visible = visibility(SIZES[name])
+
+    def of_products(terms: Terms, *, visible: Visibility, dropout: float) -> Tensor:
+        query, key, value, distance, content_bias, position_bias, _ = terms
+        assert distance is not None
+        assert content_bias is not None
+        assert position_bias is not None
+        M = visible.memory_len
+        return launch.triton_attention_of_products(
+            torch.stack([query, key[:, M:], value[:, M:]], 2),
+            torch.stack([key[:, :M], value[:, :M]], 2),
+            distance_KNH=distance,
+            content_bias_NH=content_bias,
+            position_bias_NH=position_bias,
+            visible=visible,
+            dropout=dropout,
+        )
+
+    runs = []
+    for attend in (triton_relative_attention, of_products):
+        torch.manual_seed(3)
+        runs.append(outcome(attend, leaves, gradient, visible=visible, dropout=0.1))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [410, 1024])
+def test_residual_and_norm_are_those_of_the_twin_and_the_same_again(
+    width: int, dtype: torch.dtype, rate: float
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    drawn = [torch.randn(3_001, width, generator=generator, device="cuda").to(dtype) for _ in range(4)]
+    norm = ResidualLayerNorm(width).cuda().to(dtype)
+    torch.nn.init.normal_(norm.weight, 1.0)
+    torch.nn.init.normal_(norm.bias)
+
+    def found(drop: Drop, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in drawn[:2]]
+        module = copy.deepcopy(norm).to(dtype)
+        results = module(*leaves, drop)
+        inputs = [*leaves, *module.parameters()]
+        return [*results, *torch.autograd.grad(results, inputs, [x.to(dtype) for x in drawn[2:]])]
+
+    seed = torch.tensor([5], device="cuda") if rate else None
+    once, again = (found(Drop(rate, True, seed), dtype) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    if rate:
+        kept = (once[0] != drawn[0]).float().mean().item()  # where dropout sets to 0, the sum is the residual
+        assert kept == pytest.approx(1 - rate, abs=0.02)
+        return
+    for a, b in zip(once, found(Drop(0.0), torch.float64), strict=True):
+        assert (a.double() - b).norm() < TOLERANCE[dtype] * b.norm()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+def test_bias_and_activation_are_those_of_the_twin_and_the_same_again(
+    name: str, dtype: torch.dtype, rate: float
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, gradient = (torch.randn(1_001, columns, generator=generator, device="cuda").to(dtype) for columns in (64, 2_100))
+    linear = ActivatedLinear(64, 2_100, activation=name).cuda().to(dtype)
+
+    def found(drop: Drop, dtype: torch.dtype) -> list[Tensor]:
+        module, leaf = copy.deepcopy(linear).to(dtype), x.to(dtype).requires_grad_()
+        result = module(leaf, drop)
+        return [result, *torch.autograd.grad(result, [leaf, *module.parameters()], gradient.to(dtype))]
+
+    seed = torch.tensor([5], device="cuda") if rate else None
+    once, again = (found(Drop(rate, True, seed), dtype) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    exact = found(Drop(0.0), torch.float64)
+    if rate:
+        of_kept = (once[0] != 0)[exact[0] > 0.01].float().mean().item()
+        assert of_kept == pytest.approx(1 - rate, abs=0.01)
+        return
+    for a, b in zip(once, exact, strict=True):
+        assert (a.double() - b).norm() < 2 * TOLERANCE[dtype] * b.norm()

@@ -37,8 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from txl_dist.errors import ConfigError
+from txl_dist.model.activation import ACTIVATIONS, swiglu
 from txl_dist.model.adaptive_embedding import Partition
-from txl_dist.model.block import Block, swiglu
+from txl_dist.model.block import Block
 from txl_dist.model.memory import EMPTY, Memory
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.relative_attention import at_least_fp32
@@ -274,8 +275,7 @@ class _Layer(NamedTuple):
         if self.ff_gate is not None:
             inner = swiglu(inner, self.ff_gate(given))
         else:
-            assert self.block.activation is not None
-            inner = self.block.activation(inner)
+            inner = ACTIVATIONS[self.block.activation](inner)
         hidden = hidden + self.ff_out(inner)
         return hidden if pre_norm else self.ff_norm(hidden)
 

@@ -9,11 +9,12 @@ Shapes: B lanes, T queries, K keys, S any positions, D model width, N heads, H h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from txl_dist.errors import ConfigError
@@ -78,6 +79,27 @@ class Attention(nn.Module):
         # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
         self.content_bias, self.position_bias = content_bias_NH, position_bias_NH
         self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
+        self.uses_products = not model.query_key_norm and not mixes_values
+        """Whether nothing happens to queries, keys and values between their products and attention."""
+
+    def takes_products(self, hidden: Tensor) -> bool:
+        """Whether, in training, queries, keys and values are attended with as products make them, and are made of
+        hidden states like these by few: the Triton kernels join them as they read."""
+        if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
+            return False
+        has_position_bias = self.position_bias is not None
+        unfit = launch.mismatch(hidden.dtype, head_width=self.head_width, has_position_bias=has_position_bias)
+        return unfit is None and launch.device_obstacle(hidden) is None
+
+    def project_segment(self, hidden_BTD: Tensor) -> Tensor:
+        """query_key_value_BT3NH of one product, or of two where ZeRO-3 gathers weights for the module that has them."""
+        if hasattr(self.query.weight, "ds_id"):
+            products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
+        else:
+            products = joint_linear(hidden_BTD, self.query.weight, self.key_value.weight)
+            if (bias := self.key_value.value_bias) is not None:
+                products = products + F.pad(bias, (2 * bias.numel(), 0))
+        return products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
 
     def project_query(self, hidden_BTD: Tensor) -> Tensor:
         """query_BTNH."""
@@ -118,12 +140,22 @@ class Attention(nn.Module):
         self,
         hidden_BTD: Tensor,
         *,
-        key_BKNH: Tensor,
-        value_BKNH: Tensor,
+        key_BKNH: Tensor | None = None,
+        value_BKNH: Tensor | None = None,
+        past_BMD: Tensor | None = None,
         distances: Distances | None,
         visible: Visibility,
     ) -> Tensor:
-        """Attend from `hidden_BTD` to given keys and values. Returns the projected context_BTD."""
+        """Attend from `hidden_BTD` to given keys and values; or, where it `takes_products`, to its own and those of
+        `past_BMD`. Returns the projected context_BTD."""
+        if past_BMD is not None:
+            assert distances is not None
+            products = self.project_segment(hidden_BTD), self.project_key_value(past_BMD)
+            context_BTNH = self.attend_products(*products, distance_KNH=distances.key_KNH, visible=visible)
+            projected: Tensor = self.output(context_BTNH.flatten(2))
+            return projected
+        assert key_BKNH is not None
+        assert value_BKNH is not None
         query_BTNH = self.project_query(hidden_BTD)
         terms = Terms(query_BTNH, key_BKNH, value_BKNH)
         if distances is not None:
@@ -132,10 +164,59 @@ class Attention(nn.Module):
         output: Tensor = self.output(self.attend(terms, visible=visible).flatten(2))
         return output
 
+    def attend_products(
+        self, segment_BT3NH: Tensor, past_BM2NH: Tensor, *, distance_KNH: Tensor, visible: Visibility
+    ) -> Tensor:
+        """context_BTNH of what products made, in training, by the Triton kernels."""
+        assert self.content_bias is not None
+        assert self.position_bias is not None
+        return launch.triton_attention_of_products(
+            segment_BT3NH,
+            past_BM2NH,
+            distance_KNH=distance_KNH,
+            content_bias_NH=self.content_bias,
+            position_bias_NH=self.position_bias,
+            visible=visible,
+            dropout=self.dropout,
+        )
+
     def attend(self, terms: Terms, *, visible: Visibility) -> Tensor:
         """context_BTNH."""
         dropout = self.dropout if self.training else 0.0
         return implementation(self.kernel, terms)(terms, visible=visible, dropout=dropout)
+
+
+def joint_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """x [..., D] times matrices [n, D] and [m, D], side by side [..., n + m], of one product, as is each gradient.
+
+    Nothing is copied where the second matrix lies behind the first, as in a flat parameter.
+    """
+    product: Tensor = _JointLinear.apply(x, first, second)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _JointLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(x, first, second)
+        return F.linear(x, _joint(first, second))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, first, second = ctx.saved_tensors
+        d_product, inputs = (y.flatten(0, -2) for y in (gradients[0], x))
+        d_first, d_second = (d_product.t() @ inputs).split([len(first), len(second)])
+        return (d_product @ _joint(first, second)).view_as(x), d_first, d_second
+
+
+def _joint(first: Tensor, second: Tensor) -> Tensor:
+    """Both matrices as one, [n + m, D]."""
+    storages = [x.untyped_storage()._cdata for x in (first, second)]
+    follows = second.storage_offset() == first.storage_offset() + first.numel()
+    if storages[0] == storages[1] and follows and first.is_contiguous() and second.is_contiguous():
+        return first.detach().as_strided((len(first) + len(second), first.shape[1]), first.stride())
+    return torch.cat([first, second])
 
 
 def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tensor]:

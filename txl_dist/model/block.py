@@ -8,25 +8,19 @@ Shapes: B lanes, T segment, M memory, K = M + T, D model width, N heads, H head 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.model.dropout import dropout, gelu_dropout, relu2_dropout, relu_dropout_
+from txl_dist.model.activation import ActivatedLinear, swiglu
+from txl_dist.model.dropout import dropout
+from txl_dist.model.kernels import rows
 from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import AttentionBiases, build_attention
+from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.rms_norm import RmsNorm
 from txl_dist.sections import AttentionKernel, ModelSection
-
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "relu": relu_dropout_,
-    "gelu": gelu_dropout,
-    "relu2": relu2_dropout,
-}
-"""Each with the dropout behind it, whose rate is 0 unless given; they may write over what they are given. swiglu is of
-two arguments."""
 
 
 def build_norm(model: ModelSection) -> nn.Module:
@@ -34,6 +28,13 @@ def build_norm(model: ModelSection) -> nn.Module:
     if model.norm == "rms":
         return RmsNorm(eps=model.norm_eps)
     return nn.LayerNorm(model.width, eps=model.norm_eps)
+
+
+def build_residual_norm(model: ModelSection) -> nn.Module:
+    """The same of a residual sum."""
+    if model.norm == "rms":
+        return ResidualRmsNorm(eps=model.norm_eps)
+    return ResidualLayerNorm(model.width, eps=model.norm_eps)
 
 
 class ResidualMix(nn.Module):
@@ -56,16 +57,19 @@ class Block(nn.Module):
         self, model: ModelSection, *, biases: AttentionBiases, is_first: bool = True, kernel: AttentionKernel = "auto"
     ) -> None:
         super().__init__()
-        self.pre_norm, self.activation = model.pre_norm, ACTIVATIONS.get(model.activation)
+        self.pre_norm, self.activation, self.kernel = model.pre_norm, model.activation, kernel
         self.projection_dropout, self.ff_dropout = model.rate(model.projection_dropout), model.rate(model.ff_dropout)
         self.gives_values = model.value_residual and is_first
         mixes_values = model.value_residual and not is_first
         self.attention = build_attention(model, biases=biases, mixes_values=mixes_values, kernel=kernel)
-        self.attention_norm = build_norm(model)
-        self.ff_in = nn.Linear(model.width, model.ff_width)
-        self.ff_gate = nn.Linear(model.width, model.ff_width) if model.activation == "swiglu" else None
+        self.attention_norm = build_norm(model) if model.pre_norm else build_residual_norm(model)
+        is_gated = model.activation == "swiglu"
+        self.ff_in = (nn.Linear if is_gated else partial(ActivatedLinear, activation=model.activation))(
+            model.width, model.ff_width
+        )
+        self.ff_gate = nn.Linear(model.width, model.ff_width) if is_gated else None
         self.ff_out = nn.Linear(model.ff_width, model.width)
-        self.ff_norm = build_norm(model)
+        self.ff_norm = build_residual_norm(model)
 
     def forward(
         self,
@@ -84,6 +88,9 @@ class Block(nn.Module):
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
         normed_past = self.attention_norm(memory_BMD) if self.pre_norm else memory_BMD
+        if not self.gives_values and self.attention.takes_products(normed):
+            context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
+            return self.finish(hidden_BTD, context), first_value_BKNH
         key_value_BK2NH = _joined(
             self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
         )
@@ -101,26 +108,28 @@ class Block(nn.Module):
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """The layer's output, given its input and what its attention made of it."""
-        hidden = hidden_BTD + self._drop(context_BTD, self.projection_dropout)
-        if not self.pre_norm:
-            hidden = self.attention_norm(hidden)
-        # As a matrix, because what is written in place over a view has a backward pass that copies.
-        given = (self.ff_norm(hidden) if self.pre_norm else hidden).flatten(0, -2)
-        if self.activation is not None:
-            inner = self.activation(self.ff_in(given), self.ff_dropout if self.training else 0.0)
+        behind_attention, inside, behind = self._drops(hidden_BTD)
+        if self.pre_norm:
+            hidden, given = self.ff_norm(hidden_BTD, context_BTD, behind_attention)
         else:
-            assert self.ff_gate is not None
-            inner = self._drop(swiglu(self.ff_in(given), self.ff_gate(given)), self.ff_dropout)
-        hidden = hidden + self._drop(self.ff_out(inner), self.ff_dropout).view_as(hidden)
-        return hidden if self.pre_norm else self.ff_norm(hidden)
+            hidden = given = self.attention_norm(hidden_BTD, context_BTD, behind_attention)[1]
+        # As a matrix, because what is written in place over a view has a backward pass that copies.
+        given = given.flatten(0, -2)
+        if self.ff_gate is None:
+            inner = self.ff_in(given, inside)
+        else:
+            inner = dropout(swiglu(self.ff_in(given), self.ff_gate(given)), inside.rate)
+        update = self.ff_out(inner).view_as(hidden)
+        return residual_sum(hidden, update, behind) if self.pre_norm else self.ff_norm(hidden, update, behind)[1]
 
-    def _drop(self, x: Tensor, rate: float) -> Tensor:
-        return dropout(x, rate) if self.training else x
-
-
-def swiglu(x: Tensor, gate: Tensor) -> Tensor:
-    """x silu(gate) (Shazeer 2020)."""
-    return x * F.silu(gate)
+    def _drops(self, hidden: Tensor) -> list[Drop]:
+        """Behind attention, inside of the feed-forward network and behind it."""
+        places = (self.projection_dropout, self.ff_dropout, self.ff_dropout)
+        rates, by_kernel = places if self.training else (0.0, 0.0, 0.0), rows.runs(self.kernel, hidden)
+        if not by_kernel or not any(rates):
+            return [Drop(rate, by_kernel) for rate in rates]
+        seeds = rows.draw_seeds(3, like=hidden)
+        return [Drop(rate, True, seed if rate else None) for rate, seed in zip(rates, seeds, strict=True)]
 
 
 def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, tiny_section
 from tests.helpers.naive import learned_score, naive_attention, plain_score, relative_score
-from txl_dist.model.attention import Attention
+from txl_dist.model.attention import Attention, _joint, joint_linear
 from txl_dist.model.block import Block, ResidualMix
 from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
 from txl_dist.model.positions import attention_biases, build_attention, distance_encoding
@@ -226,3 +227,31 @@ def test_what_a_query_may_not_see_gets_no_gradient() -> None:
         assert tensor.grad is not None
         seen = tensor.grad.abs().sum((0, 2, 3)) > 0
         assert seen.tolist() == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("is_flat", [False, True], ids=["apart", "flat"])
+def test_one_product_of_two_matrices_is_both_and_copies_none_that_lie_together(is_flat: bool) -> None:
+    flat = torch.randn(10 * 6, dtype=torch.float64, requires_grad=True)
+    first, second = (part.view(-1, 6) for part in flat.split([4 * 6, 6 * 6]))
+    if not is_flat:
+        second = second.clone()
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 3, 10, dtype=torch.float64)
+    found = [
+        torch.autograd.grad(product, (x, flat), weight)
+        for product in (joint_linear(x, first, second), F.linear(x, torch.cat([first, second])))
+    ]
+    torch.testing.assert_close(*found, rtol=1e-14, atol=1e-14)
+    assert (_joint(first, second).data_ptr() == flat.data_ptr()) is is_flat
+
+
+@pytest.mark.parametrize("value_bias", [False, True])
+def test_queries_keys_and_values_of_a_segment_are_those_of_their_own_products(value_bias: bool) -> None:
+    section = tiny_section(value_bias=value_bias)
+    attention = build_attention(section, biases=attention_biases(section)).double()
+    for parameter in attention.parameters():
+        parameter.data = torch.randn_like(parameter)
+    hidden = torch.randn(2, 3, section.width, dtype=torch.float64)
+    apart = torch.cat([attention.project_query(hidden)[:, :, None], attention.project_key_value(hidden)], 2)
+    torch.testing.assert_close(attention.project_segment(hidden), apart, rtol=1e-13, atol=1e-13)
+    assert not attention.takes_products(hidden)  # on a CPU

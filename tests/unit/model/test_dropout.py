@@ -34,26 +34,20 @@ def drops(model: TransformerXL, tokens_BT: Tensor, *, memory_len: int) -> dict[s
     seen: dict[str, list[Tensor]] = {place: [] for place in OWN_RATES}
 
     def block_begins(_: nn.Module, args: tuple[Any, ...]) -> None:
-        residual[0] = args[0]
         if not seen["embed_dropout"]:
             seen["embed_dropout"].append(args[0])
             if args[2] is not None:
                 seen["distance_dropout"].append(args[2])
 
-    def sum_is_normed(place: str, args: tuple[Any, ...]) -> None:
-        seen[place].append(args[0] - residual[0])
+    def sum_is_normed(place: str, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        seen[place].append(output[0] - args[0])
 
-    def keep_residual(_: nn.Module, __: object, output: Tensor) -> None:
-        residual[0] = output
-
-    residual: list[Tensor] = [torch.empty(0)]
     for block in model.blocks:
         assert isinstance(block, Block)
         block.register_forward_pre_hook(block_begins)
-        block.attention_norm.register_forward_pre_hook(lambda _, args: sum_is_normed("projection_dropout", args))
-        block.attention_norm.register_forward_hook(keep_residual)
+        block.attention_norm.register_forward_hook(lambda _, *seen: sum_is_normed("projection_dropout", *seen))
         block.ff_out.register_forward_pre_hook(lambda _, args: seen["ff_dropout"].append(args[0]))
-        block.ff_norm.register_forward_pre_hook(lambda _, args: sum_is_normed("ff_dropout", args))
+        block.ff_norm.register_forward_hook(lambda _, *seen: sum_is_normed("ff_dropout", *seen))
     memory = model.empty_memory(num_lanes=tokens_BT.shape[0], memory_len=memory_len)
     seen["output_dropout"].append(model.train()(tokens_BT, memory)[0])
     return seen

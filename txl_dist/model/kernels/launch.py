@@ -107,8 +107,12 @@ class Shape(NamedTuple):
     S: int
     """K rounded up to 16: a row of the score buffer."""
     num_heads: int
+    query_stride: int
+    """From one query to the next, in numbers."""
     key_stride: int
-    """From one key or value to the next, in numbers."""
+    """From one key or value to the next."""
+    past_stride: int
+    """The same in the memory, where it lies apart."""
     oldest: int | None
     """See `Visibility`."""
 
@@ -197,10 +201,42 @@ def lacks_compiler() -> str:
 
 def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
     """Attend, like `relative_attention`. `obstacle` says whether it can. Returns context_BTNH."""
-    query_BTNH = terms.query_BTNH
-    seed = torch.randint(2**63 - 1, (1,), device=query_BTNH.device) if dropout > 0 else None
+    query, key, value, *others = terms[:6]  # which are all there, where there is no obstacle
+    return _attend(query.unsqueeze(2), torch.stack([key, value], 2), None, *others, visible=visible, dropout=dropout)
+
+
+def triton_attention_of_products(
+    segment_BT3NH: Tensor,
+    past_BM2NH: Tensor,
+    *,
+    distance_KNH: Tensor,
+    content_bias_NH: Tensor,
+    position_bias_NH: Tensor,
+    visible: Visibility,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The same of queries, keys and values of the segment, and keys and values of the memory, as products made them:
+    nothing is joined, and their gradients are as whole as they are."""
+    past = past_BM2NH if past_BM2NH.shape[1] else None
+    others = (distance_KNH, content_bias_NH, position_bias_NH)
+    return _attend(segment_BT3NH, None, past, *others, visible=visible, dropout=dropout)
+
+
+def _attend(
+    segment_BTGNH: Tensor,
+    key_value_BK2NH: Tensor | None,
+    past_BM2NH: Tensor | None,
+    *others: Tensor | None,
+    visible: Visibility,
+    dropout: float,
+) -> Tensor:
+    """Queries are the first of G; without `key_value_BK2NH`, keys and values of the segment the others."""
+    seed = torch.randint(2**63 - 1, (1,), device=segment_BTGNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        *terms[:6],  # which are all there, where there is no obstacle
+        segment_BTGNH,
+        key_value_BK2NH,
+        past_BM2NH,
+        *others,
         visible.query_document_BT.contiguous(),
         visible.key_document_BK.contiguous(),
         seed,
@@ -313,15 +349,18 @@ def _ceil_div(number: int, divisor: int) -> int:
 class _Kernels:
     """The kernels for one set of inputs: what is common to their launches."""
 
-    def __init__(self, query: Tensor, key: Tensor, *, oldest: int | None, has_dropout: bool, backward: bool) -> None:
+    def __init__(
+        self, inputs: _Products, *, num_keys: int, oldest: int | None, has_dropout: bool, backward: bool
+    ) -> None:
         from txl_dist.model.kernels import relative_attention
 
         self.source = relative_attention
+        query, key = inputs.query, inputs.key
         B, T, N, self.head_width = query.shape
-        K = key.shape[1]
-        sizes = Sizes(B, T, K, N, self.head_width, has_dropout, query.element_size())
+        sizes = Sizes(B, T, num_keys, N, self.head_width, has_dropout, query.element_size())
         self.launches = launches(sizes, backward=backward)
-        self.shape = Shape(T, K, sizes.row_len, N, key.stride(1), oldest)
+        strides = query.stride(1), key.stride(1), 2 * N * self.head_width
+        self.shape = Shape(T, num_keys, sizes.row_len, N, *strides, oldest)
         largest = self.launches[0].chunk  # the first is
         self.scores = query.new_empty(largest.num_lanes * largest.num_heads * sizes.matrix_len)
 
@@ -355,15 +394,29 @@ class _Kernels:
         return constants | {"CAST": self.source.IS_INTERPRETED}
 
 
+class _Products(NamedTuple):
+    """Where queries and keys begin in what products made: each tensor [B, S, G, N, H], contiguous."""
+
+    query: Tensor
+    key: Tensor
+    past: Tensor | None
+
+    @classmethod
+    def of(cls, segment: Tensor, key_value: Tensor | None, past: Tensor | None) -> Self:
+        """As `_attend` is given them, or their gradients."""
+        key = segment[:, :, 1] if key_value is None else key_value[:, :, 0]
+        return cls(segment[:, :, 0], key, None if past is None else past[:, :, 0])
+
+
 class _Attention(torch.autograd.Function):
-    """Inputs and gradients as in `triton_relative_attention`."""
+    """Inputs and gradients as in `_attend`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        segment: Tensor,
+        key_value: Tensor | None,
+        past: Tensor | None,
         distance: Tensor,
         content_bias: Tensor,
         position_bias: Tensor,
@@ -373,40 +426,45 @@ class _Attention(torch.autograd.Function):
         oldest: int | None,
         threshold: int,
     ) -> Tensor:
-        head_width = query.shape[-1]
+        head_width = segment.shape[-1]
         scale, padding = head_width**-0.5, -head_width % HEAD_WIDTH_MULTIPLE
+        given: list[Any] = [segment, key_value, past, distance, content_bias, position_bias]
         if padding:
-            inputs = (query, key, value, distance, content_bias, position_bias)
-            query, key, value, distance, content_bias, position_bias = with_width(inputs, head_width + padding)
-        query, distance = query.contiguous(), distance.contiguous()
-        content_bias, position_bias = content_bias.contiguous(), position_bias.contiguous()
-        key, value = _alike(key, value)
-        kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=False)
-        (B, T, N, _), shape, scores = query.shape, kernels.shape, kernels.scores
-        context, lse = torch.empty_like(query), query.new_empty(B, N, T, dtype=torch.float32)
+            given = _with_width(given, head_width + padding)
+        given = [x if x is None else x.contiguous() for x in given]
+        segment, key_value, past, distance, content_bias, position_bias = given
+        inputs, num_keys = _Products.of(segment, key_value, past), key_document.shape[1]
+        kernels = _Kernels(inputs, num_keys=num_keys, oldest=oldest, has_dropout=threshold > 0, backward=False)
+        query, shape, scores = inputs.query, kernels.shape, kernels.scores
+        B, T, N, _ = query.shape
+        context, lse = query.new_empty(query.shape), query.new_empty(B, N, T, dtype=torch.float32)
         documents = (query_document, key_document, seed)
         arguments = {
             "distance_scores": (query, distance, position_bias, scores, *[None] * 6, shape, 1.0),
-            "attend": (query, key, value, content_bias, scores, *documents, context, lse, shape, scale, threshold),
+            "attend": (*inputs, content_bias, scores, *documents, context, lse, shape, scale, threshold),
         }
         for launch in kernels.launches:
             kernels.run(launch, *arguments[launch.kernel])
-        ctx.save_for_backward(query, key, value, distance, content_bias, position_bias, *documents, context, lse)
+        ctx.save_for_backward(*given, *documents, context, lse)
         ctx.settings = (oldest, scale, threshold, head_width)
         return with_width([context], head_width)[0] if padding else context
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
+        segment, key_value, past, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
         oldest, scale, threshold, head_width = ctx.settings
+        inputs, K = _Products.of(segment, key_value, past), documents[1].shape[1]
+        query = inputs.query
         d_context = gradients[0].contiguous()
         if query.shape[-1] != head_width:
             (d_context,) = with_width([d_context], query.shape[-1])
-        kernels = _Kernels(query, key, oldest=oldest, has_dropout=threshold > 0, backward=True)
-        (B, _, N, H), K, shape, scores = query.shape, key.shape[1], kernels.shape, kernels.scores
-        content_query, position_query, delta = torch.empty_like(query), torch.empty_like(query), torch.empty_like(lse)
-        d_query, d_key, d_value = torch.empty_like(query), key.new_empty(B, K, N, H), value.new_empty(B, K, N, H)
+        kernels = _Kernels(inputs, num_keys=K, oldest=oldest, has_dropout=threshold > 0, backward=True)
+        (B, _, N, H), shape, scores = query.shape, kernels.shape, kernels.scores
+        content_query, position_query, delta = (torch.empty_like(x) for x in (context, context, lse))
+        d_segment = torch.empty_like(segment)
+        d_key_value, d_past = (None if x is None else torch.empty_like(x) for x in (key_value, past))
+        made = _Products.of(d_segment, d_key_value, d_past)
         row_tiles, _ = kernels.largest_grid("query_gradients")
         class_tiles, _ = kernels.largest_grid("distance_query_gradients")
         _, parts, _ = kernels.largest_grid("distance_gradients")
@@ -420,20 +478,26 @@ class _Attention(torch.autograd.Function):
         kept_part = 1 - threshold / KEEP_LEVELS
         d_scale = scale / kept_part
         prepared = (content_bias, context, d_context, content_query, position_query, delta)
-        loaded = (content_query, key, value, scores, *documents, d_context, lse, delta)
+        loaded = (content_query, *inputs[1:], scores, *documents, d_context, lse, delta)
         arguments: dict[str, tuple[Any, ...]] = {
             "distance_scores": (query, distance, position_bias, scores, *prepared, shape, kept_part),
-            "key_value_gradients": (*loaded, d_key, d_value, shape, scale, threshold, d_scale),
-            "query_gradients": (key, scores, d_query, content_parts, shape, d_scale),
+            "key_value_gradients": (*loaded, *made[1:], shape, scale, threshold, d_scale),
+            "query_gradients": (*inputs[1:], scores, made.query, content_parts, shape, d_scale),
             "distance_gradients": (position_query, scores, distance_parts, shape, d_scale),
             "sum_parts": (distance_parts, content_parts, position_parts, *sums, *num_parts, K * N * H, N * H),
         }
         for launch in kernels.launches:
             part = position_parts[lane_starts.index(launch.chunk.first_lane)]
-            arguments["distance_query_gradients"] = (distance, scores, d_query, part, shape, d_scale)
+            arguments["distance_query_gradients"] = (distance, scores, made.query, part, shape, d_scale)
             kernels.run(launch, *arguments[launch.kernel])
-        made = [d_query, d_key, d_value, *sums]
-        return *(made if head_width == H else with_width(made, head_width)), *[None] * 5
+        found = [d_segment, d_key_value, d_past, *sums]
+        return *(found if head_width == H else _with_width(found, head_width)), *[None] * 5
+
+
+def _with_width(tensors: Sequence[Tensor | None], width: int) -> list[Tensor | None]:
+    """`with_width` of those that are there."""
+    made = iter(with_width([x for x in tensors if x is not None], width))
+    return [x if x is None else next(made) for x in tensors]
 
 
 def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
@@ -455,12 +519,3 @@ def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
         BLOCK_H=1 << (max(head_width, width) - 1).bit_length(),
     )
     return made
-
-
-def _alike(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with heads together and the same strides: two views of one [B, K, 2, N, H] are as they are."""
-    (B, K, _, H), strides = key.shape, key.stride()
-    regular = strides[1:] == (strides[1], H, 1) and (B == 1 or strides[0] == K * strides[1])
-    if regular and value.stride() == strides and strides[1] % HEAD_WIDTH_MULTIPLE == 0:
-        return key, value
-    return key.contiguous(), value.contiguous()

@@ -32,8 +32,10 @@ are masked, by a branch, since a loop of their own would take more registers. Su
 while the running maximum begins at a finite number, so a tile that a query does not see gives exp(-inf) = 0 and never
 NaN. Dropout is a function of (seed, lane, head, i, j), made again wherever it is needed.
 
-Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Queries, contexts and
-their gradients are contiguous BTNH; keys and values are rows `key_stride` apart; the documents are BT and BK, int64.
+Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Contexts and their
+gradients are contiguous BTNH, the documents BT and BK, int64. Queries are rows `query_stride` apart, and keys rows
+`key_stride` apart. With PAST, KEY has those of the segment alone, and PAST those of the memory, `past_stride` apart. A
+value lies N H numbers behind its key. Gradients lie as what they are gradients of.
 A launch is for `lanes` lanes from `first_lane` and for heads from `first_head`. SCORES holds only those: [heads, lanes,
 T, S]. CAST makes up for the interpreter, which multiplies bf16 as integers; compiled, it is always False.
 """
@@ -59,6 +61,28 @@ def load_rows(POINTER, row, seen, stride, H: tl.constexpr, BLOCK_H: tl.constexpr
     h = tl.arange(0, BLOCK_H)
     mask = seen[:, None] if H == BLOCK_H else seen[:, None] & (h < H)[None, :]
     return tl.load(POINTER + row[:, None] * stride + h[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def key_rows(KEY, PAST, lane, head, j, shape, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """[keys, BLOCK_H] pointers to keys j of a head."""
+    if PAST is None:
+        row = KEY + lane.to(tl.int64) * shape.K * shape.key_stride + head * H + j * shape.key_stride
+    else:
+        M = shape.K - shape.T
+        past = PAST + lane.to(tl.int64) * M * shape.past_stride + head * H
+        segment = KEY + (lane.to(tl.int64) * shape.T - M) * shape.key_stride + head * H
+        stride = tl.where(j < M, shape.past_stride, shape.key_stride)
+        row = tl.where(j < M, past, segment) + j.to(tl.int64) * stride
+        row = tl.multiple_of(row, 16)  # bytes, which the choice hides from the compiler
+    return row[:, None] + tl.arange(0, BLOCK_H)[None, :]
+
+
+@triton.jit
+def key_mask(j, shape, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """For these: which keys there are, and which numbers of a head."""
+    known = (j < shape.K)[:, None]
+    return known if H == BLOCK_H else known & (tl.arange(0, BLOCK_H) < H)[None, :]
 
 
 @triton.jit
@@ -173,7 +197,7 @@ def distance_scores(QUERY, DISTANCE, BIAS, SCORES, CONTENT_BIAS, CONTEXT, D_CONT
     n0 = tl.program_id(0) * COLUMNS - 8 * tl.cdiv(shape.T, 8)
     first, last = seen_columns(residue, ((tl.program_id(1) + 1) * ROWS - 1) // lanes, shape)
     if (n0 <= last) & (n0 + COLUMNS > first):
-        query = load_rows(QUERY + column, row, known, width, H, BLOCK_H)
+        query = load_rows(QUERY + column, row, known, shape.query_stride, H, BLOCK_H)
         query = (query.to(tl.float32) + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)).to(query.dtype)
         c = n0 + tl.arange(0, COLUMNS) + (shape.T - 1 - residue)
         distance = load_rows(DISTANCE + column, c, (c >= 0) & (c < shape.K), width, H, BLOCK_H)
@@ -187,7 +211,7 @@ def distance_scores(QUERY, DISTANCE, BIAS, SCORES, CONTENT_BIAS, CONTEXT, D_CONT
             d_context = load_rows(D_CONTEXT + column, row, known, width, H, BLOCK_H).to(tl.float32)
             pointer = DELTA + ((first_lane + lane) * shape.num_heads + first_head + head) * shape.T + i
             tl.store(pointer, tl.sum(context * d_context, 1) * kept_part, mask=known)
-            query = load_rows(QUERY + column, row, known, width, H, BLOCK_H).to(tl.float32)
+            query = load_rows(QUERY + column, row, known, shape.query_stride, H, BLOCK_H).to(tl.float32)
             content_query = query + load_bias(CONTENT_BIAS, first_head + head, ROWS, H, BLOCK_H)
             store_rows(CONTENT_QUERY + column, row, known, width, content_query, H, BLOCK_H)
             position_query = query + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)
@@ -195,7 +219,7 @@ def distance_scores(QUERY, DISTANCE, BIAS, SCORES, CONTENT_BIAS, CONTEXT, D_CONT
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
-def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, CONTEXT, LSE,
+def attend(QUERY, KEY, PAST, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, CONTEXT, LSE,
            shape, scale, threshold, lanes, first_lane, first_head,
            H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
            CAST: tl.constexpr):  # fmt: skip
@@ -205,9 +229,8 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, so that short ones fill the end
     i = tile * ROWS + tl.arange(0, ROWS)
     query_row = lane.to(tl.int64) * T + i
-    key_base = lane.to(tl.int64) * K * shape.key_stride + head * H
     score_base = SCORES + tl.program_id(1).to(tl.int64) * T * shape.S
-    query = load_rows(QUERY + head * H, query_row, i < T, width, H, BLOCK_H)
+    query = load_rows(QUERY + head * H, query_row, i < T, shape.query_stride, H, BLOCK_H)
     query = (query.to(tl.float32) + load_bias(BIAS, head, ROWS, H, BLOCK_H)).to(query.dtype)
     query_document = load_documents(QUERY_DOCUMENT, lane, i, T)
 
@@ -227,7 +250,8 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
         vector = (j0 + tl.arange(0, COLUMNS) // 8 * 8)[None, :]
         mask = (i < T)[:, None] & (vector < shape.S)
         score = tl.load(score_base + i[:, None] * shape.S + j[None, :], mask=mask, other=0.0).to(tl.float32)
-        key = load_rows(KEY + key_base, j, j < K, shape.key_stride, H, BLOCK_H)
+        rows, known = key_rows(KEY, PAST, lane, head, j, shape, H, BLOCK_H), key_mask(j, shape, H, BLOCK_H)
+        key = tl.load(rows, mask=known, other=0.0)
         score = dot(query, tl.trans(key), score, CAST)
         key_document = load_documents(KEY_DOCUMENT, lane, j, K)
         is_masked = border | (j0 + COLUMNS > tile * ROWS + 1 + (K - T))
@@ -243,7 +267,7 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
         if SEED is not None:
             keep = kept(seed, lane, head, i, j0, threshold, COLUMNS)
             probability = tl.where(keep, probability, 0.0)
-        value = load_rows(VALUE + key_base, j, j < K, shape.key_stride, H, BLOCK_H)
+        value = tl.load(rows + width, mask=known, other=0.0)
         context = dot(probability.to(value.dtype), value, context * shrink[:, None], CAST)
         highest = higher
     factor = 1.0 / normaliser
@@ -254,8 +278,8 @@ def attend(QUERY, KEY, VALUE, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, 
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
-def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, D_CONTEXT, LSE, DELTA,
-                        D_KEY, D_VALUE, shape, scale, threshold, d_scale, lanes, first_lane, first_head,
+def key_value_gradients(CONTENT_QUERY, KEY, PAST, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, D_CONTEXT, LSE, DELTA,
+                        D_KEY, D_PAST, shape, scale, threshold, d_scale, lanes, first_lane, first_head,
                         H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                         CAST: tl.constexpr):  # fmt: skip
     """dk and dv of COLUMNS keys; the scores of all queries for them become dS. Programs: (key tiles, heads x lanes).
@@ -266,10 +290,9 @@ def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_D
     lane, head = first_lane + tl.program_id(1) % lanes, first_head + tl.program_id(1) // lanes
     first_key = tl.program_id(0) * COLUMNS
     j = first_key + tl.arange(0, COLUMNS)
-    key_base = lane.to(tl.int64) * K * shape.key_stride + head * H
     score_base = SCORES + tl.program_id(1).to(tl.int64) * T * shape.S
-    key = load_rows(KEY + key_base, j, j < K, shape.key_stride, H, BLOCK_H)
-    value = load_rows(VALUE + key_base, j, j < K, shape.key_stride, H, BLOCK_H)
+    rows, known = key_rows(KEY, PAST, lane, head, j, shape, H, BLOCK_H), key_mask(j, shape, H, BLOCK_H)
+    key, value = tl.load(rows, mask=known, other=0.0), tl.load(rows + width, mask=known, other=0.0)
     key_document = load_documents(KEY_DOCUMENT, lane, j, K)
     if SEED is not None:
         seed = tl.load(SEED)
@@ -313,13 +336,13 @@ def key_value_gradients(CONTENT_QUERY, KEY, VALUE, SCORES, QUERY_DOCUMENT, KEY_D
         d_score = (tl.abs(probability) * (d_probability - delta[None, :])).to(SCORES.dtype.element_ty)
         tl.store(pointer, tl.trans(d_score), mask=mask)
         d_key = dot(d_score, query, d_key, CAST)
-    gradient_base = lane.to(tl.int64) * K * width + head * H
-    store_rows(D_KEY + gradient_base, j, j < K, width, d_key * d_scale, H, BLOCK_H)
-    store_rows(D_VALUE + gradient_base, j, j < K, width, d_value * (d_scale / scale), H, BLOCK_H)
+    rows = key_rows(D_KEY, D_PAST, lane, head, j, shape, H, BLOCK_H)
+    tl.store(rows, (d_key * d_scale).to(D_KEY.dtype.element_ty), mask=known)
+    tl.store(rows + width, (d_value * (d_scale / scale)).to(D_KEY.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
-def query_gradients(KEY, SCORES, D_QUERY, D_BIAS, shape, d_scale, lanes, first_lane, first_head,
+def query_gradients(KEY, PAST, SCORES, D_QUERY, D_BIAS, shape, d_scale, lanes, first_lane, first_head,
                     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                     CAST: tl.constexpr):  # fmt: skip
     """dq by terms (a) and (c), and its sum over a tile, a part of du. Programs: (tiles of queries, heads x lanes)."""
@@ -327,7 +350,6 @@ def query_gradients(KEY, SCORES, D_QUERY, D_BIAS, shape, d_scale, lanes, first_l
     lane, head = first_lane + tl.program_id(1) % lanes, first_head + tl.program_id(1) // lanes
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i = tile * ROWS + tl.arange(0, ROWS)
-    key_base = lane.to(tl.int64) * K * shape.key_stride + head * H
     row_start = tl.program_id(1).to(tl.int64) * T * shape.S + i * shape.S
     total = tl.zeros([ROWS, BLOCK_H], tl.float32)
     start, stop = 0, tl.minimum(K, K - T + (tile + 1) * ROWS)
@@ -340,9 +362,11 @@ def query_gradients(KEY, SCORES, D_QUERY, D_BIAS, shape, d_scale, lanes, first_l
         if shape.oldest is not None:
             mask = mask & (vector + 7 >= i[:, None] + shape.oldest)
         d_score = tl.load(SCORES + row_start[:, None] + j[None, :], mask=mask, other=0.0)
-        total = dot(d_score, load_rows(KEY + key_base, j, j < K, shape.key_stride, H, BLOCK_H), total, CAST)
+        known = key_mask(j, shape, H, BLOCK_H)
+        key = tl.load(key_rows(KEY, PAST, lane, head, j, shape, H, BLOCK_H), mask=known, other=0.0)
+        total = dot(d_score, key, total, CAST)
     total = total * d_scale
-    store_rows(D_QUERY + head * H, lane.to(tl.int64) * T + i, i < T, width, total, H, BLOCK_H)
+    store_rows(D_QUERY + head * H, lane.to(tl.int64) * T + i, i < T, shape.query_stride, total, H, BLOCK_H)
     part = (lane * tl.num_programs(0) + tile) * width + head * H + tl.arange(0, BLOCK_H)
     tl.store(D_BIAS + part, tl.sum(total, 0), mask=tl.arange(0, BLOCK_H) < H)
 
@@ -368,8 +392,8 @@ def distance_query_gradients(DISTANCE, SCORES, D_QUERY, D_BIAS, shape, d_scale, 
         total = dot(d_score, distance, total, CAST)
     total = total * d_scale
     row = (first_lane + lane).to(tl.int64) * shape.T + i
-    before = load_rows(D_QUERY + column, row, i < shape.T, width, H, BLOCK_H).to(tl.float32)
-    store_rows(D_QUERY + column, row, i < shape.T, width, before + total, H, BLOCK_H)
+    before = load_rows(D_QUERY + column, row, i < shape.T, shape.query_stride, H, BLOCK_H).to(tl.float32)
+    store_rows(D_QUERY + column, row, i < shape.T, shape.query_stride, before + total, H, BLOCK_H)
     part = (residue * tl.num_programs(0) + tile) * width + column + tl.arange(0, BLOCK_H)
     tl.store(D_BIAS + part, tl.sum(total, 0), mask=tl.arange(0, BLOCK_H) < H)
 

@@ -9,7 +9,8 @@ the weights count that are gathered: those of one block and those of none.
     replay   adds the bytes up, by what becomes of the gradients; so stages share what was followed
 
 Two pools are added up apart, as the C library has them (`allocator`): large storages go back when freed, small ones
-stay in its heap. The Triton kernels do not run here; something that keeps what they keep stands for them.
+stay in its heap. The Triton kernels do not run here. Those of rows are left out between what they are given and what
+they make; for attention stands something that keeps what its kernels keep.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch.utils._pytree import tree_iter
 from txl_dist.allocator import MAPPED_BYTES
 from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
+from txl_dist.model.kernels import rows
 from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
+from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.sections import AttentionKernel, ModelSection
@@ -115,7 +118,7 @@ def follow(step: MicroStep) -> Trace:
     has_position_bias = step.model.scheme.has_position_bias
     unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
     uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
-    with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu() if step.on_gpu else nullcontext():
+    with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu(step) if step.on_gpu else nullcontext():
         model = TransformerXL(
             step.model,
             vocab_size=step.vocab_size,
@@ -127,6 +130,9 @@ def follow(step: MicroStep) -> Trace:
         for block in model.blocks:
             attention: Any = block.attention
             attention.attend = events.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
+            if uses_kernels:
+                attention.takes_products = lambda hidden, takes=attention.uses_products: takes
+                attention.attend_products = events.as_scores(_KernelLike.attend_products)
         memory = model.empty_memory(num_lanes=step.lanes, memory_len=step.memory_len)
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
@@ -295,17 +301,20 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _as_on_gpu() -> Iterator[None]:
-    """Logits in as large chunks as on a GPU, and torch's dropout: tensors without storage are on none."""
+def _as_on_gpu(step: MicroStep) -> Iterator[None]:
+    """Logits in as large chunks as on a GPU, torch's dropout, and what the kernels of rows make, though not by them:
+    tensors without storage are on none."""
     sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS)
-    before, draws = [size["cpu"] for size in sizes], dropout.torch_draws
+    before, draws, runs, start = [size["cpu"] for size in sizes], dropout.torch_draws, rows.runs, rows.start
     try:
         for size in sizes:
             size["cpu"] = size["cuda"]
         dropout.torch_draws = lambda x: True
+        rows.runs = lambda setting, x: rows.fits(step.attention, x)
+        rows.start = lambda *arguments, **constants: None
         yield
     finally:
-        dropout.torch_draws = draws
+        dropout.torch_draws, rows.runs, rows.start = draws, runs, start
         for size, value in zip(sizes, before, strict=True):
             size["cpu"] = value
 
@@ -314,29 +323,42 @@ class _KernelLike(torch.autograd.Function):
     """Makes what the Triton kernels make, and keeps what they keep for the backward pass."""
 
     @staticmethod
-    def attend(terms: Terms, *, visible: Any) -> Tensor:
+    def attend(terms: Terms, *, visible: Visibility) -> Tensor:
         """Called as `Attention.attend`."""
-        context: Tensor = _KernelLike.apply(*terms[:4])  # type: ignore[no-untyped-call]
+        key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
+        context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
+            visible.num_keys, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
+        )
         return context
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-        context, _scores = torch.empty_like(query), _score_buffer(query, key)
+    def attend_products(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: Visibility) -> Tensor:
+        """Called as `Attention.attend_products`."""
+        context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
+            visible.num_keys, segment, past, distance_KNH
+        )
+        return context
+
+    @staticmethod
+    def forward(ctx: Any, num_keys: int, segment: Tensor, keys: Tensor, distance: Tensor) -> Tensor:
+        query = segment[:, :, 0]
+        context, _scores = query.new_empty(query.shape), _score_buffer(query, num_keys)
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, distance, context, normalizers)
+        ctx.save_for_backward(segment, keys, distance, context, normalizers)
+        ctx.num_keys = num_keys
         return context
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, distance, *_ = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        segment, keys, distance, context, _ = ctx.saved_tensors
         # Queries with either bias, the scores of a chunk, and eight sums of the distances' gradient in fp32.
-        _temporary = torch.empty_like(query), torch.empty_like(query), _score_buffer(query, key)
+        _temporary = torch.empty_like(context), torch.empty_like(context), _score_buffer(context, ctx.num_keys)
         _sums = distance.new_empty(8, *distance.shape, dtype=torch.float32)
-        return tuple(torch.empty_like(tensor) for tensor in (query, key, value, distance))
+        return None, *(torch.empty_like(tensor) for tensor in (segment, keys, distance))
 
 
-def _score_buffer(query_BTNH: Tensor, key_BKNH: Tensor) -> Tensor:
-    rows, num_keys = query_BTNH[..., 0].numel(), key_BKNH.shape[1]
+def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
+    rows = query_BTNH[..., 0].numel()
     length = min(rows * -(-num_keys // 16) * 16, SCORE_BUFFER_BYTES // query_BTNH.element_size())
     return query_BTNH.new_empty(length)
 

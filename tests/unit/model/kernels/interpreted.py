@@ -75,6 +75,8 @@ CASES = {
     "bf16": Case(24, 16, rows=16, documents="borders", dropout=0.2, dtype=torch.bfloat16),
 }
 
+OF_PRODUCTS = ("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "empty_memory", "window", "dropout")
+
 
 @triton.jit
 def write_kept(MASK, SEED, threshold, T, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -125,6 +127,24 @@ def outcome(attend: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> li
     return [context.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
+def attend_to_products(terms: Terms, *, visible: Visibility, dropout: float) -> Tensor:
+    """Queries, keys and values of the segment together, and keys and values of the memory, as products make them."""
+    query, key, value, distance, content_bias, position_bias, _ = terms
+    assert distance is not None
+    assert content_bias is not None
+    assert position_bias is not None
+    past, new = ((key[:, part], value[:, part]) for part in (slice(-query.shape[1]), slice(-query.shape[1], None)))
+    return launch.triton_attention_of_products(
+        torch.stack([query, *new], 2),
+        torch.stack(past, 2),
+        distance_KNH=distance,
+        content_bias_NH=content_bias,
+        position_bias_NH=position_bias,
+        visible=visible,
+        dropout=dropout,
+    )
+
+
 def drawn_mask(case: Case, seed: Tensor) -> Tensor:
     """mask_BNTK of what dropout keeps."""
     K = case.M + case.T
@@ -145,7 +165,8 @@ def use_tiles(case: Case) -> None:
 
 
 def relative_errors(name: str) -> dict[str, float]:
-    """Of the context and of all gradients, against the twin in fp64."""
+    """Of the context and of all gradients, against the twin in fp64; `of_products`, the largest difference to what is
+    made of products that lie apart, in some cases."""
     case = CASES[name]
     use_tiles(case)
     torch.manual_seed(7)
@@ -155,7 +176,13 @@ def relative_errors(name: str) -> dict[str, float]:
     keep_rate = 1 - round(case.dropout * launch.KEEP_LEVELS) / launch.KEEP_LEVELS
     with mock.patch.object(twin.F, "dropout", lambda weights, rate, training: weights * kept_NBTK / keep_rate):
         exact = outcome(twin.relative_attention, case, torch.float64)
-    return {output: relative_error(a, b) for output, a, b in zip(OUTPUTS, measured, exact, strict=True)}
+    errors = {output: relative_error(a, b) for output, a, b in zip(OUTPUTS, measured, exact, strict=True)}
+    if name in OF_PRODUCTS:
+        torch.manual_seed(7)
+        of_products = outcome(attend_to_products, case, case.dtype)
+        pairs = zip(measured, of_products, strict=True)
+        errors["of_products"] = max((a - b).abs().max().item() for a, b in pairs)
+    return errors
 
 
 def relative_error(measured: Tensor, exact: Tensor) -> float:

@@ -17,7 +17,14 @@ import torch
 from txl_dist.model import fused_softmax
 from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
 from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import BACKWARD, FORWARD, SUM, tiles, triton_relative_attention
+from txl_dist.model.kernels.launch import (
+    BACKWARD,
+    FORWARD,
+    SUM,
+    tiles,
+    triton_attention_of_products,
+    triton_relative_attention,
+)
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
 
@@ -49,6 +56,8 @@ class Problem(NamedTuple):
     oldest: int | None = None
     T: int = 64
     M: int = 64
+    of_products: bool = True
+    """Whether keys and values of the memory lie apart."""
 
 
 PROBLEMS = {
@@ -57,6 +66,7 @@ PROBLEMS = {
     "narrow_fp16_dropout": Problem(64, dtype=torch.float16, dropout=0.1),
     "wide": Problem(128),
     "wide_dropout": Problem(128, dropout=0.1),
+    "narrow_together": Problem(64, dropout=0.1, of_products=False),
     "nothing_divides": Problem(41, dropout=0.1, T=37, M=24),
     "window": Problem(64, oldest=0),
     "narrow_large_tiles": Problem(64, T=LARGE, M=LARGE),
@@ -122,17 +132,27 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def launch_all(problem: Problem) -> None:
-    H, dtype, dropout, oldest, T, M = problem
+    H, dtype, dropout, oldest, T, M, of_products = problem
     B, N = 2, 2
     leaves = [torch.zeros(shape, dtype=dtype) for shape in [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H)]]
     query, key_value, distance, bias = [leaf.requires_grad_() for leaf in leaves]
     documents = torch.zeros(B, M + T, dtype=torch.int64)
-    key, value = key_value.unbind(2)
-    context = triton_relative_attention(
-        Terms(query, key, value, distance, bias, bias),
-        visible=Visibility(documents[:, M:], documents, oldest),
-        dropout=dropout,
-    )
+    visible = Visibility(documents[:, M:], documents, oldest)
+    if of_products:
+        segment = torch.zeros(B, T, 3, N, H, dtype=dtype, requires_grad=True)
+        context = triton_attention_of_products(
+            segment,
+            key_value[:, :M],
+            distance_KNH=distance,
+            content_bias_NH=bias,
+            position_bias_NH=bias,
+            visible=visible,
+            dropout=dropout,
+        )
+    else:
+        key, value = key_value.unbind(2)
+        terms = Terms(query, key, value, distance, bias, bias)
+        context = triton_relative_attention(terms, visible=visible, dropout=dropout)
     context.sum().backward()
 
 
@@ -151,7 +171,7 @@ def machine_of(kernel: Any, folder: Path) -> Machine:
 def test_machine_code_is_what_the_design_promises(
     name: str, compiled: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head_width, _, dropout, oldest, T, _ = PROBLEMS[name]
+    head_width, _, dropout, oldest, T, *_ = PROBLEMS[name]
     fills = T >= LARGE
     if fills:
         monkeypatch.setattr(launch, "NUM_MULTIPROCESSORS", 1)

@@ -49,8 +49,15 @@ def found() -> FOUND:
 
 @pytest.mark.parametrize("name", FP32)
 def test_context_and_all_gradients_are_those_of_the_twin(found: FOUND, name: str) -> None:
-    assert len(found[name]) == 6
+    assert found[name].keys() - {"of_products"} == {
+        *("context", "query", "key_value", "distance", "content_bias", "position_bias"),
+    }
     assert {output: error for output, error in found[name].items() if not error < 1e-6} == {}
+
+
+def test_products_that_lie_apart_are_attended_to_as_one(found: FOUND) -> None:
+    differences = [values["of_products"] for values in found.values() if "of_products" in values]
+    assert differences == [0.0] * 7
 
 
 def test_in_bf16_they_differ_by_its_rounding(found: FOUND) -> None:

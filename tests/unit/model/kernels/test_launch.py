@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from txl_dist.config import load_config
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import launch, rows
 from txl_dist.model.kernels.launch import Sizes, chunks, launches, obstacle
 
 RECIPES = ("enwik8_base", "enwik8_large", "wt103_base", "nvidia_wt103_base", "wt103_large")
@@ -151,3 +151,17 @@ def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_has_triton", lambda: False)
     assert obstacle(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"
+
+
+def test_the_kernels_of_rows_run_where_those_of_attention_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = torch.zeros(2, 8, dtype=torch.bfloat16)
+    assert not rows.runs("auto", half)  # on a CPU
+    monkeypatch.setattr(rows, "device_obstacle", lambda x: None)
+    assert rows.runs("auto", half)
+    assert rows.runs("triton", half.half())
+    assert not rows.runs("fused", half)
+    assert not rows.runs("plain", half)
+    assert not rows.runs("auto", half.float())
+    assert not rows.runs("auto", torch.zeros(1, rows.MAX_WIDTH + 1, dtype=torch.bfloat16))
+    assert rows.threshold_of(0.0) == 0
+    assert 0 < rows.threshold_of(0.999_999_9) < launch.KEEP_LEVELS

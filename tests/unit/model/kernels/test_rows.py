@@ -1,0 +1,142 @@
+"""The kernels of a block's rows compute what their twins compute, in Triton's interpreter, and are well compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.model.kernels.test_kernels_compiled import compiled, machine_of, pytestmark
+from tests.unit.model.kernels.test_kernels_interpreted import FOUND, obstacle
+from txl_dist.model.activation import ActivatedLinear
+from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
+
+__all__ = ["compiled", "pytestmark"]
+in_interpreter = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+FP32 = [
+    *("layer", "layer_dropout", "layer_odd_dropout", "layer_one_row", "layer_wide", "layer_sum_alone"),
+    *("rms", "rms_dropout", "sum_dropout"),
+    *("relu", "relu_dropout", "gelu", "gelu_dropout", "relu2_dropout"),
+]
+BF16 = ["layer_bf16", "rms_bf16", "relu_bf16", "gelu_bf16"]
+ROOT = Path(__file__).parents[4]
+RESIDENT_WARPS = 12
+"""On a multiprocessor, at least."""
+
+
+@pytest.fixture(scope="module")
+def found() -> FOUND:
+    """What each check found, all from one process: starting one costs more than most checks."""
+    names = [*FP32, *BF16, "whole_models", "recomputed", "places_differ"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.model.kernels.interpreted_rows", *names],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: values for line in done.stdout.splitlines() for name, values in json.loads(line).items()}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", FP32)
+def test_results_and_all_gradients_are_those_of_the_twin(found: FOUND, name: str) -> None:
+    assert len(found[name]) >= 3
+    assert {output: error for output, error in found[name].items() if not error < 1e-6} == {}
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", BF16)
+def test_in_bf16_they_differ_by_its_rounding(found: FOUND, name: str) -> None:
+    """8 bits of mantissa: 2e-3 from one rounding, and a few one after the other."""
+    assert {output: error for output, error in found[name].items() if not error < 2e-2} == {}
+
+
+@in_interpreter
+def test_whole_models_are_those_without_kernels(found: FOUND) -> None:
+    """Both in fp32, whose roundings go through all layers; attention is by its kernels, too."""
+    assert len(found["whole_models"]) == 4
+    assert {name: error for name, error in found["whole_models"].items() if not error < 1e-5} == {}
+
+
+@in_interpreter
+def test_recomputation_makes_the_same_dropout_again(found: FOUND) -> None:
+    for name, difference in found["recomputed"].items():
+        assert difference == 0.0 if name.startswith("same") else difference > 0.1, name
+
+
+@in_interpreter
+def test_the_three_dropouts_of_a_layer_know_nothing_of_each_other(found: FOUND) -> None:
+    """256 x 256 drawings each: a standard deviation is 0.002."""
+    assert found["places_differ"].values() == pytest.approx([0.7**2 + 0.3**2] * 3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "rate", "dtype"),
+    [
+        ("layer", 512, 0.1, torch.bfloat16),
+        ("layer", 512, 0.1, torch.float16),
+        ("layer", 512, 0.0, torch.bfloat16),
+        ("layer", 410, 0.1, torch.bfloat16),
+        ("layer", 1024, 0.1, torch.bfloat16),
+        ("layer", 4096, 0.1, torch.bfloat16),
+        ("rms", 512, 0.1, torch.bfloat16),
+        ("sum", 512, 0.1, torch.bfloat16),
+    ],
+)
+def test_residual_and_norm_move_vectors_and_keep_all_in_registers(
+    name: str, width: int, rate: float, dtype: torch.dtype, compiled: dict[str, Any], tmp_path: Path
+) -> None:
+    residual, update = (torch.zeros(64, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    drop = Drop(rate, True, torch.zeros(1, dtype=torch.int64) if rate else None)
+    module = (ResidualRmsNorm(eps=1e-5) if name == "rms" else ResidualLayerNorm(width)).to(dtype)
+    results = (residual_sum(residual, update, drop),) if name == "sum" else module(residual, update, drop)
+    torch.autograd.backward(results, [torch.zeros_like(residual) for _ in results])
+    assert set(compiled) == {"residual_norm", "residual_norm_gradients"} | ({"sum_all"} if name == "layer" else set())
+    for kernel, built in compiled.items():
+        check_machine(kernel, built, tmp_path, is_aligned=width % 8 == 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "rate", "dtype"),
+    [
+        ("relu", 2048, 0.1, torch.bfloat16),
+        ("relu", 2048, 0.1, torch.float16),
+        ("relu", 2048, 0.0, torch.bfloat16),
+        ("relu", 2100, 0.1, torch.bfloat16),
+        ("gelu", 2048, 0.1, torch.bfloat16),
+        ("relu2", 2048, 0.1, torch.bfloat16),
+    ],
+)
+def test_bias_and_activation_move_vectors_and_keep_all_in_registers(
+    name: str, width: int, rate: float, dtype: torch.dtype, compiled: dict[str, Any], tmp_path: Path
+) -> None:
+    drop = Drop(rate, True, torch.zeros(1, dtype=torch.int64) if rate else None)
+    module = ActivatedLinear(16, width, activation=name).to(dtype)
+    module(torch.zeros(64, 16, dtype=dtype), drop).sum().backward()
+    assert set(compiled) == {"activate", "activation_gradients", "sum_all"}
+    for kernel, built in compiled.items():
+        check_machine(kernel, built, tmp_path, is_aligned=width % 8 == 0)
+
+
+def check_machine(kernel: str, built: Any, folder: Path, *, is_aligned: bool) -> None:
+    machine, num_warps = machine_of(built, folder), built.metadata.num_warps
+    print(kernel, machine._replace(code=""), machine.resident(num_warps))
+    assert machine.stack_bytes == 0, kernel
+    assert machine.count(r"\b(LDL|STL)\b") == 0, f"registers of {kernel} spill"
+    assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0, f"{kernel} sums in no fixed order"
+    assert machine.resident(num_warps) * num_warps >= RESIDENT_WARPS, f"{kernel} leaves too few warps"
+    if is_aligned:
+        assert machine.count(r"\bLDG\.\S*U?16\b") == 0, kernel
+        assert machine.count(r"\bLDG\.\S*128\b") > 0, kernel
+        if kernel != "sum_all":  # which writes a few numbers of many that it reads
+            assert machine.count(r"\bSTG\.\S*U?16\b") == 0, kernel
+            assert machine.count(r"\bSTG\.\S*128\b") > 0, kernel
