@@ -555,7 +555,7 @@ def write_table() -> None:
     records = read_records()
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, behind = rest.partition(END)
-    table = "\n".join(table_of(records))
+    table = "\n".join(table_of(records)) if records else ""
     PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{behind}", encoding="utf-8")
     if records:
         draw(records, out=PLOT)
