@@ -1,4 +1,4 @@
-"""Runs train.py of the original authors' code on a corpus of ours, for tools/speedrun.py.
+"""Runs train.py of the original authors' code on a corpus of ours, for tools/speedrun.py and tools/parity.py.
 
     python tools/original_train.py DIR CORPUS CUTOFF ... -- their flags
 
@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
-from peers import load, load_original
+from peers import checked, load, load_original
 
 from txl_dist.data.read.corpus import open_corpus
 
@@ -32,17 +34,35 @@ def main() -> None:
     """See the module."""
     border = sys.argv.index("--")
     folder, location, *cutoffs = sys.argv[1:border]
-    path = Path(folder).resolve()
+    path = prepare(folder)
+    data = _data(location, iterator=load("data_utils", path).LMOrderedIterator)
+    run_train(path, sys.argv[border + 1 :], cutoffs=[int(one) for one in cutoffs], data=data, variables={})
+
+
+def prepare(folder: str | Path) -> Path:
+    """Make their modules importable, for the rest of this process; returns where they are.
+
+    Raises ConfigError if they are not there.
+    """
+    path = checked(Path(folder)).resolve()
     sys.path[:0] = [str(path), str(path / "utils")]
     load_original(path)
-    sys.modules["data_utils"] = _data(location, iterator=load("data_utils", path).LMOrderedIterator)
+    return path
+
+
+def run_train(
+    path: Path, words: Sequence[str], *, cutoffs: Sequence[int], data: ModuleType, variables: dict[str, Any]
+) -> None:
+    """Run their train.py to its end, with `data` in place of their data_utils; its globals are put into `variables`."""
+    sys.modules["data_utils"] = data
     source = (path / "train.py").read_text(encoding="utf-8")
     for pattern, replacement in PATCHES:
-        source, num_found = re.subn(pattern, replacement.format(cutoffs=[int(one) for one in cutoffs]), source)
+        source, num_found = re.subn(pattern, replacement.format(cutoffs=list(cutoffs)), source)
         assert num_found, pattern
     os.chdir(path)  # it copies itself from there
-    sys.argv = ["train.py", *sys.argv[border + 1 :]]
-    exec(compile(source, str(path / "train.py"), "exec"), {"__name__": "__main__"})
+    sys.argv = ["train.py", *words]
+    variables["__name__"] = "__main__"
+    exec(compile(source, str(path / "train.py"), "exec"), variables)
 
 
 def _data(location: str, *, iterator: type) -> ModuleType:

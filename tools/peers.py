@@ -43,7 +43,7 @@ class Peer(NamedTuple):
 
 def original(folder: str | Path) -> Peer:
     """The authors' code (the folder `pytorch`). Raises ConfigError if it is not there."""
-    path = _checked(Path(folder))
+    path = checked(Path(folder))
     with _own_modules(search=path / "utils"):
         return load_original(path)
 
@@ -58,7 +58,7 @@ def load_original(path: Path) -> Peer:
 
 def nvidia(folder: str | Path) -> Peer:
     """NVIDIA's DeepLearningExamples code (the folder `pytorch`). Raises ConfigError if it is not there."""
-    path = _checked(Path(folder))
+    path = checked(Path(folder))
     with _own_modules(search=path):
         package = ModuleType("utils")
         package.__path__ = [str(path / "utils")]
@@ -132,7 +132,8 @@ def _own_modules(*, search: Path) -> Iterator[None]:
         sys.path[:] = before_path
 
 
-def _checked(folder: Path) -> Path:
+def checked(folder: Path) -> Path:
+    """The folder itself. Raises ConfigError if it is not that of a peer's code."""
     for needed in ("mem_transformer.py", "utils/proj_adaptive_softmax.py"):
         if not (folder / needed).is_file():
             raise ConfigError(f"{folder} has no {needed}. Give the folder `pytorch` of the peer's code.")

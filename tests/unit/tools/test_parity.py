@@ -1,0 +1,148 @@
+"""The comparison with the original code: the same ids at every step, honest clocks, and a table that says no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.corpora import tiny_corpus
+from tools import parity
+from tools.parity import BEGIN, END, PAGE, Record, Recorded, Size, Turn, check_batches, spent, table_of
+from txl_dist.data.read.corpus import Corpus
+from txl_dist.errors import ConfigError, DataError
+
+ORIGINAL = os.environ.get("TXL_ORIGINAL", "")
+"""Folder `pytorch` of the authors' code, where one has it."""
+SIZE = Size(1, 1, 8, 8, 8, (), 0.0, 0.0, num_lanes=3, segment_len=5, memory_len=5, lr=1e-3, max_steps=20)
+
+
+def their_batches(corpus: Corpus, *, num_rows: int, length: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """As their LMOrderedIterator cuts: rows of equal length, the rest left out, T tokens of each at a time."""
+    ids = torch.from_numpy(corpus.split("train").read_all().astype("int64"))
+    data_SB = ids[: len(ids) // num_rows * num_rows].view(num_rows, -1).t()
+    for begin in range(0, len(data_SB) - 1, length):
+        end = min(begin + length, len(data_SB) - 1)
+        yield data_SB[begin:end], data_SB[begin + 1 : end + 1], end - begin
+
+
+def one_document(folder: Path) -> Corpus:
+    return tiny_corpus(folder, texts=["to be or not to be, that is the question: " * 12], valid_fraction=0.0)
+
+
+def test_their_batches_are_our_lanes_token_for_token(tmp_path: Path) -> None:
+    corpus = one_document(tmp_path)
+    config = parity.our_config(SIZE, corpus=corpus.folder, seed=3, place=tmp_path)
+    check_batches(their_batches(corpus, num_rows=3, length=5), config)
+
+
+def test_one_other_id_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    corpus = one_document(tmp_path)
+    config = parity.our_config(SIZE, corpus=corpus.folder, seed=3, place=tmp_path)
+    batches = [(one.clone(), two.clone(), length) for one, two, length in their_batches(corpus, num_rows=3, length=5)]
+    batches[7][1][2, 1] += 1
+    with pytest.raises(DataError, match="step 7, lane 1, position 2: their target"):
+        check_batches(batches, config)
+
+
+def test_more_steps_than_an_epoch_are_refused(tmp_path: Path) -> None:
+    corpus = one_document(tmp_path)
+    size = SIZE._replace(max_steps=10_000)
+    config = parity.our_config(size, corpus=corpus.folder, seed=3, place=tmp_path)
+    with pytest.raises(ConfigError, match="more than an epoch"):
+        check_batches(their_batches(corpus, num_rows=3, length=5), config)
+
+
+def test_a_program_is_charged_its_own_turns_alone() -> None:
+    turns = [Turn(10.0, 14.0, 1.0, 3.0), Turn(20.0, 22.0, 3.0, 5.0)]
+    assert spent(turns, 12.0) == (2.0, 2.0)
+    assert spent(turns, 14.0) == spent(turns, 17.0) == (4.0, 3.0)
+    assert spent(turns, 21.0) == (5.0, 4.0)
+    assert spent(turns, 99.0) == (6.0, 5.0)
+
+
+def test_each_step_is_noted_with_its_loss_and_weights_are_kept_where_wanted(tmp_path: Path) -> None:
+    variables: dict[str, Any] = {"train_loss": 0.0, "model": torch.nn.Linear(1, 1)}
+    recorded = Recorded("abcd", place=tmp_path, points=[2], variables=variables)
+    for _ in recorded:
+        variables["train_loss"] += 1.5
+    recorded.note(4)
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(0, 0.0), *((step, 1.5) for step in (1, 2, 3, 4))]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-0.pt", "step-2.pt"]
+
+
+def curve(program: str, seed: int, points: list[tuple[float, float]]) -> list[Record]:
+    """Of (seconds, loss)."""
+    common = {"settings": "s", "data": "d", "commit": "c", "cpu": "x", "torch": "2", "date": "2026-11-23"}
+    return [
+        Record("text", seed, program, 10 * (i + 1), seconds=2 * cpu, cpu_seconds=cpu, held_out_nats=loss, **common)
+        for i, (cpu, loss) in enumerate(points)
+    ]
+
+
+def pair(seed: int, *, apart: float) -> list[Record]:
+    theirs = curve("original", seed, [(10.0, 4.0), (20.0, 3.0)])
+    return [*theirs, *curve("txl_dist", seed, [(5.0, 4.0), (10.0, 3.0 + apart)])]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_tells_means_deviations_and_seconds_to_the_same_loss() -> None:
+    rows = [row for seed, apart in ((1, -0.01), (2, 0.0), (3, -0.005)) for row in pair(seed, apart=apart)]
+    found = dict(zip(parity._HEAD, cells(table_of(rows)[2]), strict=True))
+    assert found["difference of the means"] == "-0.0050"
+    assert found["deviation of a pair's"] == "0.0050"
+    assert found["times as fast"] == "2.00"
+    assert found["s to the original's last loss"].startswith("10.0")
+    assert found["original behind at equal s, nats"].startswith("1.0050")  # theirs is at 4.0 when ours ends
+    assert found["at most 0.01 nats apart"] == "yes"
+
+
+def test_a_loss_that_is_never_reached_and_too_few_pairs_are_said() -> None:
+    found = dict(zip(parity._HEAD, cells(table_of(pair(1, apart=0.1))[2]), strict=True))
+    assert found["s to the original's last loss"] == "(1 never)"
+    assert found["at most 0.01 nats apart"] == "fewer than 3 pairs"
+
+
+def test_records_are_read_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "RECORDS", tmp_path / "parity.csv")
+    parity.append(pair(1, apart=0.5))
+    parity.append(pair(2, apart=0.5))
+    assert parity.read_records() == [*pair(1, apart=0.5), *pair(2, apart=0.5)]
+
+
+def test_the_page_shows_the_table_of_the_records() -> None:
+    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == ("\n".join(table_of(parity.read_records())) if parity.read_records() else "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ORIGINAL, reason="needs the authors' code: TXL_ORIGINAL=DIR")
+@pytest.mark.parametrize("cutoffs", [(), (40, 120)])
+def test_without_dropout_both_have_the_same_losses_for_20_steps(
+    cutoffs: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tiny_corpus(tmp_path, texts=["to be or not to be: " * 600], valid_fraction=0.0)
+    monkeypatch.setitem(parity.SIZES, "corpus", SIZE._replace(cutoffs=cutoffs))
+    size = parity.checked_size(parity.SIZES["corpus"])
+    assert parity.check(Path(ORIGINAL), size, corpus=corpus.folder, place=tmp_path / "pair") < parity.CHECK_TOLERANCE
+
+
+@pytest.mark.slow
+def test_bad_words_end_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(parity.__file__)), str(tmp_path), "--original", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "named none of tinyshakespeare, wikitext-2" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
