@@ -164,7 +164,7 @@ class ModelSection(Section):
     """Nonlinearity of the feed-forward layer. relu2 is the square of relu; swiglu has a third matrix of ff_width
     columns, whose silu multiplies what ff_in gives."""
     zero_init: bool = False
-    """The last matrices of attention and feed-forward layer begin at 0: each block begins as the identity."""
+    """The last matrices of attention and feed-forward layer begin at 0: a block adds nothing at first."""
     query_key_norm: bool = False
     """Queries, keys and encodings of distances of each head are divided by their root mean square."""
     residual_scalars: bool = False
@@ -181,7 +181,7 @@ class ModelSection(Section):
     """With div_value > 1 also embeddings as wide as the model have a projection; False: they do not (the TensorFlow
     code on lm1b)."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance in layer norm."""
+    """Added to the variance in layer norm, to the mean of the squares in rms and query_key_norm."""
     dropout: Annotated[Probability, WARNED] = 0.1
     """Dropout everywhere but on attention probabilities; the rates below set single places apart."""
     attention_dropout: Annotated[Probability, WARNED] = 0.0
@@ -281,7 +281,8 @@ class OptimSection(Section):
     warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Learning rate at train.max_steps for cosine, linear and wsd, and a floor for inverse_sqrt."""
+    """What the learning rate falls to for cosine, linear and wsd, one step behind train.max_steps; a floor for
+    inverse_sqrt."""
     ema: Annotated[Probability, WARNED] = 0.0
     """Decay per step of an exponential average of the fp32 weights, kept beside them and saved with them; 0 keeps none.
     It begins with the weights behind the first update. `eval.average` scores it, `txl export --average` takes it."""
