@@ -121,8 +121,10 @@ class TransformerXL(nn.Module):
             if self.recompute_every and self.training and index % self.recompute_every == 0:
                 run = partial(checkpoint, block, use_reentrant=False)
             seen = visible.of_memory(memory_BMD.shape[1])
-            distances_KD = None if encoding_KD is None else encoding_KD[visible.num_keys - seen.num_keys :]
-            hidden, first_value_BKNH = run(hidden, memory_BMD, distances_KD, seen, first_value_BKNH)
+            nearest_KD = encoding_KD
+            if encoding_KD is not None and seen is not visible:
+                nearest_KD = encoding_KD[-seen.num_keys :]
+            hidden, first_value_BKNH = run(hidden, memory_BMD, nearest_KD, seen, first_value_BKNH)
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
         return hidden_BTD, memory.append(inputs, document_BT=document_BT)
 
