@@ -14,6 +14,7 @@ winner. Its schedule ends with its last step. What counts is the held-out loss t
              below minus twice AdamW's deviation
 
 Every row of the CSV is one run, or one cost. What has its row is not run again; what was interrupted goes on.
+`--table` runs nothing, and writes the table of docs/modern.md from the CSV.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
 VOCAB_SIZE = 4_096
 EVAL_TOKENS = 122_880
+PAGE = Path(__file__).parents[1] / "docs" / "modern.md"
+BEGIN = "<!-- table: python tools/ablation.py --csv docs/ablation.csv --table -->"
+END = "<!-- end of table -->"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 """Of the runs: as it is before this process measures, and is a rank of its own job."""
 
@@ -101,6 +105,7 @@ class Records:
     def losses(self, corpus: str, variant: str, *, lr: float | None = None) -> list[float]:
         """Of a variant, by seed."""
         own = [r for r in self.rows if (r["kind"], r["corpus"], r["variant"]) == ("run", corpus, variant)]
+        own.sort(key=lambda r: int(r["seed"]))
         return [float(r["loss"]) for r in own if lr is None or float(r["lr"]) == lr]
 
     def has(self, run: Run) -> bool:
@@ -191,16 +196,76 @@ def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
     yield more
 
 
+def table_of(records: Records) -> list[str]:
+    """Markdown: what each switch brings, in nats per token, alone and in the whole, per corpus."""
+    corpora = list(dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"))
+    adamw = records.cost_ms("adamw")
+    assert adamw is not None
+    head = ["switch", "step", *(f"alone, {c}" for c in corpora), *(f"in the whole, {c}" for c in corpora)]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for name in (*SWITCHES, "whole"):
+        cells = [_gain(records, c, name, "adamw") for c in corpora]
+        if name in ("muon", "whole"):
+            cells += [""] * len(corpora)
+        elif name in WHOLE:
+            cells += [_gain(records, c, "whole", f"whole -{name}") for c in corpora]
+        else:
+            cells += [_gain(records, c, f"whole +{name}", "whole") for c in corpora]
+        shown = f"**{name}**" if name == "whole" else f"`{name}`" + (" *" if name in WHOLE else "")
+        lines.append(f"| {shown} | {(records.cost_ms(name) or 0) / adamw:.2f} | {' | '.join(cells)} |")
+    return lines
+
+
+def bases_of(records: Records) -> list[str]:
+    """Markdown: the losses that gains are beside, and the rates, per corpus."""
+    lines = ["| corpus | " + " | ".join(f"AdamW at {lr:g}" for lr in RATES) + " | Muon's best rate | Muon | whole |"]
+    lines.append("| --- |" + " --- |" * (len(RATES) + 3))
+    for c in dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"):
+        rates = [_spread(records.losses(c, "adamw", lr=lr)) for lr in RATES]
+        best = records.best_rate(c, "muon")
+        muon, whole = (_spread(records.losses(c, name, lr=best)) for name in ("muon", "whole"))
+        lines.append(f"| {c} | {' | '.join(rates)} | {best:g} | {muon} | {whole} |")
+    return lines
+
+
+def _gain(records: Records, corpus: str, variant: str, beside: str) -> str:
+    """Mean and deviation, over the seeds that both have, of what `variant` is better by."""
+    found = []
+    for name in (variant, beside):
+        kind = "muon" if name == "muon" or Run(corpus, name, 0.0).in_whole else "adamw"
+        found.append(records.losses(corpus, name, lr=records.best_rate(corpus, kind)))
+    return _spread([theirs - ours for ours, theirs in zip(*found, strict=False)], sign="+")
+
+
+def _spread(values: list[float], *, sign: str = "") -> str:
+    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.3f}{deviation}"
+
+
+def write_table(records: Records) -> None:
+    """Put both tables into docs/modern.md."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    tables = "\n".join([*bases_of(records), "", *table_of(records)])
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{behind}", encoding="utf-8")
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", action="append", required=True, metavar="NAME=DIR", help="prepared, 4,096 words")
+    parser.add_argument("--corpus", action="append", default=[], metavar="NAME=DIR", help="prepared, 4,096 words")
     parser.add_argument("--csv", type=Path, required=True, help="the records")
-    parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="folder for the runs")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="folder for the runs")
     parser.add_argument("--seconds", type=float, default=75.0, help="of a run, without start and evaluation")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/modern.md")
     arguments = parser.parse_args()
+    if arguments.table:
+        write_table(Records(arguments.csv))
+        return
+    if not (arguments.corpus and arguments.runs):
+        parser.error("name corpora, and a folder for the runs")
     corpora = dict(one.split("=", 1) for one in arguments.corpus)
     records = Records(arguments.csv)
     measure_costs(records, rounds=arguments.rounds)

@@ -4,9 +4,10 @@
     python tools/speedrun.py --table                                                             write the table
 
 An entry is a recipe, trained by `txl launch --num_accelerators 2`, or the original authors' own train.py on the same
-ids (tools/original_train.py). Entries take turns, seed by seed. A row is appended to tools/speedrun.csv as soon as it
-is known, and a row that is there, of the same settings and corpus, is not measured again. A run that was stopped goes
-on where it was (ours) or begins anew (theirs), and the seconds of all its starts count.
+ids (tools/original_train.py). `--then NAME "--optim.lr 4e-3 ..."` is one more entry: the first recipe with these
+settings and those of the `--then` before it. Entries take turns, seed by seed. A row is appended to tools/speedrun.csv
+as soon as it is known, and a row that is there, of the same settings and corpus, is not measured again. A run that was
+stopped goes on where it was (ours) or begins anew (theirs), and the seconds of all its starts count.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -30,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
-from txl_dist.config import Config, changed, config_to_toml, load_config
+from txl_dist.config import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 
@@ -81,11 +83,37 @@ class Entry(NamedTuple):
     """Of the original's code."""
 
 
-def entry_of(path: Path, *, corpus: Path) -> Entry:
-    """A recipe. Raises ConfigError."""
-    config = changed(load_config(path), {"data.path": str(corpus)})
+def entry_of(name: str, config: Config) -> Entry:
+    """A recipe."""
     nowhere = changed(config, {"run.seed": 0, "run.dir": "", "data.path": ""})
-    return Entry(path.stem, hashlib.sha256(config_to_toml(nowhere).encode()).hexdigest()[:12], config)
+    return Entry(name, hashlib.sha256(config_to_toml(nowhere).encode()).hexdigest()[:12], config)
+
+
+def with_flags(config: Config, flags: str) -> Config:
+    """With settings as they are given to `txl train`. Raises ConfigError."""
+    values: dict[str, list[str]] = {}
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            name, words = word.removeprefix("--"), []
+            if name not in setting_names():
+                raise ConfigError(unknown_setting(name))
+            values[name] = words
+        elif not values:
+            raise ConfigError(f"{flags!r} does not begin with a setting, as --optim.lr.")
+        else:
+            words.append(word)
+    return changed(config, {name: value_of(name, words) for name, words in values.items()})
+
+
+def entries_of(recipes: Sequence[Path], steps: Sequence[tuple[str, str]], *, corpus: Path) -> list[Entry]:
+    """The first recipe, it with more and more settings, the other recipes. Raises ConfigError."""
+    first, *others = (entry_of(path.stem, changed(load_config(path), {"data.path": str(corpus)})) for path in recipes)
+    entries = [first]
+    for name, flags in steps:
+        config = entries[-1].config
+        assert config is not None
+        entries.append(entry_of(name, with_flags(config, flags)))
+    return [*entries, *others]
 
 
 def original_entry(folder: Path, like: Config, *, more: Sequence[str]) -> Entry:
@@ -110,7 +138,7 @@ def original_entry(folder: Path, like: Config, *, more: Sequence[str]) -> Entry:
 
 def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
     """Train and score one run. Raises TxlError if a command fails, KeyboardInterrupt if it was stopped."""
-    place = out / f"{entry.name}-{entry.settings}" / f"seed-{seed}"
+    place = out / f"{entry.name.replace(' ', '_')}-{entry.settings}" / f"seed-{seed}"
     clock = place.with_suffix(".json")
     known = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else None
     if known is None or (entry.folder and not known["done"]):
@@ -265,6 +293,9 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", type=Path, nargs="*", help="TOML files; the original takes the sizes of the first")
+    parser.add_argument(
+        "--then", nargs=2, action="append", default=[], metavar=("NAME", "FLAGS"), help="one change more"
+    )
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 0 to N - 1")
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--original-flags", default="", metavar="FLAGS", help="flags of its train.py that win")
@@ -282,9 +313,9 @@ def main() -> None:
     os.sched_setaffinity(0, cores[:CORES])
     signal.signal(signal.SIGTERM, _interrupt)
     corpus, out = given.corpus.resolve(), given.out.resolve()
-    entries = [entry_of(path, corpus=corpus) for path in given.recipes]
-    if not entries:
+    if not given.recipes:
         parser.error("name a recipe")
+    entries = entries_of(given.recipes, given.then, corpus=corpus)
     if given.peer_original:
         like = entries[0].config
         assert like is not None

@@ -9,8 +9,9 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tools import speedrun
-from tools.speedrun import BEGIN, END, PAGE, ROOT, Record, entry_of, original_entry, read_records, table_of
+from tools.speedrun import BEGIN, END, PAGE, ROOT, Record, entries_of, original_entry, read_records, table_of
 from txl_dist.config import Config
+from txl_dist.errors import ConfigError
 
 
 def row(entry: str, seed: int, seconds: float, loss: float, **others: Any) -> Record:
@@ -49,8 +50,23 @@ def test_an_entry_is_known_by_all_settings_but_its_place_and_seed(tmp_path: Path
     texts = {"a": "", "b": '[run]\ndir = "elsewhere"\nseed = 7\n', "c": "[optim]\nlr = 0.1\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
-    a, b, c = (entry_of(tmp_path / f"{name}.toml", corpus=tmp_path / name).settings for name in texts)
+    a, b, c = (entries_of([tmp_path / f"{name}.toml"], [], corpus=tmp_path / name)[0].settings for name in texts)
     assert a == b != c
+
+
+def test_each_further_entry_has_the_changes_of_those_before_it_and_other_recipes_have_none(tmp_path: Path) -> None:
+    for name in ("plain", "other"):
+        (tmp_path / f"{name}.toml").write_text("[train]\nmax_steps = 9\n", encoding="utf-8")
+    steps = [("a rate", "--optim.lr 4e-3"), ("a past", "--train.memory_len 32 --optim.betas 0.9 0.95")]
+    entries = entries_of([tmp_path / "plain.toml", tmp_path / "other.toml"], steps, corpus=tmp_path)
+    assert [entry.name for entry in entries] == ["plain", "a rate", "a past", "other"]
+    settings = [entry.config for entry in entries if entry.config]
+    assert [config.optim.lr for config in settings] == [Config().optim.lr, 4e-3, 4e-3, Config().optim.lr]
+    assert (settings[2].train.memory_len, settings[2].optim.betas, settings[2].train.max_steps) == (32, (0.9, 0.95), 9)
+    with pytest.raises(ConfigError, match="does not begin with a setting"):
+        entries_of([tmp_path / "plain.toml"], [("a rate", "4e-3")], corpus=tmp_path)
+    with pytest.raises(ConfigError, match=r"optim\.rate"):
+        entries_of([tmp_path / "plain.toml"], [("a rate", "--optim.rate 4e-3")], corpus=tmp_path)
 
 
 def test_the_original_trains_as_the_recipe_does_unless_flags_say_else() -> None:
