@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from measuring import interleaved
+from recording import ROOT, put_table, spread
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
 
@@ -44,9 +45,8 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
 VOCAB_SIZE = 4_096
 EVAL_TOKENS = 122_880
-PAGE = Path(__file__).parents[1] / "docs" / "modern.md"
+PAGE = ROOT / "docs/modern.md"
 BEGIN = "<!-- table: python tools/ablation.py --csv docs/ablation.csv --table -->"
-END = "<!-- end of table -->"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 """Of the runs: as it is before this process measures, and is a rank of its own job."""
 
@@ -221,9 +221,9 @@ def bases_of(records: Records) -> list[str]:
     lines = ["| corpus | " + " | ".join(f"AdamW at {lr:g}" for lr in RATES) + " | Muon's best rate | Muon | whole |"]
     lines.append("| --- |" + " --- |" * (len(RATES) + 3))
     for c in dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"):
-        rates = [_spread(records.losses(c, "adamw", lr=lr)) for lr in RATES]
+        rates = [spread(records.losses(c, "adamw", lr=lr), digits=3) for lr in RATES]
         best = records.best_rate(c, "muon")
-        muon, whole = (_spread(records.losses(c, name, lr=best)) for name in ("muon", "whole"))
+        muon, whole = (spread(records.losses(c, name, lr=best), digits=3) for name in ("muon", "whole"))
         lines.append(f"| {c} | {' | '.join(rates)} | {best:g} | {muon} | {whole} |")
     return lines
 
@@ -234,20 +234,7 @@ def _gain(records: Records, corpus: str, variant: str, beside: str) -> str:
     for name in (variant, beside):
         kind = "muon" if name == "muon" or Run(corpus, name, 0.0).in_whole else "adamw"
         found.append(records.losses(corpus, name, lr=records.best_rate(corpus, kind)))
-    return _spread([theirs - ours for ours, theirs in zip(*found, strict=False)], sign="+")
-
-
-def _spread(values: list[float], *, sign: str = "") -> str:
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.3f}{deviation}"
-
-
-def write_table(records: Records) -> None:
-    """Put both tables into docs/modern.md."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    tables = "\n".join([*bases_of(records), "", *table_of(records)])
-    PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{behind}", encoding="utf-8")
+    return spread([theirs - ours for ours, theirs in zip(*found, strict=False)], digits=3, sign="+")
 
 
 def main() -> None:
@@ -262,7 +249,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of docs/modern.md")
     arguments = parser.parse_args()
     if arguments.table:
-        write_table(Records(arguments.csv))
+        records = Records(arguments.csv)
+        put_table(PAGE, BEGIN, [*bases_of(records), "", *table_of(records)])
         return
     if not (arguments.corpus and arguments.runs):
         parser.error("name corpora, and a folder for the runs")

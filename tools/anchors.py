@@ -29,9 +29,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
+
+from recording import ROOT, append_rows, put_table, today
 
 from txl_dist import __version__
 from txl_dist.config import Config, changed
@@ -40,9 +41,8 @@ from txl_dist.data.read.units import text_units
 from txl_dist.errors import DataError, TxlError
 from txl_dist.ops.evaluate.scoring import score_baselines
 
-ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "docs/anchors.csv", ROOT / "docs/results.md"
-BEGIN, END = "<!-- table: python tools/anchors.py --table -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python tools/anchors.py --table -->"
 END_OF_DOCUMENT = b"\xff"
 
 
@@ -192,13 +192,6 @@ def read_rows() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def append(texts: Texts, figure: Figure) -> None:
-    """Add a row, and the head if it is the first."""
-    is_new, date = not RECORDS.is_file(), datetime.now(UTC).strftime("%Y-%m-%d")
-    with RECORDS.open("a", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS] * is_new + [(*texts, *figure, date)])
-
-
 def table_of(rows: Sequence[Row]) -> list[str]:
     """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte."""
     texts = dict[tuple[str, str], dict[str, Row]]()
@@ -218,14 +211,6 @@ def _bits(row: Row) -> str:
     return ", ".join(f"{float(row[name]):.3f}" for name in ("cold", "primed") if row[name])
 
 
-def write_table() -> None:
-    """Put the table into docs/results.md."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    table = "\n".join(table_of(read_rows()))
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{behind}", encoding="utf-8")
-
-
 def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
     """Print each figure that is not recorded yet, and record it unless it is a trial. Raises TxlError."""
     held_out, primer = (marked_text(corpus.split(name)) for name in (split, train))
@@ -241,7 +226,7 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
         cold = "" if figure.cold is None else f"{figure.cold:.4f}"
         print(f"{figure.anchor:<18} {cold:>7} {figure.primed:>7.4f}", flush=True)
         if not is_trial:
-            append(texts, figure)
+            append_rows(RECORDS, COLUMNS, [(*texts, *figure, today())])
 
     print(f"{'':<18} {'cold':>7} {'primed':>7}  bits per byte of {corpus.name} ({split}), {num_bytes:,} bytes")
     for figure in counted(corpus, split=split, train=train):
@@ -265,7 +250,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from docs/anchors.csv")
     given = parser.parse_args()
     if given.table:
-        write_table()
+        put_table(PAGE, BEGIN, table_of(read_rows()))
     elif given.corpus is None:
         parser.error("name a corpus")
     else:

@@ -17,6 +17,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recording import picture
+
 COLOURS = ("#2f7ed8", "#d9680f")
 
 
@@ -27,14 +29,8 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) -> None:
-    """Write the picture; its bytes depend on the numbers alone."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 9.5, "legend.frameon": False}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(8.4, 3.1), layout="constrained")
+    """Write the picture."""
+    with picture(out, width=8.4, height=3.1) as figure:
         curves, positions = figure.subplots(1, 2)
         for (label, rows), colour in zip(runs.items(), COLOURS, strict=True):
             last = rows[-1]
@@ -55,7 +51,6 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) 
         positions.set(xlabel="position in the segment, tokens", ylabel="held-out loss, nats per token")
         curves.set_xlim(right=curves.get_xlim()[1] + 60)  # room for the numbers
         curves.legend()
-        figure.savefig(out, format="svg", metadata={"Date": None}, facecolor="white")
 
 
 def main() -> None:

@@ -24,11 +24,9 @@ iterator begins again with an empty memory and ours goes on.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -36,15 +34,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import torch
+from recording import ROOT, append_rows, commit, cpu, picture, put_table, read_rows, spread, today
 
 from txl_dist.config import Config, config_to_toml, load_config
 from txl_dist.data.read.corpora import open_corpora
@@ -53,9 +51,8 @@ from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.infer.bundle import load_bundle
 
-ROOT = Path(__file__).parents[1]
 RECORDS, PAGE, PLOT = ROOT / "docs/parity.csv", ROOT / "docs/results.md", ROOT / "docs/parity.svg"
-BEGIN, END = "<!-- table: python tools/parity.py --table -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python tools/parity.py --table -->"
 LEAST_SEEDS = 3
 TURN_S = 5.0
 NUM_POINTS = 5
@@ -420,18 +417,7 @@ class Record(NamedTuple):
 
 def read_records() -> list[Record]:
     """Those of the repository."""
-    if not RECORDS.is_file():
-        return []
-    kinds = get_type_hints(Record)
-    with RECORDS.open(encoding="utf-8", newline="") as file:
-        return [Record(**{name: kinds[name](row[name]) for name in kinds}) for row in csv.DictReader(file)]
-
-
-def append(records: Sequence[Record]) -> None:
-    """Add a pair, and the head if it is the first."""
-    is_new = not RECORDS.is_file()
-    with RECORDS.open("a", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([Record._fields] * is_new + list(records))
+    return read_rows(RECORDS, Record)
 
 
 def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> list[Record]:
@@ -444,17 +430,18 @@ def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> 
     common = {
         "settings": settings_of(size),
         "data": open_corpus(corpus).fingerprint[:12],
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
-        "cpu": _cpu(),
+        "commit": commit(),
+        "cpu": cpu(),
         "torch": version("torch"),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": today(),
     }
     rows = []
-    for program, step, wall, cpu, loss in score_pair(size, corpus=corpus, place=place):
-        numbers = {"seconds": round(wall, 2), "cpu_seconds": round(cpu, 2), "held_out_nats": round(loss, 5)}
+    for program, step, wall, busy, loss in score_pair(size, corpus=corpus, place=place):
+        numbers = {"seconds": round(wall, 2), "cpu_seconds": round(busy, 2), "held_out_nats": round(loss, 5)}
         rows.append(Record(corpus=corpus.name, seed=seed, program=program, step=step, **numbers, **common))  # type: ignore[arg-type]
         print(
-            f"{corpus.name}, seed {seed}, {program:<8} step {step:>5} {wall:8.1f} s {cpu:8.1f} s {loss:.5f}", flush=True
+            f"{corpus.name}, seed {seed}, {program:<8} step {step:>5} {wall:8.1f} s {busy:8.1f} s {loss:.5f}",
+            flush=True,
         )
     return rows
 
@@ -462,17 +449,6 @@ def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> 
 def settings_of(size: Size) -> str:
     """All that both are told, in a line."""
     return " ".join(f"{name}={value}" for name, value in size._asdict().items()).replace(", ", ",")
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 # The table and the picture
@@ -531,46 +507,32 @@ def table_of(records: Sequence[Record]) -> list[str]:
         cells = [
             f"{corpus}, {theirs[0].step} steps",
             str(len(pairs)),
-            *(_spread([row.held_out_nats for row in rows], digits=4) for rows in (theirs, ours)),
+            *(spread([row.held_out_nats for row in rows], digits=4) for rows in (theirs, ours)),
             f"{mean:+.4f}",
             f"{statistics.stdev(apart):.4f}" if len(apart) > 1 else "",
-            *(_spread(clock, digits=1) for clock in clocks),
+            *(spread(clock, digits=1) for clock in clocks),
             f"{statistics.fmean(clocks[0]) / statistics.fmean(clocks[1]):.2f}",
-            (_spread(known, digits=1) if known else "")
+            (spread(known, digits=1) if known else "")
             + (f" ({len(pairs) - len(known)} never)" if len(known) < len(pairs) else ""),
-            _spread(behind, digits=4),
+            spread(behind, digits=4),
             ("yes" if abs(mean) <= 0.01 else "no") if len(pairs) >= LEAST_SEEDS else f"fewer than {LEAST_SEEDS} pairs",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _spread(values: Sequence[float], *, digits: int) -> str:
-    deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{deviation}"
-
-
 def write_table() -> None:
     """Put the table into docs/results.md, and draw docs/parity.svg."""
     records = read_records()
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    table = "\n".join(table_of(records)) if records else ""
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{behind}", encoding="utf-8")
+    put_table(PAGE, BEGIN, table_of(records) if records else [])
     if records:
         draw(records, out=PLOT)
 
 
 def draw(records: Sequence[Record], *, out: Path) -> None:
-    """A row per corpus: held-out loss over steps, and over seconds. The bytes depend on the numbers alone."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
+    """A row per corpus: held-out loss over steps, and over seconds."""
     groups = pairs_of(records)
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "parity", "font.size": 9.5, "legend.frameon": False}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(8.4, 3.1 * len(groups)), layout="constrained")
+    with picture(out, width=8.4, height=3.1 * len(groups)) as figure:
         for axes, ((corpus, _, _), pairs) in zip(
             figure.subplots(len(groups), 2, squeeze=False), groups.items(), strict=True
         ):
@@ -584,7 +546,6 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
                 axis.set(xlabel="seconds of one core" if clock == "cpu_seconds" else clock)
             axes[0].set(ylabel=f"{corpus}: held-out nats per token")
             axes[1].legend()
-        figure.savefig(out, format="svg", metadata={"Date": None}, facecolor="white")
 
 
 def main() -> None:
@@ -628,7 +589,7 @@ def main() -> None:
                 continue
             rows = measure(folder, size, corpus=corpus, seed=seed, out=out)
             if not given.trial:
-                append(rows)
+                append_rows(RECORDS, Record._fields, rows)
         if given.check:
             return
 

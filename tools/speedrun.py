@@ -13,12 +13,9 @@ stopped goes on where it was (ours) or begins anew (theirs), and the seconds of 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import json
 import os
-import platform
-import re
 import shlex
 import shutil
 import signal
@@ -27,16 +24,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple
+
+from recording import ROOT, append_rows, commit, cpu, put_table, read_rows, spread, today
 
 from txl_dist.config import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 
-ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "tools/speedrun.csv", ROOT / "docs/speedrun.md"
 TARGET_NATS = 4.10
 """Per token of the held-out split: the mean over an entry's seeds may not be above it."""
@@ -45,7 +42,7 @@ CORES = 2
 EVALUATION = ("--num-lanes", "16")
 """The same for all entries, on the whole split; each lane's memory is carried through it."""
 ORIGINAL = "original"
-BEGIN, END = "<!-- table: python tools/speedrun.py --table -->", "<!-- end of table -->"
+BEGIN = "<!-- table: python tools/speedrun.py --table -->"
 _HEAD = ("entry", "seeds", "held-out, nats per token", "seconds", "times as fast as the original", "reaches the target")
 
 
@@ -172,11 +169,11 @@ def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
         held_out_nats=round(found["loss"], 5),
         bits_per_byte=round(found["bits_per_byte"], 5),
         corpus=open_corpus(corpus).fingerprint[:12],
-        commit=_git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
-        cpu=_cpu(),
+        commit=commit(),
+        cpu=cpu(),
         torch=version("torch"),
         load=round(load, 1),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        date=today(),
     )
 
 
@@ -216,19 +213,7 @@ def _txl(*words: str, log: Path) -> None:
 
 def read_records() -> list[Record]:
     """Those of the repository."""
-    if not RECORDS.is_file():
-        return []
-    kinds = get_type_hints(Record)
-    with RECORDS.open(encoding="utf-8", newline="") as file:
-        return [Record(**{name: kinds[name](row[name]) for name in kinds}) for row in csv.DictReader(file)]
-
-
-def append(record: Record) -> None:
-    """Add a row, and the head if it is the first."""
-    is_new = not RECORDS.is_file()
-    with RECORDS.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([Record._fields] * is_new + [record])
+    return read_rows(RECORDS, Record)
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
@@ -245,8 +230,8 @@ def table_of(records: Sequence[Record]) -> list[str]:
         shown = f"{name} ({settings})" if [key[0] for key in groups].count(name) > 1 else name
         losses, seconds = [row.held_out_nats for row in rows], [row.seconds for row in rows]
         times = f"{base / _mean_seconds(rows):.2f}" if base else ""
-        loss = f"{_spread(losses, digits=4)}, worst {max(losses):.4f}"
-        lines.append(f"| {shown} | {len(rows)} | {loss} | {_spread(seconds, digits=1)} | {times} | {judged(rows)} |")
+        loss = f"{spread(losses, digits=4)}, worst {max(losses):.4f}"
+        lines.append(f"| {shown} | {len(rows)} | {loss} | {spread(seconds, digits=1)} | {times} | {judged(rows)} |")
     return lines
 
 
@@ -259,30 +244,6 @@ def judged(rows: Sequence[Record]) -> str:
 
 def _mean_seconds(rows: Sequence[Record]) -> float:
     return statistics.fmean(row.seconds for row in rows)
-
-
-def _spread(values: Sequence[float], *, digits: int) -> str:
-    deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{deviation}"
-
-
-def write_table() -> None:
-    """Put the table into docs/speedrun.md."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    table = "\n".join(table_of(read_records()))
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{behind}", encoding="utf-8")
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _cpu() -> str:
-    """Its name, and the widest vectors that it has."""
-    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    name = re.search(r"model name\s*:\s*(.*)", facts)
-    return f"{name[1] if name else platform.processor()}{' AVX-512' if 'avx512f' in facts else ''}"
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -305,7 +266,7 @@ def main() -> None:
     parser.add_argument("--trial", action="store_true", help="print the rows, and add none to the records")
     given = parser.parse_args()
     if given.table:
-        write_table()
+        put_table(PAGE, BEGIN, table_of(read_records()))
         return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES:
@@ -330,7 +291,7 @@ def main() -> None:
             record = measure(entry, seed=seed, out=out, corpus=corpus)
             print(record, flush=True)
             if not given.trial:
-                append(record)
+                append_rows(RECORDS, Record._fields, [record])
 
 
 if __name__ == "__main__":

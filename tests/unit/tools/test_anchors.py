@@ -8,7 +8,8 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tools import anchors
-from tools.anchors import BEGIN, COMPRESSORS, END, PAGE, Compressor, compressed, marked_text, measure, table_of
+from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, marked_text, measure, table_of
+from tools.recording import table_in
 from txl_dist.errors import DataError, TxlError
 
 NEW = ["\u00ff is no mark, nor are bytes like \u4e2d's", ""]
@@ -76,5 +77,4 @@ def test_what_is_recorded_is_not_measured_again_and_a_missing_program_is_named(
 
 
 def test_the_page_shows_the_table_of_the_records() -> None:
-    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == "\n".join(table_of(anchors.read_rows()))
+    assert table_in(PAGE, BEGIN) == table_of(anchors.read_rows())

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tests.helpers.corpora import tiny_corpus
 from tools import parity
-from tools.parity import BEGIN, END, PAGE, Record, Recorded, Size, Turn, check_batches, spent, table_of
+from tools.parity import BEGIN, PAGE, Record, Recorded, Size, Turn, check_batches, spent, table_of
+from tools.recording import table_in
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import ConfigError, DataError
 
@@ -115,16 +116,8 @@ def test_a_loss_that_is_never_reached_and_too_few_pairs_are_said() -> None:
     assert found["at most 0.01 nats apart"] == "fewer than 3 pairs"
 
 
-def test_records_are_read_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "RECORDS", tmp_path / "parity.csv")
-    parity.append(pair(1, apart=0.5))
-    parity.append(pair(2, apart=0.5))
-    assert parity.read_records() == [*pair(1, apart=0.5), *pair(2, apart=0.5)]
-
-
 def test_the_page_shows_the_table_of_the_records() -> None:
-    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == ("\n".join(table_of(parity.read_records())) if parity.read_records() else "")
+    assert table_in(PAGE, BEGIN) == (table_of(parity.read_records()) if parity.read_records() else [])
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
-from tools import speedrun
-from tools.speedrun import BEGIN, END, PAGE, ROOT, Record, entries_of, original_entry, read_records, table_of
+from tools.recording import ROOT, table_in
+from tools.speedrun import BEGIN, PAGE, Record, entries_of, original_entry, read_records, table_of
 from txl_dist.config import Config
 from txl_dist.errors import ConfigError
 
@@ -79,17 +79,8 @@ def test_the_original_trains_as_the_recipe_does_unless_flags_say_else() -> None:
     assert longer.settings != plain.settings
 
 
-def test_records_are_read_back_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speedrun, "RECORDS", tmp_path / "records.csv")
-    rows = [row("mine", 0, 1.5, 4.0, cpu='a "fast", one'), row("mine", 1, 2.5, 4.25)]
-    for one in rows:
-        speedrun.append(one)
-    assert read_records() == rows
-
-
 def test_the_page_shows_the_table_of_the_records() -> None:
-    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == ("\n".join(table_of(read_records())) if read_records() else "")
+    assert table_in(PAGE, BEGIN) == (table_of(read_records()) if read_records() else [])
 
 
 @pytest.mark.slow

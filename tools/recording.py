@@ -1,0 +1,99 @@
+"""What the tools that measure for the repository share: records in a CSV, a table in a page, a picture, where and when.
+
+A record is a NamedTuple; its CSV has a column per field, and a row is on disk when `append_rows` returns.
+"""
+
+from __future__ import annotations
+
+import csv
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+ROOT = Path(__file__).parents[1]
+END = "<!-- end of table -->"
+"""Behind a table in a page; before it stands a comment with the command that writes it."""
+
+_Record = TypeVar("_Record", bound=tuple[Any, ...])
+
+
+def read_rows(path: Path, kind: type[_Record]) -> list[_Record]:
+    """The records of a CSV, whose fields are str, int or float; none if there is no such file."""
+    if not path.is_file():
+        return []
+    kinds = get_type_hints(kind)
+    with path.open(encoding="utf-8", newline="") as file:
+        return [kind(**{name: kinds[name](row[name]) for name in kinds}) for row in csv.DictReader(file)]
+
+
+def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Add rows, and the head if they are the first."""
+    is_new = not path.is_file()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns] * is_new + list(rows))
+
+
+def put_table(page: Path, begin: str, lines: Sequence[str]) -> None:
+    """Replace what stands in a page between a comment and the next `END`. Raises ValueError if it lacks them."""
+    before, _, behind = _parted(page, begin)
+    table = "\n".join(["", *lines, ""]) if lines else ""
+    page.write_text(f"{before}{begin}\n{table}\n{END}{behind}", encoding="utf-8")
+
+
+def table_in(page: Path, begin: str) -> list[str]:
+    """Its lines. Raises ValueError if the page lacks the comments around it."""
+    return _parted(page, begin)[1].strip().splitlines()
+
+
+def _parted(page: Path, begin: str) -> tuple[str, str, str]:
+    text = page.read_text(encoding="utf-8")
+    first = text.index(begin)
+    last = text.index(END, first)
+    return text[:first], text[first + len(begin) : last], text[last + len(END) :]
+
+
+def spread(values: Sequence[float], *, digits: int, sign: str = "") -> str:
+    """Mean, and deviation if there are several."""
+    deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.{digits}f}{deviation}"
+
+
+@contextmanager
+def picture(out: Path, *, width: float, height: float) -> Iterator[Any]:
+    """A matplotlib Figure, sizes in inches; then the SVG is written, whose bytes depend on the numbers alone."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": out.stem, "font.size": 9.5, "legend.frameon": False}
+    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd"}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        figure.savefig(out, format="svg", metadata={"Date": None}, facecolor="white")
+
+
+def commit() -> str:
+    """Of the repository, shortened; + if tracked files differ from it."""
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+
+
+def cpu() -> str:
+    """Its name, and the widest vectors that it has."""
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"model name\s*:\s*(.*)", facts)
+    return f"{name[1] if name else platform.processor()}{' AVX-512' if 'avx512f' in facts else ''}"
+
+
+def today() -> str:
+    """In UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
