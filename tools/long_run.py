@@ -1,0 +1,268 @@
+"""A run that is killed again and again, beside one that is not, and beside other seeds.
+
+    python tools/long_run.py configs/quickstart.toml --data data/stdlib --steps 2000 --out runs/long
+    python tools/long_run.py --table          the table and the picture of docs/results.md, from docs/long_run.csv
+
+Runs of one recipe on two ranks, one after the other:
+
+    unbroken    from its first step to its last
+    killed      SIGKILL to all its processes at random moments, `--kills` of them; each time the same command goes on
+    moved       killed at as many other moments; behind two of these it goes on with one rank, and with two again
+    seed N      unbroken, from other seeds: how far apart runs end that differ in nothing that matters
+
+Compared with the unbroken run are all training losses, as they were written, and the exported weights. Where the number
+of ranks is the same they must be so bit for bit. What was measured is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from recording import ROOT, append_rows, commit, cpu, picture, put_table, read_rows, spread, today
+
+from txl_dist.config import Config, changed, config_to_toml, load_config
+from txl_dist.errors import TxlError
+
+RECORDS, PAGE, PLOT = ROOT / "docs/long_run.csv", ROOT / "docs/results.md", ROOT / "docs/long_run.svg"
+BEGIN = "<!-- table: python tools/long_run.py --table -->"
+UNBROKEN, KILLED, MOVED = "unbroken", "killed", "moved"
+RANKS, SAVE_EVERY, NUM_EVALUATIONS = 2, 100, 20
+_HEAD = ("run", "starts on ranks", "killed behind step", "held-out nats at the end", "beside the unbroken run")
+
+
+class Record(NamedTuple):
+    """A point of a run, or what became of it."""
+
+    run: str
+    kind: str
+    """evaluated: `value` is the held-out loss; killed: the step that it went on from; same: how it compares."""
+    step: int
+    ranks: int
+    value: str
+    recipe: str
+    steps: int
+    commit: str
+    cpu: str
+    date: str
+
+
+class Kill(NamedTuple):
+    """When a run dies, and what goes on."""
+
+    step: int
+    """As soon as this step is written down, and a random part of a second later."""
+    ranks: int
+    """Of the next start."""
+
+
+def kills_of(run: str, *, steps: int, count: int, seed: int) -> list[Kill]:
+    """By step. Behind two of those of the moved run the number of ranks is another one: 1, and then `RANKS` again."""
+    if run not in (KILLED, MOVED):
+        return []
+    chance = random.Random(f"{run} {seed}")
+    moments = sorted(chance.sample(range(steps // 20, steps - steps // 20), count))
+    first, last = sorted(chance.sample(range(1, count), 2)) if run == MOVED else (count, count)
+    return [Kill(step, 1 if first <= index < last else RANKS) for index, step in enumerate(moments)]
+
+
+def train(config: Config, kills: Sequence[Kill], *, place: Path) -> list[tuple[Kill, int]]:
+    """From the beginning to its end through all kills; each with the step that the next start went on from.
+
+    Raises TxlError.
+    """
+    shutil.rmtree(place, ignore_errors=True)
+    settings, log = place.with_suffix(".toml"), place.with_suffix(".log")
+    settings.write_text(config_to_toml(config), encoding="utf-8")
+    chance, resumed = random.Random(place.name), []
+    for kill, ranks in zip([*kills, None], [RANKS, *(kill.ranks for kill in kills)], strict=True):
+        child = _start(settings, ranks=ranks, log=log)
+        while kill and child.poll() is None and _last_step(place) < kill.step:
+            time.sleep(0.2)
+        if kill and child.poll() is None:
+            time.sleep(chance.random())
+            _kill(child)
+            saved = [int(path.name.removeprefix("step_")) for path in (place / "checkpoints").glob("step_*")]
+            resumed.append((kill, max(saved, default=0)))
+        elif code := child.wait():
+            raise TxlError(f"{place.name} ended with {code}; see {log}.")
+    return resumed
+
+
+def _start(settings: Path, *, ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """Each rank has a thread of its own."""
+    command = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(settings)]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """It and all that it started, at once."""
+    parent = psutil.Process(child.pid)
+    for process in [parent, *parent.children(recursive=True)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    child.wait()
+
+
+def records_in(place: Path, kind: str) -> dict[int, dict[str, Any]]:
+    """Of a run, by step: of what was written twice, the last."""
+    path = place / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # it was killed while it wrote
+        if record["kind"] == kind:
+            found[record["step"]] = record
+    return found
+
+
+def _last_step(place: Path) -> int:
+    return max(records_in(place, "train"), default=0)
+
+
+def weights_of(place: Path) -> str:
+    """sha256 of the exported weights. Raises TxlError."""
+    bundle = place / "bundle"
+    command = [sys.executable, "-m", "txl_dist", "export", str(place), str(bundle)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and not bundle.is_dir():
+        raise TxlError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    digest = hashlib.sha256()
+    for path in sorted(bundle.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compare(place: Path, base: Path) -> str:
+    """What a run shares with the unbroken one, in words."""
+    ours, theirs = ({step: one["loss"] for step, one in records_in(run, "train").items()} for run in (place, base))
+    if missing := theirs.keys() - ours:
+        return f"lacks the training loss of step {min(missing)}"
+    apart = next((step for step in sorted(theirs) if ours[step] != theirs[step]), None)
+    if apart is not None:
+        return f"training losses bit for bit as far as step {max((s for s in theirs if s < apart), default=0)}"
+    weights = "weights" if weights_of(place) == weights_of(base) else "other weights"
+    return f"all {len(theirs)} training losses and {weights} bit for bit"
+
+
+def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recipe: str) -> list[Record]:
+    """Train a run and compare it with the unbroken one. Raises TxlError."""
+    if run in (KILLED, MOVED) and not (out / UNBROKEN).is_dir():
+        raise TxlError(f"{out} has no unbroken run to compare with. Name its folder by --out, or take its rows out.")
+    place = out / run.replace(" ", "_")
+    died = train(changed(config, {"run.dir": str(place)}), kills, place=place)
+    shared = {"recipe": recipe, "steps": config.train.max_steps, "commit": commit(), "cpu": cpu(), "date": today()}
+    rows = [
+        Record(run, "evaluated", step, RANKS, f"{one['loss']:.6f}", **shared)  # type: ignore[arg-type]
+        for step, one in sorted(records_in(place, "eval").items())
+    ]
+    rows += [Record(run, "killed", kill.step, kill.ranks, str(step), **shared) for kill, step in died]  # type: ignore[arg-type]
+    if run in (KILLED, MOVED):
+        said = compare(place, out / UNBROKEN)
+        rows.append(Record(run, "same", config.train.max_steps, RANKS, said, **shared))  # type: ignore[arg-type]
+    return rows
+
+
+def table_of(records: Sequence[Record]) -> list[str]:
+    """Markdown, a row per run."""
+    runs = {name: list(rows) for name, rows in itertools.groupby(records, key=lambda row: row.run)}
+    ends = {name: _curve(rows)[-1][1] for name, rows in runs.items()}
+    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    for name, rows in runs.items():
+        died = [row for row in rows if row.kind == "killed"]
+        said = next((row.value for row in rows if row.kind == "same"), "")
+        said += f"{'; ' if said else ''}{ends[name] - ends[UNBROKEN]:+.4f} at the end" if name != UNBROKEN else ""
+        ranks = ", ".join(str(count) for count in (RANKS, *(row.ranks for row in died)))
+        killed = ", ".join(f"{row.step} (on from {row.value})" for row in died)
+        lines.append(f"| {name} | {ranks} | {killed} | {ends[name]:.4f} | {said} |")
+    seeds = [end for name, end in ends.items() if name not in (KILLED, MOVED)]
+    return [*lines, "", f"Unbroken runs of all seeds: {spread(seeds, digits=4)}."]
+
+
+def _curve(rows: Sequence[Record]) -> list[tuple[int, float]]:
+    return [(row.step, float(row.value)) for row in rows if row.kind == "evaluated"]
+
+
+def draw(records: Sequence[Record], *, out: Path) -> None:
+    """The held-out losses of all runs over their steps, with a mark where one was killed."""
+    colours = {UNBROKEN: "#2f7ed8", KILLED: "#d9680f", MOVED: "#2e9b4f"}
+    with picture(out, width=8.4, height=3.4) as figure:
+        axes = figure.subplots()
+        for name, group in itertools.groupby(records, key=lambda row: row.run):
+            rows = list(group)
+            steps, losses = zip(*_curve(rows), strict=True)
+            style = "--" if name in (KILLED, MOVED) else "-"
+            axes.plot(
+                steps, losses, style, color=colours.get(name, "#bbbbbb"), label=name, zorder=2 + (name in colours)
+            )
+            for row in rows:
+                if row.kind == "killed":
+                    axes.axvline(row.step, color=colours[name], linewidth=0.8, linestyle=":")
+        axes.set(xlabel="step", ylabel="held-out loss, nats per token")
+        axes.legend()
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, nargs="?", help="TOML file")
+    parser.add_argument("--data", type=Path, help="corpus")
+    parser.add_argument("--out", type=Path, default=Path("runs/long"), help="folder for the runs")
+    parser.add_argument("--steps", type=int, default=2_000, help="of every run")
+    parser.add_argument("--kills", type=int, default=5, help="of each of the two that are killed")
+    parser.add_argument("--seed", type=int, default=1, help="of the runs, and of the moments")
+    parser.add_argument("--more-seeds", type=int, default=2, metavar="N", help="unbroken runs of other seeds")
+    parser.add_argument("--trial", action="store_true", help="print the rows, and add none to docs/long_run.csv")
+    parser.add_argument("--table", action="store_true", help="write the table and draw the picture")
+    given = parser.parse_args()
+    if given.table:
+        records = read_rows(RECORDS, Record)
+        put_table(PAGE, BEGIN, table_of(records))
+        draw(records, out=PLOT)
+        return
+    if not (given.recipe and given.data):
+        parser.error("name a recipe and a corpus")
+    if given.kills < 3:  # two of them, not the first, change the number of ranks
+        parser.error("--kills wants 3 at least")
+    given.out.mkdir(parents=True, exist_ok=True)
+    every = {"eval.every_steps": given.steps // NUM_EVALUATIONS, "checkpoint.every_steps": SAVE_EVERY}
+    every |= {"metrics.log_every_steps": 1, "metrics.sample_every_steps": 0, "train.max_steps": given.steps}
+    base = changed(load_config(given.recipe), {**every, "data.path": str(given.data.resolve())})
+    seeds = {name: given.seed for name in (UNBROKEN, KILLED, MOVED)}
+    seeds |= {f"seed {seed}": seed for seed in range(given.seed + 1, given.seed + 1 + given.more_seeds)}
+    known = set() if given.trial else {(row.run, row.recipe, row.steps) for row in read_rows(RECORDS, Record)}
+    for run, seed in seeds.items():
+        if (run, given.recipe.stem, given.steps) in known:
+            continue
+        kills = kills_of(run, steps=given.steps, count=given.kills, seed=given.seed)
+        config = changed(base, {"run.seed": seed})
+        rows = measure(run, config, kills=kills, out=given.out.resolve(), recipe=given.recipe.stem)
+        print(*rows, sep="\n", flush=True)
+        if not given.trial:
+            append_rows(RECORDS, Record._fields, rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"long_run: {error}")
