@@ -79,8 +79,9 @@ def picture(out: Path, *, width: float, height: float) -> Iterator[Any]:
 
 
 def commit() -> str:
-    """Of the repository, shortened; + if tracked files differ from it."""
-    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+    """Of the repository, shortened; + if tracked files, other than records, differ from it."""
+    differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!*.csv")
+    return _git("rev-parse", "--short", "HEAD") + ("+" if differing else "")
 
 
 def cpu() -> str:
