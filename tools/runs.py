@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,19 +24,20 @@ class Rows:
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path, self.columns = path, tuple(columns)
         self.rows: list[dict[str, Any]] = []
+        self._lock = threading.Lock()  # runs are made side by side
         if path.exists():
             with path.open(encoding="utf-8", newline="") as file:
                 self.rows = list(csv.DictReader(file))
 
     def add(self, **row: Any) -> None:
         """Append a row, behind the head if it is the first; it is on disk when this returns."""
-        is_new = not self.path.exists()
-        self.rows.append({name: str(row.get(name, "")) for name in self.columns})
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        values = {name: str(row.get(name, "")) for name in self.columns}
+        with self._lock, self.path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            if is_new:
+            if not file.tell():
                 writer.writeheader()
-            writer.writerow(self.rows[-1])
+            writer.writerow(values)
+            self.rows.append(values)
 
 
 def flags_of(config: Config, *, base: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """Table 6 of the paper: recurrence, positions, half loss, and the attention length of evaluation.
 
-    python -m tools.paper.t6 --corpus data/stdlib                 33 runs of 5 minutes on 2 cores, 2 at a time
+    python -m tools.paper.t6 --corpus data/stdlib                 33 runs on 2 cores, 2 at a time
     python -m tools.paper.t6 --size paper --gpus 4 --gpu h100     the commands for a cluster, and what txl plan says
     python -m tools.paper.t6 --table                              write the table of docs/paper.md
 

@@ -55,7 +55,7 @@ SIZES = {
     "cores": Size(ROOT / "configs/quickstart.toml", ALONE, 64, (64, 128, 256, 512), 900),
     "paper": Size(ROOT / "configs/wt103_base.toml", {}, 128, (128, 256, 384, 512, 640), 200_000, on_gpu=True),
 }
-"""tiny tries the program; cores is five minutes a run on one of two cores; paper is for a cluster."""
+"""tiny tries the program; cores is some minutes a run, on one of two cores; paper is for a cluster."""
 
 
 class Trial(NamedTuple):
