@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import ROOT, SIZES, UNMEASURED, Job, Size, Trial, markdown, write_table
+from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, begin_of, markdown
+from tools.recording import ROOT, put_table
 from tools.runs import Rows, run_txl
 
 GROUP = (
@@ -89,7 +90,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = Rows(given.csv, COLUMNS)
     if given.table:
-        write_table(table_of(rows.rows), program="t8")
+        put_table(PAGE, begin_of("t8"), table_of(rows.rows))
         return
     size, flags = SIZES[given.size], CONTEXTS[given.size]
     size = size._replace(steps=given.steps or size.steps)

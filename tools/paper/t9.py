@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import ROOT, UNMEASURED, markdown, write_table
+from tools.paper.trials import PAGE, UNMEASURED, begin_of, markdown
+from tools.recording import ROOT, put_table
 from tools.runs import Rows
 
 COLUMNS = ("attention", "variant", "min_ms_per_token", "x_by_min", "model", "rounds")
@@ -79,7 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = Rows(given.csv, COLUMNS)
     if given.table:
-        write_table(table_of(rows.rows), program="t9")
+        put_table(PAGE, begin_of("t9"), table_of(rows.rows))
         return
     if given.size == "paper":
         print(f"OMP_NUM_THREADS=1 python {' '.join(command('paper', peer_original=given.peer_original))}")

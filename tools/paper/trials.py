@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tools.recording import ROOT, put_table, spread
 from tools.runs import Rows, flags_of, run_txl, train
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
@@ -24,9 +24,7 @@ from txl_dist.ops.plan.hardware import Cluster, find_gpu
 from txl_dist.ops.plan.plan import Question, make_plan
 from txl_dist.ops.plan.text import plan_lines
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/paper.md"
-END = "<!-- end of table -->"
 UNMEASURED = "Not measured yet."
 MOST_AGAIN = 4
 """Segments of training that are run again at most: to score with them takes as many times longer."""
@@ -164,12 +162,6 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
             rows.add(**words, attention=length, nats=f"{nats:.5f}", wall_s=f"{wall_s:.1f}")
 
 
-def spread(values: Sequence[float], *, digits: int = 4) -> str:
-    """Mean and deviation."""
-    deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{deviation}"
-
-
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """A table."""
     return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(cells)} |" for cells in lines)]
@@ -188,17 +180,9 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     for key, found in groups.items():
         losses = [[nats for (one, _), nats in found.items() if one == length] for length in lengths]
         seeds = len({seed for _, seed in found})
-        lines.append([*key, str(seeds), *(spread(own) if own else "" for own in losses)])
+        lines.append([*key, str(seeds), *(spread(own, digits=4) if own else "" for own in losses)])
     head = ("recurrence", "positions", "loss", "segment", "steps", "corpus", "seeds", *(f"at {one}" for one in lengths))
     return markdown(head, lines)
-
-
-def write_table(lines: Sequence[str], *, program: str, page: Path = PAGE) -> None:
-    """Into a page, between the marks of a program (`t6`)."""
-    begin, content = begin_of(program), page.read_text(encoding="utf-8")
-    before, _, behind = content.partition(begin)
-    _, _, behind = behind.partition(END)
-    page.write_text(f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{END}{behind}", encoding="utf-8")
 
 
 def begin_of(program: str) -> str:
@@ -248,7 +232,7 @@ def go(parser: argparse.ArgumentParser, jobs: Callable[[argparse.Namespace, Size
     rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
     size = size._replace(steps=given.steps or size.steps)
     if given.table:
-        write_table(table_of(rows.rows), program=program)
+        put_table(PAGE, begin_of(program), table_of(rows.rows))
         return
     if size.on_gpu:
         facts = {"gpus": given.gpus, "gpu": given.gpu, "vocab_size": given.vocab_size, "out": str(given.out)}

@@ -13,19 +13,16 @@ import pytest
 from tests.helpers.corpora import tiny_corpus
 from tools.paper import t6, t8, t9, t10, trials
 from tools.paper.trials import (
-    END,
     PAGE,
-    ROOT,
     SIZES,
-    UNMEASURED,
     Job,
     Trial,
     begin_of,
     config_of,
     on_a_cluster,
     scoring,
-    write_table,
 )
+from tools.recording import ROOT, table_in
 from tools.runs import Rows, flags_of
 from txl_dist.config import Config, check_config, load_config
 
@@ -96,15 +93,7 @@ def test_a_table_of_lengths_tells_range_and_what_still_gained() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_page_shows_the_table_of_the_records(program: str) -> None:
     module, path = PROGRAMS[program], ROOT / f"tools/paper/{program}.csv"
-    shown = PAGE.read_text(encoding="utf-8").partition(begin_of(program))[2].partition(END)[0].strip()
-    assert shown == "\n".join(module.table_of(Rows(path, module.COLUMNS).rows))
-
-
-def test_a_table_is_written_between_its_own_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"a\n{begin_of('t6')}\nold\n{END}\nb\n{begin_of('t8')}\n{UNMEASURED}\n{END}\nc\n")
-    write_table(["new"], program="t6", page=page)
-    assert page.read_text() == (f"a\n{begin_of('t6')}\n\nnew\n\n{END}\nb\n{begin_of('t8')}\n{UNMEASURED}\n{END}\nc\n")
+    assert table_in(PAGE, begin_of(program)) == module.table_of(Rows(path, module.COLUMNS).rows)
 
 
 def test_rows_are_read_back_as_they_were_added(tmp_path: Path) -> None:
