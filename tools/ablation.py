@@ -20,25 +20,22 @@ Every row of the CSV is one run, or one cost. What has its row is not run again;
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from measuring import interleaved
 from recording import ROOT, put_table, spread
+from runs import Rows
+from runs import train as make_run
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
 
-from txl_dist.config import flat, load_config
+from txl_dist.config import changed
 from txl_dist.dist import joined_ranks
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -47,8 +44,6 @@ VOCAB_SIZE = 4_096
 EVAL_TOKENS = 122_880
 PAGE = ROOT / "docs/modern.md"
 BEGIN = "<!-- table: python tools/ablation.py --csv docs/ablation.csv --table -->"
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-"""Of the runs: as it is before this process measures, and is a rank of its own job."""
 
 
 class Run(NamedTuple):
@@ -80,21 +75,11 @@ def variants() -> list[str]:
     return ["adamw", *SWITCHES, "whole", *changes]
 
 
-class Records:
+class Records(Rows):
     """The CSV."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.exists():
-            path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
-        with path.open(encoding="utf-8", newline="") as file:
-            self.rows: list[dict[str, Any]] = list(csv.DictReader(file))
-
-    def add(self, **row: Any) -> None:
-        """Append a row; it is on disk when this returns."""
-        self.rows.append({name: str(row.get(name, "")) for name in COLUMNS})
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(self.rows[-1])
+        super().__init__(path, COLUMNS)
 
     def cost_ms(self, variant: str) -> float | None:
         """Of a step."""
@@ -141,9 +126,8 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
     cost = records.cost_ms(run.variant)
     assert cost is not None
     steps = int(seconds * 1000 / cost)
-    config = config_with(run.switches, optim__lr=run.lr, train__max_steps=steps)
     name = f"{run.corpus}-{run.variant}-{run.lr:g}-{run.seed}".replace(" ", "")
-    told = dict(flat(config)) | {
+    places = {
         "data.path": corpora[run.corpus],
         "run.dir": str(folder / name),
         "run.seed": run.seed,
@@ -152,14 +136,8 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
         "metrics.tensorboard": False,
         "metrics.sample_every_steps": 0,
     }
-    plain = dict(flat(load_config(QUICKSTART)))
-    flags = [word for key, value in told.items() if value != plain.get(key) for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "txl_dist", "train", str(QUICKSTART), *flags]
-    began = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    if result.returncode:
-        raise RuntimeError(f"{run} ended with {result.returncode}:\n{result.stdout[-1000:]}{result.stderr[-1000:]}")
-    wall_s = time.monotonic() - began
+    config = config_with(run.switches, optim__lr=run.lr, train__max_steps=steps)
+    wall_s = make_run(changed(config, places), base=QUICKSTART)
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     last = [record for record in map(json.loads, lines) if record["kind"] == "eval"][-1]
     records.add(

@@ -184,9 +184,20 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
             "of its own), the others have no table",
         ),
         (
-            model.scheme.uses_memory or (train.memory_len == 0 and eval_memory_len == 0),
+            model.takes_memory or (train.memory_len == 0 and eval_memory_len == 0),
             f"model.positions={model.positions!r} knows no memory: it needs train.memory_len=0 (is "
-            f"{train.memory_len}) and eval.memory_len=0 or -1 (is {evaluation.memory_len})",
+            f"{train.memory_len}) and eval.memory_len=0 or -1 (is {evaluation.memory_len}), or "
+            "model.absolute_with_memory=True, to see it fail",
+        ),
+        (
+            not model.absolute_with_memory or not model.scheme.uses_memory,
+            f"model.absolute_with_memory=True is for model.positions='absolute' (is {model.positions!r}, which knows a "
+            "memory anyway)",
+        ),
+        (
+            train.first_memory == "empty" or config.data.document_border == "carry",
+            f"train.first_memory={train.first_memory!r} belongs to no document, and data.document_border='mask' shows "
+            "each query its own document only: it needs data.document_border='carry'",
         ),
         (
             evaluation.overlap_len == 0 or eval_memory_len == 0,

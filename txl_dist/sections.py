@@ -156,6 +156,9 @@ class ModelSection(Section):
     """relative: sinusoids of the distance, projected (the paper; attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw; attn_type 1; labml). absolute: sinusoids of the position
     added to the embedding, no memory (Vaswani; attn_type 2: the vanilla baseline)."""
+    absolute_with_memory: bool = False
+    """Allow absolute positions a memory, to see why the paper gave them up (section 3.3): positions are counted anew in
+    each segment, and what is remembered keeps those that it was computed with, so that now and then look alike."""
     num_distances: Len = 0
     """Rows of the table of learned_relative; larger distances share the last one."""
     norm: Literal["layer", "rms"] = "layer"
@@ -205,6 +208,11 @@ class ModelSection(Section):
     def scheme(self) -> PositionScheme:
         """What `positions` names."""
         return SCHEMES[self.positions]
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether a segment may attend to past ones: by distances, or because it was asked for by name."""
+        return self.scheme.uses_memory or self.absolute_with_memory
 
     @property
     def num_ff_matrices(self) -> int:
@@ -312,6 +320,12 @@ class TrainSection(Section):
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
     """Tokens of memory of each layer, the first one first, memory_len the longest of them; empty: memory_len in each.
     Where another memory_len holds, in a stage or in evaluation, the longest layers have that, the others at most it."""
+    first_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
+    """What a lane remembers before its first token. empty: nothing, which is masked. zeros: hidden states of 0 that are
+    attended to, as Hugging Face and the TensorFlow code begin; evaluation begins so with `--zero-memory` only."""
+    half_loss: Annotated[bool, WARNED] = False
+    """Train on the recent half of each segment's targets only, ceil(segment_len / 2) of them, which have half a segment
+    of context at least (the paper's ablations). The loss is per scored token; evaluation scores all."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
@@ -319,6 +333,11 @@ class TrainSection(Section):
     stages: Annotated[tuple[str, ...], WARNED] = ()
     """Parts of the run with other lengths, in order, each as "until=0.5 num_lanes=128 segment_len=16 memory_len=32",
     until that share of the steps. Behind the last the settings above hold; all steps have equally many tokens."""
+
+    @property
+    def scored_len(self) -> int:
+        """Targets of a segment whose loss counts in training, the last ones."""
+        return self.segment_len - self.segment_len // 2 if self.half_loss else self.segment_len
 
     def memory_per_layer(self, num_layers: int) -> tuple[int, ...]:
         """Tokens of memory of each layer."""

@@ -69,3 +69,25 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, config_file: Path, c
     assert ours.name == theirs.name == "step_000000030"
     assert_same_state(ours, theirs)
     assert consumed_ids(ours, corpus) == consumed_ids(theirs, corpus)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--train.half_loss", "True", "--train.first_memory", "zeros"],
+        ["--model.positions", "absolute", "--model.absolute_with_memory", "True", "--train.half_loss", "True"],
+    ],
+    ids=["zeros", "absolute"],
+)
+def test_what_the_paper_compares_with_continues_bit_for_bit(
+    tmp_path: Path, config_file: Path, settings: list[str]
+) -> None:
+    words = [str(config_file), *settings, "--train.segment_len", "25"]
+    whole, branch = tmp_path / "whole", tmp_path / "branch"
+    train(*words, "--run.dir", str(whole), cwd=tmp_path, ranks=1)
+    middle = whole / "checkpoints/step_000000015"
+    train(*words, "--run.dir", str(branch), "--resume", str(middle), cwd=tmp_path, ranks=1)
+    assert losses(branch) == {step: loss for step, loss in losses(whole).items() if step > 15}
+    assert_same_state(list_checkpoints(branch)[-1], list_checkpoints(whole)[-1])
+    first = json.loads((whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert list(first["no_bits"]) == ["train"], "half of the text is not what the text costs"

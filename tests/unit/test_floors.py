@@ -65,13 +65,13 @@ BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 LAZY = "__init__.py"
 """The door for programs: it names what lies above it, and imports a name when that is first asked for."""
 BUDGETS = {
-    "top": 1846,
+    "top": 1864,
     "text": 841,
-    "data": 4315,
+    "data": 4322,
     "model": 2185,
     "infer": 1980,
     "convert": 1910,
-    "train": 4745,
+    "train": 4771,
     "ops": 4220,
     "serve": 1280,
     "verbs": 760,

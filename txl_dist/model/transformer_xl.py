@@ -94,7 +94,7 @@ class TransformerXL(nn.Module):
         Raises ConfigError if a model whose positions know no memory is given one.
         """
         section, scheme = self.section, self.section.scheme
-        if not scheme.uses_memory and memory.memory_len:
+        if not section.takes_memory and memory.memory_len:
             raise ConfigError(
                 f"a model with {section.positions} positions knows no memory, and was given one of {memory.memory_len} "
                 "tokens. Run it with a memory of 0; more context costs longer segments."
@@ -109,7 +109,8 @@ class TransformerXL(nn.Module):
             encoding = self._encoding(visible.num_keys, like=hidden)
             encoding_KD = self._drop(encoding, section.rate(section.distance_dropout))
         elif scheme.sinusoids == "embedding":
-            hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)  # counted from the segment's end
+            # Counted from the segment's end; a memory, if there may be one, has those of its own segment in it.
+            hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         inputs, embedded = [], hidden
         first_value_BKNH: Tensor | None = None

@@ -23,6 +23,7 @@ from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream, Segment
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.sections import TrainSection
 from txl_dist.text.clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 from txl_dist.train.state import Job
 
@@ -45,6 +46,12 @@ class BatchMaker(NamedTuple):
     mask_documents: bool
     rows_multiple: int = 0
     """Each cluster's rows are padded to a multiple of this; 0 pads them to a rung of the ladder."""
+    half_loss: bool = False
+    """Only the recent half of a segment's targets is scored: of training (`for_training`)."""
+
+    def for_training(self, train: TrainSection) -> BatchMaker:
+        """The same for text that is trained on, of which less may be scored."""
+        return self._replace(half_loss=train.half_loss)
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
         """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
@@ -64,6 +71,8 @@ class BatchMaker(NamedTuple):
             begins = segment.documents[rows]
             documents = np.where(segment.opens[rows], begins[:, 1:], begins[:, :-1])
             counts, document_BT = counts & (documents == begins[:, 1:]), torch.from_numpy(documents)
+        if self.half_loss:
+            counts = counts & (np.arange(counts.shape[1]) >= counts.shape[1] // 2)
         sizes = self._sizes(tokens, targets) if not self.rows_multiple else ()
         return Batch(
             tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
@@ -124,6 +133,7 @@ def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch
 def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
     """The steps of this rank behind a position. Runs in the reader thread."""
     config, device = job.config, job.ranks.device
+    maker = maker.for_training(config.train)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
     segments = LaneStream(
@@ -156,5 +166,5 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
         lanes=range(train.num_lanes),
         mark_documents=mask_documents,
     )
-    maker = batch_maker(model, mask_documents=mask_documents)
+    maker = batch_maker(model, mask_documents=mask_documents).for_training(train)
     return (maker.batch(segment) for segment, _ in stream)

@@ -24,6 +24,7 @@ from txl_dist.faults import fault_point
 from txl_dist.log import logger, warn_for_all
 from txl_dist.stages import end_of_stage
 from txl_dist.train.batch import StepInput, batch_maker, read_inputs
+from txl_dist.train.checkpoint.memories import first_memories
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe
 from txl_dist.train.checkpoint.read import load_checkpoint
@@ -122,13 +123,11 @@ class Run:
         return state
 
     def _first_state(self) -> TrainState:
-        job, start = self.job, self.start
+        start = self.start
         self.watch.watchdog.beat("load", step=start.step)
         if start.saved is not None:
             return self._load(start.saved, start.stream)
-        train = job.config.train
-        empty = self.engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
-        memories = (empty,) * job.plan.num_microbatches
+        memories = first_memories(self.engine, self.job)
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
@@ -240,9 +239,15 @@ class Run:
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
-        job, corpora, most = self.job, self.job.corpora, self.job.config.eval.max_tokens
+        job, corpora, config = self.job, self.job.corpora, self.job.config
         facts = together(
-            lambda: text_facts(corpora.train, corpora.eval, mask_documents=job.masks_documents, max_tokens=most)
+            lambda: text_facts(
+                corpora.train,
+                corpora.eval,
+                mask_documents=job.masks_documents,
+                max_tokens=config.eval.max_tokens,
+                half_loss=config.train.half_loss,
+            )
         )
         for kind, problem in facts["no_bits"].items():
             logger.info("%s: no bits per byte, as %s", kind, problem)

@@ -131,7 +131,7 @@ def drivers_of_gpus() -> list[str]:
 
 def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
     """What the user should know: settings without effect, and one trap; a sentence each."""
-    model, found = config.model, []
+    model, train, found = config.model, config.train, list[str]()
     if any(model.tie_projections) and not has_projections(model):
         found.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
     if model.div_value > 1 and not model.cutoffs:
@@ -142,6 +142,11 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
         found.append(
             f"engine.attention has no effect on {model.positions} positions, which torch's own attention computes"
         )
+    if train.memory_len == 0 and not train.stages:
+        if train.first_memory != "empty":
+            found.append("train.first_memory has no effect without a memory (train.memory_len=0)")
+        if model.absolute_with_memory:
+            found.append("model.absolute_with_memory has no effect without a memory (train.memory_len=0)")
     if config.optim.schedule == "constant" and config.optim.min_lr:
         found.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:

@@ -91,7 +91,7 @@ class Stepper:
         wrong = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
         config, plan = self._job.config, self._job.plan
         if not self._job.masks_documents and config.data.on_damage != "skip":
-            return wrong * plan.microbatch_lanes * config.train.segment_len
+            return wrong * plan.microbatch_lanes * config.train.scored_len
         scored = torch.full((), float(step_input.num_scored), device=self._job.ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size
         return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts

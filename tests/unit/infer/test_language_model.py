@@ -22,6 +22,7 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import Package
 from txl_dist.infer.generate import Decoder, Request
 from txl_dist.infer.language_model import LanguageModel
+from txl_dist.infer.probe import log_probabilities
 from txl_dist.infer.settings import Sampling, Writing
 from txl_dist.infer.text_memory import TextMemory
 from txl_dist.model.transformer_xl import TransformerXL
@@ -53,7 +54,7 @@ def model_of(
         weights=dict(network.named_parameters()),
         tokenizer=tokenizer,
         segment_len=SEGMENT_LEN,
-        memory_len=MEMORY_LEN if section.scheme.uses_memory else 0,
+        memory_len=MEMORY_LEN if section.takes_memory else 0,
         source={},
         probe={},
     )
@@ -583,3 +584,19 @@ def test_a_text_that_is_gone_costs_the_others_nothing(lm: LanguageModel) -> None
     decoder.step()
     ring = decoder._rows._ring  # type: ignore[union-attr]
     assert ring.past_len <= 5
+
+
+def test_absolute_positions_that_were_allowed_a_memory_are_scored_over_it_and_write_without(
+    tokenizer: Tokenizer,
+) -> None:
+    """In generation each token would be a segment of its own, at one position."""
+    text, vanilla = "the cat sat on the mat, the dog did not", model_of(tokenizer, positions="absolute")
+    lm = model_of(tokenizer, positions="absolute", absolute_with_memory=True)
+    ids = torch.tensor([lm.prompt(text).ids])
+    expected = log_probabilities(lm.network, ids, segment_len=SEGMENT_LEN, memory_len=MEMORY_LEN)[0]
+    assert torch.equal(lm.score(text), expected)
+    assert not torch.allclose(vanilla.score(text), expected)
+    settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
+    assert lm.generate(text, **settings).text == vanilla.generate(text, **settings).text
+    with pytest.raises(ConfigError, match="absolute positions remembers nothing"):
+        lm.generate(text, keep_memory=True, **settings)

@@ -17,6 +17,8 @@ from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 
 LENGTHS = (5, 5, 2, 5)
 """Segments, so that memories of 3 and 11 tokens are shorter and longer than they are."""
+ABSOLUTE_WITH_MEMORY = {"positions": "absolute", "absolute_with_memory": True}
+WITH_MEMORY: dict[str, dict[str, Any]] = {**RECURRENT, "absolute_with_memory": ABSOLUTE_WITH_MEMORY}
 DOCUMENTS = torch.tensor(
     [
         [0, 0, 0, 0, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6],  # a border inside a segment, and inside memories
@@ -76,38 +78,53 @@ def assert_same_states(hidden_MD: Tensor, naive_MD: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("document_BS", [None, DOCUMENTS], ids=["carried", "documents"])
 @pytest.mark.parametrize(
-    ("name", "memory_len"), [*((name, memory_len) for name in RECURRENT for memory_len in (0, 3, 11)), ("absolute", 0)]
+    ("name", "memory_len"),
+    [*((name, memory_len) for name in WITH_MEMORY for memory_len in (0, 3, 11)), ("absolute", 0)],
 )
 @pytest.mark.parametrize("norm", ["post_norm", "pre_norm"])
 @torch.no_grad()
 def test_positions_memories_and_documents_are_those_of_the_papers(
     name: str, memory_len: int, norm: str, document_BS: Tensor | None
 ) -> None:
-    model = tiny_model(dtype=torch.float64, num_layers=2, pre_norm=norm == "pre_norm", **POSITIONS[name])
+    positions = {**POSITIONS, **WITH_MEMORY}[name]
+    model = tiny_model(dtype=torch.float64, num_layers=2, pre_norm=norm == "pre_norm", **positions)
     assert_equal_to_naive(model, memory_len=memory_len, document_BS=document_BS)
 
 
 @pytest.mark.parametrize("same_length", ["memory", "memory_and_self"])
 @pytest.mark.parametrize("memory_len", [3, 11])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", WITH_MEMORY)
 @torch.no_grad()
 def test_windows_are_those_of_the_peers(name: str, memory_len: int, same_length: str) -> None:
-    model = tiny_model(dtype=torch.float64, num_layers=2, same_length=same_length, **POSITIONS[name])
+    model = tiny_model(dtype=torch.float64, num_layers=2, same_length=same_length, **WITH_MEMORY[name])
     for document_BS in (None, DOCUMENTS):
         assert_equal_to_naive(model, memory_len=memory_len, document_BS=document_BS)
 
 
 @pytest.mark.parametrize("same_length", ["off", "memory"])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", WITH_MEMORY)
 @torch.no_grad()
 def test_a_memory_of_attended_zeros_is_what_hugging_face_and_tensorflow_begin_with(name: str, same_length: str) -> None:
-    model = tiny_model(dtype=torch.float64, num_layers=2, same_length=same_length, pre_norm=True, **POSITIONS[name])
+    model = tiny_model(dtype=torch.float64, num_layers=2, same_length=same_length, pre_norm=True, **WITH_MEMORY[name])
     for memory_len in (3, 11):
         assert_equal_to_naive(model, memory_len=memory_len, document_BS=None, zeros_attended=True)
     tokens_BS = random_tokens(2, 6)
     empty = model.empty_memory(num_lanes=2, memory_len=11)
     difference = (model(tokens_BS, attended(empty))[0] - model(tokens_BS, empty)[0]).abs()
     assert difference.max() > 1e-3, "they are felt"
+
+
+@torch.no_grad()
+def test_absolute_positions_tell_a_segment_from_its_memory_no_more_than_from_itself() -> None:
+    """The paper's argument (section 3.3): a token of the past is remembered as the same one of now, at its position."""
+    tokens_BT = random_tokens(2, 5)
+    for name, is_blind in (("absolute_with_memory", True), ("relative", False)):
+        model = tiny_model(dtype=torch.float64, **WITH_MEMORY[name])
+        _, once = model(tokens_BT, model.empty_memory(num_lanes=2, memory_len=5))
+        _, twice = model(tokens_BT, once)
+        # Inputs of the second layer, where the first one has seen the text once, and where it has seen it twice.
+        last = [memory.hidden[1][:, -1] for memory in (once, twice)]
+        assert torch.allclose(*last, rtol=0, atol=1e-12) is is_blind
 
 
 @pytest.mark.parametrize("document_BS", [None, DOCUMENTS], ids=["carried", "documents"])

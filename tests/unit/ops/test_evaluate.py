@@ -499,6 +499,19 @@ def test_positions_that_know_no_memory_are_scored_by_the_plain_model(tmp_path: P
     assert evaluated(made)["model"]["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("zero_memory", [False, True])
+def test_absolute_positions_that_were_allowed_a_memory_are_scored_with_it(tmp_path: Path, zero_memory: bool) -> None:
+    made = make(tmp_path, positions="absolute", absolute_with_memory=True)
+    tokens = made.corpus.split("valid").read_all().astype(np.int64)
+    padded = torch.from_numpy(np.pad(tokens, (0, -(len(tokens) - 1) % SEGMENT_LEN)))[None]
+    model = TransformerXL(tiny_section(init_std=0.2, **made.settings), vocab_size=made.corpus.vocab_size).eval()
+    model.load_state_dict(made.weights, strict=False)
+    lengths = {"segment_len": SEGMENT_LEN, "memory_len": MEMORY_LEN}
+    scores = log_probabilities(model, padded, **lengths, zero_memory=zero_memory)[0, : len(tokens) - 1]
+    result = evaluated(made, zero_memory=zero_memory)["model"]
+    assert result["loss"] == pytest.approx(-float(scores.double().mean()), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("outputs", "changes", "message"),
     [

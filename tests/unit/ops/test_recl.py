@@ -82,6 +82,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> list[Made]:
         make(folder / "recurrent", texts=TEXTS),
         make(folder / "clamped", texts=TEXTS, clamp_len=9, same_length="memory"),
         make(folder / "absolute", texts=TEXTS, positions="absolute", memory_len=0),
+        make(folder / "remembering", texts=TEXTS, positions="absolute", absolute_with_memory=True),
     ]
 
 
@@ -98,12 +99,17 @@ def measured(group: list[Made], tmp_path: Path, **changes: Any) -> tuple[dict[st
     return json.loads((tmp_path / "out.json").read_text()), lines
 
 
+def is_vanilla(made: Made) -> bool:
+    """Without any memory."""
+    return made.settings.get("positions") == "absolute" and not made.settings.get("absolute_with_memory")
+
+
 @torch.no_grad()
 def naive_loss(made: Made, piece: Any, *, context: int, memory_len: int) -> float:
     """Of the last token of a piece, by the plain model, in segments that end at it."""
     model = TransformerXL(tiny_section(init_std=0.2, **made.settings), vocab_size=made.corpus.vocab_size).eval()
     model.load_state_dict(made.weights, strict=False)
-    if made.settings.get("positions") == "absolute":
+    if is_vanilla(made):
         context = min(context, SEGMENT_LEN)
     tokens = torch.from_numpy(piece[-context - 1 :].astype(np.int64))[None]
     memory = model.empty_memory(num_lanes=1, memory_len=memory_len)
@@ -124,7 +130,7 @@ def test_each_loss_is_that_of_a_target_behind_exactly_so_many_tokens(
     pieces = [tokens[start : start + 46] for start in starts]
     losses = []
     for made, row in zip(group, found["models"], strict=True):
-        lengths = {"absolute": 0}.get(made.settings.get("positions", ""), MEMORY_LEN if memory_len < 0 else memory_len)
+        lengths = 0 if is_vanilla(made) else MEMORY_LEN if memory_len < 0 else memory_len
         expected = [
             [naive_loss(made, piece, context=context, memory_len=lengths) for piece in pieces]
             for context in found["contexts"]
@@ -134,10 +140,10 @@ def test_each_loss_is_that_of_a_target_behind_exactly_so_many_tokens(
     for index, row in enumerate(found["models"]):
         for r in (0.5, 1.0):
             assert row["recl"][f"{r:g}"]["context"] == naive_recl(losses, found["contexts"], index, r)
-    assert [line.removeprefix("scored: ") for line in lines[:3]] == [row["scored"] for row in found["models"]]
+    assert [line.removeprefix("scored: ") for line in lines[:4]] == [row["scored"] for row in found["models"]]
     assert [row["scored"] for row in found["models"]] == [f"{made.bundle}, step 1" for made in group]
-    assert lines[3].startswith("12 targets of corpus (valid), contexts of 10 to 40 tokens in steps of 10")
-    assert len(lines) == 8
+    assert lines[4].startswith("12 targets of corpus (valid), contexts of 10 to 40 tokens in steps of 10")
+    assert len(lines) == 10
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -200,7 +206,7 @@ def test_the_corpus_is_that_of_the_first_model_and_those_of_others_need_not_be_t
     monkeypatch.setattr("txl_dist.ops.evaluate.recl.open_target", opened)
     settings = ReclSettings(**SMALL)
     compare_contexts([made.bundle for made in group], data="", settings=settings, outputs=ReclOutputs())
-    assert asked == ["", str(corpus), str(corpus)]
+    assert asked == ["", *[str(corpus)] * (len(group) - 1)]
 
 
 def test_ranks_that_read_different_checkpoints_are_refused(

@@ -28,6 +28,8 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
     assert part.keys() == {"eval"}
     assert "only the first 20 of the" in part["eval"]
     assert "held_out_bytes" not in text_facts([split], [], mask_documents=False)
+    half = text_facts([split], [whole.split("valid")], mask_documents=False, half_loss=True)["no_bits"]
+    assert half == {"train": "only the recent half of each segment is scored (train.half_loss)"}
 
 
 def test_a_line_without_bits_shows_perplexity_and_the_share_of_unknown_tokens() -> None:

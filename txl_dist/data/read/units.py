@@ -47,15 +47,23 @@ class TextUnits(NamedTuple):
 
 
 def text_units(
-    splits: Sequence[Split], *, shares: Sequence[float] = (1.0,), mask_documents: bool, max_tokens: int = 0
+    splits: Sequence[Split],
+    *,
+    shares: Sequence[float] = (1.0,),
+    mask_documents: bool,
+    max_tokens: int = 0,
+    half_loss: bool = False,
 ) -> TextUnits:
     """For losses over splits of which each has this share of the tokens; one split has all.
 
-    `max_tokens`: no more than so many tokens of a split are scored; 0 means all.
+    `max_tokens`: no more than so many tokens of a split are scored; 0 means all. `half_loss`: of each segment only the
+    recent half is.
     Raises DataError if a tokenizer, or counts that are needed, cannot be read.
     """
     parts = list(zip(splits, shares, strict=True))
     problems = [_problem_of(split, mask_documents=mask_documents, max_tokens=max_tokens) for split in splits]
+    if half_loss:
+        problems.append("only the recent half of each segment is scored (train.half_loss)")
     return TextUnits(
         bytes_per_token=sum(share * split.text_bytes / split.tokens for split, share in parts),
         characters_per_token=sum(share * split.text_characters / split.tokens for split, share in parts),

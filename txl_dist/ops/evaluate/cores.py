@@ -1,7 +1,7 @@
 """What scores segments one after the other, each with what the one before it left: static, with a cache, or learning.
 
 Each gives `(losses, first)`, of which `losses(batch, state) -> (nll_BT, next state)`, as `train.report.evaluate` runs
-it. A static one runs the cached core wherever positions know a memory, else the plain model.
+it. A static one runs the cached core wherever positions know distances, else the plain model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _cached(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documen
 
 
 def _plain(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
-    """The same for positions that know no memory: it stays empty."""
+    """The same for positions that know no distances: their memory is empty, or hidden states."""
+    memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
 
     @torch.no_grad()
     def hidden(batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
@@ -96,7 +97,7 @@ def _plain(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_document
     def hits(hidden_BTD: Tensor, batch: Batch) -> Tensor:
         return model.softmax.hits(hidden_BTD, batch.targets_BT)
 
-    return Core(hidden, losses, hits, model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len))
+    return Core(hidden, losses, hits, attended(memory) if with_zeros else memory)
 
 
 def static(core: Core, *, with_hits: bool = False) -> tuple[Losses, Any]:

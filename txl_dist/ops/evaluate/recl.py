@@ -189,7 +189,7 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
 
 
 def _memory_len(target: Target, settings: ReclSettings) -> int:
-    if not target.config.model.scheme.uses_memory:
+    if not target.config.model.takes_memory:
         return 0
     return target.config.train.memory_len if settings.memory_len < 0 else settings.memory_len
 
@@ -236,23 +236,26 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
     if not model.section.scheme.uses_memory:
 
         @torch.no_grad()
-        def alone(piece_BX: Tensor) -> Tensor:
-            piece_BX = piece_BX[:, -segment_len - 1 :]
-            empty = model.empty_memory(num_lanes=len(piece_BX), memory_len=0)
-            hidden_BTD, _ = model(piece_BX[:, :-1], empty)
+        def plain(piece_BX: Tensor) -> Tensor:
+            piece_BX = piece_BX if memory_len else piece_BX[:, -segment_len - 1 :]
+            memory = model.empty_memory(num_lanes=len(piece_BX), memory_len=memory_len)
+            for here in _segments(piece_BX.shape[1] - 1, segment_len):
+                hidden_BTD, memory = model(piece_BX[:, here], memory)
             return model.softmax.losses(hidden_BTD[:, -1:], piece_BX[:, -1:])[:, 0]
 
-        return alone
+        return plain
     frozen = FrozenModel(model)
 
     def recurrent(piece_BX: Tensor) -> Tensor:
         num_rows, context = len(piece_BX), piece_BX.shape[1] - 1
         ring = frozen.ring(num_rows=num_rows, memory_len=min(memory_len, context), chunk_len=segment_len)
-        stop = context % segment_len or min(segment_len, context)  # the short segment comes first
-        hidden_BTD = frozen.run(piece_BX[:, :stop], ring)
-        while stop < context:
-            hidden_BTD = frozen.run(piece_BX[:, stop : stop + segment_len], ring)
-            stop += segment_len
+        for here in _segments(context, segment_len):
+            hidden_BTD = frozen.run(piece_BX[:, here], ring)
         return frozen.losses(hidden_BTD[:, -1:], piece_BX[:, -1:])[:, 0]
 
     return recurrent
+
+
+def _segments(context: int, segment_len: int) -> list[slice]:
+    """The short one first."""
+    return [slice(max(0, stop - segment_len), stop) for stop in range(context, 0, -segment_len)][::-1]

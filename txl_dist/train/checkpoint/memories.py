@@ -1,4 +1,4 @@
-"""The memories in a checkpoint, by global lanes, whichever ranks saved them.
+"""The memories of a run as it begins, and those in a checkpoint, by global lanes, whichever ranks saved them.
 
 A file holds those of some lanes: `hidden` [L, B, M, D], or `hidden.0` [B, M_0, D], `hidden.1` ... where the layers
 remember differently, and `document` [B, M].
@@ -14,9 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError
-from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.train.checkpoint.fragments import reading
 from txl_dist.train.checkpoint.soundness import hidden_names, lane_files, lanes_of
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.state import Job
+
+
+def first_memories(engine: Engine, job: Job) -> tuple[Memory, ...]:
+    """What the lanes of this rank remember before their first token, per micro-batch (`train.first_memory`)."""
+    train = job.config.train
+    first = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
+    return (attended(first) if train.first_memory == "zeros" else first,) * job.plan.num_microbatches
 
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:

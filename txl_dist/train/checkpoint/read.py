@@ -35,7 +35,7 @@ from txl_dist.faults import fault_point
 from txl_dist.infer.weights import Rows
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
 from txl_dist.train.checkpoint.fragments import FragmentFiles
-from txl_dist.train.checkpoint.memories import load_memories
+from txl_dist.train.checkpoint.memories import first_memories, load_memories
 from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, read_state
 from txl_dist.train.engine.partitions import AVERAGE, WEIGHT
 from txl_dist.train.engine.protocol import Engine
@@ -191,16 +191,16 @@ def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Sp
 def load_checkpoint(saved: SavedState, engine: Engine, job: Job, *, stream: StreamState) -> TrainState:
     """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
 
-    `stream` is that of `continued_stream`. If its lanes were cut anew, memories are empty.
+    `stream` is that of `continued_stream`. If its lanes were cut anew, memories are first ones.
     """
-    folder, state, train = saved.folder, saved.values, job.config.train
+    folder, state = saved.folder, saved.values
     fault_point("load", step=step_of(folder))
     files = together(lambda: FragmentFiles(folder / "engine", near=job.ranks.rank))
     engine.load(files, loss_scale=state["loss_scale"])
-    empty = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
-    memories = (empty,) * job.plan.num_microbatches
+    memories = first_memories(engine, job)
     if stream.has_lanes_of(saved.stream):
-        memories = together(lambda: load_memories(folder, lanes=job.lanes, like=empty))
+        like = memories[0]
+        memories = together(lambda: load_memories(folder, lanes=job.lanes, like=like))
     return TrainState(
         step=saved.step, tokens_seen=state["tokens_seen"], health=saved.health, stream=stream, memories=memories
     )

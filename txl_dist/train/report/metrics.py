@@ -162,7 +162,8 @@ def train_record(job: Job, state: TrainState, values: Record, *, waited: Record)
     """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
     what was `waited` for checkpoints, and how far the run has come."""
     shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
-    units = text_units(job.corpora.train, shares=shares, mask_documents=job.masks_documents)
+    half_loss = job.config.train.half_loss
+    units = text_units(job.corpora.train, shares=shares, mask_documents=job.masks_documents, half_loss=half_loss)
     epochs = {
         labelled("epoch", split, job.corpora.train): epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         for one, split in zip(state.stream.corpora, job.corpora.train, strict=True)

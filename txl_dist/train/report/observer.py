@@ -130,14 +130,20 @@ def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
 
 
 def text_facts(
-    splits: Sequence[Split], held_out: Sequence[Split], *, mask_documents: bool, max_tokens: int = 0
+    splits: Sequence[Split],
+    held_out: Sequence[Split],
+    *,
+    mask_documents: bool,
+    max_tokens: int = 0,
+    half_loss: bool = False,
 ) -> Record:
     """What a run reads, and in which units its losses may be told, for the record of its start; `max_tokens` of a
-    held-out split are scored at most, 0 means all.
+    held-out split are scored at most, 0 means all; `half_loss` of the training, whose segments count by half.
 
     `no_bits` has by kind of record why there are no bits per byte; `held_out_bytes` tells held-out texts apart.
     """
-    units = {"train": text_units(splits, shares=[1 / len(splits)] * len(splits), mask_documents=mask_documents)} | {
+    shares = [1 / len(splits)] * len(splits)
+    units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)} | {
         labelled("eval", one, held_out): text_units([one], mask_documents=mask_documents, max_tokens=max_tokens)
         for one in held_out
     }

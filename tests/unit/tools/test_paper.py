@@ -1,0 +1,152 @@
+"""The paper's tables as commands: what is compared, how it is scored, and that the page shows what was recorded."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.corpora import tiny_corpus
+from tools.paper import t6, t8, t9, t10, trials
+from tools.paper.trials import (
+    PAGE,
+    SIZES,
+    Job,
+    Trial,
+    begin_of,
+    config_of,
+    on_a_cluster,
+    scoring,
+)
+from tools.recording import ROOT, table_in
+from tools.runs import Rows, flags_of
+from txl_dist.config import Config, check_config, load_config
+
+CORES, PAPER = SIZES["cores"], SIZES["paper"]
+PROGRAMS: dict[str, Any] = {"t6": trials, "t8": t8, "t9": t9, "t10": trials}
+
+
+def differing(trial: Trial) -> dict[str, str]:
+    """Of two trials' flags those that tell them apart."""
+    words = flags_of(config_of(trial, CORES), base=CORES.recipe)
+    base = flags_of(config_of(t6.TRIALS[0], CORES), base=CORES.recipe)
+    pairs, known = (dict(zip(one[::2], one[1::2], strict=True)) for one in (words, base))
+    return {flag.removeprefix("--"): value for flag, value in pairs.items() if known.get(flag) != value}
+
+
+def test_each_trial_differs_by_its_own_settings_alone_and_may_be() -> None:
+    assert differing(Trial(True, "ours", "half")) == {"train.half_loss": "True"}
+    assert differing(Trial(False, "ours", "full")) == {"train.memory_len": "0"}
+    shaw = {"model.positions": "learned_relative", "model.num_distances": "128"}
+    assert differing(Trial(True, "Shaw", "full")) == shaw
+    assert differing(Trial(True, "absolute", "full")) == {
+        "model.positions": "absolute",
+        "model.absolute_with_memory": "True",
+    }
+    assert differing(t6.TRIALS[-1]) == {"train.first_memory": "zeros"}
+    for size in SIZES.values():
+        for trial in t6.TRIALS:
+            check_config(config_of(trial, size))
+
+
+def test_folders_and_rows_of_trials_are_apart() -> None:
+    jobs = t6.jobs_of(argparse.Namespace(seeds=2), CORES)
+    assert len({job.name for job in jobs}) == len({tuple(job.words.values()) for job in jobs}) == 2 * len(t6.TRIALS)
+
+
+def test_the_last_scored_token_sees_as_many_as_the_attention_length_says() -> None:
+    recurrent, alone = Trial(True, "ours", "full"), Trial(False, "absolute", "half")
+    assert scoring(recurrent, segment_len=64, attention=512) == ["--segment-len", "32", "--memory-len", "480"]
+    assert scoring(alone, segment_len=64, attention=128) == ["--segment-len", "32", "--overlap-len", "96"]
+    assert scoring(alone, segment_len=64, attention=512) == [], "too much to run again for 32 tokens"
+    naive = Trial(True, "absolute", "full")
+    assert scoring(naive, segment_len=64, attention=128) == ["--segment-len", "64", "--memory-len", "64"]
+    assert scoring(naive, segment_len=64, attention=63) == []
+
+
+def row(**values: Any) -> dict[str, str]:
+    told = {"corpus": "c", "recurrence": "yes", "positions": "ours", "loss": "full", "steps": 9, "segment": 64}
+    return {name: str(value) for name, value in (told | values).items()}
+
+
+def test_a_row_is_a_trial_with_mean_and_deviation_over_its_seeds() -> None:
+    seeds = [row(seed=seed, attention=64, nats=nats) for seed, nats in ((1, 4.0), (2, 4.2))]
+    lines = trials.table_of(
+        [*seeds, row(seed=1, attention=128, nats=3.5), row(seed=1, attention=64, nats=5, loss="half")]
+    )
+    assert [line.split(" | ")[3:] for line in lines[2:]] == [
+        ["64", "9", "c", "2", "4.1000 +- 0.1414", "3.5000 |"],
+        ["64", "9", "c", "1", "5.0000", " |"],
+    ]
+
+
+def test_a_table_of_lengths_tells_range_and_what_still_gained() -> None:
+    told = {"targets": 5, "contexts": "4 to 12", "r": "0.1"}
+    rows = [row(seed=seed, recl=length, or_more=more, **told) for seed, length, more in ((1, 4, 0), (2, 12, 1))]
+    assert t8.table_of(rows)[2].endswith("| 2 | 8+ (4 to 12) |")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_page_shows_the_table_of_the_records(program: str) -> None:
+    module, path = PROGRAMS[program], ROOT / f"tools/paper/{program}.csv"
+    assert table_in(PAGE, begin_of(program)) == module.table_of(Rows(path, module.COLUMNS).rows)
+
+
+def test_rows_are_read_back_as_they_were_added(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "x.csv", ("a", "b"))
+    assert not rows.path.exists(), "to look is not to write"
+    for values in ({"a": 1, "b": "x, y"}, {"b": 2.5}):
+        rows.add(**values)
+    assert Rows(rows.path, rows.columns).rows == rows.rows == [{"a": "1", "b": "x, y"}, {"a": "", "b": "2.5"}]
+    assert rows.path.read_text().splitlines()[0] == "a,b"
+
+
+def test_flags_make_the_same_settings(tmp_path: Path) -> None:
+    recipe = CORES.recipe
+    config = config_of(t6.TRIALS[1], CORES)
+    words = flags_of(config, base=recipe)
+    values = load_config(recipe).model_dump()
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        section, key = flag.removeprefix("--").split(".")
+        values[section][key] = value
+    assert Config.model_validate(values) == config
+
+
+@pytest.mark.slow
+def test_the_commands_for_a_cluster_come_with_the_plan() -> None:
+    jobs = [Job(t6.TRIALS[0], seed, PAPER.segment_len, PAPER.steps) for seed in (1, 2)]
+    lines = list(on_a_cluster(jobs, size=PAPER, gpus=4, gpu="h100", vocab_size=267_735, out="runs"))
+    assert [line for line in lines if line.startswith("deepspeed")] == [
+        "deepspeed --num_gpus 4 --module txl_dist train configs/wt103_base.toml --train.segment_len 128 "
+        f"--train.memory_len 128 --run.dir runs/recurrent-ours-full-128-200000-{seed} --run.seed {seed}"
+        for seed in (1, 2)
+    ]
+    assert sum(line.startswith("#   step: ") for line in lines) == 1, "once a trial"
+
+
+@pytest.mark.slow
+def test_without_a_memory_longer_segments_need_as_many_bytes() -> None:
+    found = t10.longest_segment(CORES, ranks=1, vocab_size=4096)
+    assert CORES.segment_len < found < 4 * CORES.segment_len
+    facts: dict[str, Any] = {"ranks": 1, "vocab_size": 4096, "on_gpu": False}
+    room = t10.needed(config_of(t10.RECURRENT, CORES), **facts)
+    least, more = (t10.needed(config_of(t10.ALONE, CORES, segment_len=found + i), **facts) for i in (0, 1))
+    assert least <= room < more
+
+
+@pytest.mark.slow
+def test_trials_are_trained_scored_and_told_once(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path, texts=["abc" * 40 + "d" * i for i in range(40)], valid_fraction=0.2).folder
+    for _ in range(2):  # the second time nothing is trained
+        words = ["--size", "tiny", "--corpus", str(corpus), "--seeds", "1", "--csv", str(tmp_path / "t10.csv")]
+        command = [sys.executable, "-m", "tools.paper.t10", *words, "--out", str(tmp_path / "runs")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("| yes | ours |") == 2
+        assert done.stdout.count("| no | ours |") == 2
+    rows = Rows(tmp_path / "t10.csv", trials.COLUMNS).rows
+    assert len(rows) == len(t10.TRIALS) * len(SIZES["tiny"].lengths)

@@ -1,0 +1,248 @@
+"""Trainings as tables 6 and 10 of the paper compare them: how they are made, scored and told.
+
+A trial has recurrence or not, a way to tell positions, and a loss over all of a segment or its recent half. It is
+scored with an attention length A: each target behind A - S to A tokens, S of which are scored at a time. What was
+trained with a memory keeps the others in it; what was not runs them again. S is half of the segment of training, so
+that half loss is scored where it was trained; absolute positions with a memory have all of it, or the places in what
+is remembered would be others than in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tools.recording import ROOT, put_table, spread
+from tools.runs import Rows, flags_of, run_txl, train
+from txl_dist.config import Config, changed, check_config, load_config
+from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.ops.plan.hardware import Cluster, find_gpu
+from txl_dist.ops.plan.plan import Question, make_plan
+from txl_dist.ops.plan.text import plan_lines
+
+PAGE = ROOT / "docs/paper.md"
+UNMEASURED = "Not measured yet."
+MOST_AGAIN = 4
+"""Segments of training that are run again at most: to score with them takes as many times longer."""
+COLUMNS = ("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "attention", "nats", "wall_s")
+
+
+class Size(NamedTuple):
+    """What is trained, and where."""
+
+    recipe: Path
+    changes: dict[str, Any]
+    """Of the recipe, in all trials."""
+    segment_len: int
+    """Of training, and of its memory."""
+    lengths: tuple[int, ...]
+    """Attention lengths to score with."""
+    steps: int
+    """Of a run, all alike."""
+    on_gpu: bool = False
+
+
+ALONE = {"engine.zero_stage": 0, "train.microbatch_lanes": 32}
+TINY_MODEL = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 1, "model.head_width": 16}
+SIZES = {
+    "tiny": Size(ROOT / "configs/quickstart.toml", ALONE | TINY_MODEL | {"model.cutoffs": ()}, 8, (8, 16), 2),
+    "cores": Size(ROOT / "configs/quickstart.toml", ALONE, 64, (64, 128, 256, 512), 900),
+    "paper": Size(ROOT / "configs/wt103_base.toml", {}, 128, (128, 256, 384, 512, 640), 200_000, on_gpu=True),
+}
+"""tiny tries the program; cores is some minutes a run, on one of two cores; paper is for a cluster."""
+
+
+class Trial(NamedTuple):
+    """A row of the table."""
+
+    recurrence: bool
+    positions: Literal["ours", "Shaw", "absolute"]
+    loss: Literal["full", "half"]
+    more: tuple[tuple[str, Any], ...] = ()
+    """Other settings, by `section.key`; the last word of the row's loss tells them."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Of the row."""
+        told = "".join(f", {key.partition('.')[2]} {value}" for key, value in self.more)
+        return {
+            "recurrence": "yes" if self.recurrence else "no",
+            "positions": self.positions,
+            "loss": self.loss + told,
+        }
+
+    @property
+    def name(self) -> str:
+        """Of its folders."""
+        return (
+            "-".join(("recurrent" if self.recurrence else "alone", self.positions, self.words["loss"]))
+            .replace(", ", "-")
+            .replace(" ", "_")
+        )
+
+
+def config_of(trial: Trial, size: Size, *, segment_len: int = 0) -> Config:
+    """Its settings; without a `segment_len` of its own that of the size. Raises ConfigError."""
+    segment_len = segment_len or size.segment_len
+    memory_len = size.segment_len if trial.recurrence else 0
+    lengths = {"train.segment_len": segment_len, "train.memory_len": memory_len, "train.max_steps": size.steps}
+    values: dict[str, Any] = dict(lengths)
+    if trial.positions == "Shaw":
+        values |= {"model.positions": "learned_relative", "model.num_distances": segment_len + memory_len}
+    if trial.positions == "absolute":
+        values |= {"model.positions": "absolute", "model.absolute_with_memory": trial.recurrence}
+    if trial.loss == "half":
+        values["train.half_loss"] = True
+    config = changed(load_config(size.recipe), size.changes | values | dict(trial.more))
+    check_config(config)
+    return config
+
+
+def scoring(trial: Trial, *, segment_len: int, attention: int) -> list[str]:
+    """Flags of `txl evaluate` with this attention length, of a trial with such segments; none if that is too short, or
+    too long to be run again for each segment."""
+    keeps_places = trial.recurrence and trial.positions == "absolute"
+    scored_len = segment_len if keeps_places else max(1, segment_len // 2)
+    context = attention - scored_len
+    if context < 0 or (not trial.recurrence and attention > MOST_AGAIN * segment_len):
+        return []
+    flag = "--memory-len" if trial.recurrence else "--overlap-len"
+    return ["--segment-len", str(scored_len), flag, str(context)]
+
+
+class Job(NamedTuple):
+    """A trial with a seed."""
+
+    trial: Trial
+    seed: int
+    segment_len: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.trial.name}-{self.segment_len}-{self.steps}-{self.seed}"
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Of its rows."""
+        return self.trial.words | {"seed": str(self.seed), "segment": str(self.segment_len), "steps": str(self.steps)}
+
+
+def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> None:
+    """Train and score what has no rows yet, and add them. Raises RuntimeError if a command fails."""
+    words = job.words | {"corpus": f"{corpus.name} {corpus.fingerprint[:8]}"}
+    known = {row["attention"] for row in rows.rows if words.items() <= row.items()}
+    missing = [length for length in size.lengths if str(length) not in known]
+    flags = {one: scoring(job.trial, segment_len=job.segment_len, attention=one) for one in missing}
+    if not any(flags.values()):
+        return
+    run = out / job.name
+    places = {
+        "run.dir": str(run),
+        "run.seed": job.seed,
+        "data.path": str(corpus.folder),
+        "eval.max_tokens": 8192,  # it is scored below
+        "checkpoint.every_steps": max(1, job.steps // 4),
+        "checkpoint.keep_last": 1,
+        "metrics.tensorboard": False,
+        "metrics.sample_every_steps": 0,
+    }
+    config = changed(config_of(job.trial, size, segment_len=job.segment_len), places)
+    wall_s = train(config, base=size.recipe)
+    for length, lengths in flags.items():
+        if lengths:
+            result = run / f"attention_{length}.json"
+            run_txl("evaluate", run, "--num-lanes", 16, *lengths, "--json", result)
+            nats = json.loads(result.read_text(encoding="utf-8"))["model"]["loss"]
+            rows.add(**words, attention=length, nats=f"{nats:.5f}", wall_s=f"{wall_s:.1f}")
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table."""
+    return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(cells)} |" for cells in lines)]
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A row per trial, in the order of the records: nats per token, mean and deviation over the seeds."""
+    if not rows:
+        return [UNMEASURED]
+    lengths = sorted({int(row["attention"]) for row in rows})
+    groups: dict[tuple[str, ...], dict[tuple[int, int], float]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("recurrence", "positions", "loss", "segment", "steps", "corpus"))
+        groups.setdefault(key, {})[int(row["attention"]), int(row["seed"])] = float(row["nats"])
+    lines = []
+    for key, found in groups.items():
+        losses = [[nats for (one, _), nats in found.items() if one == length] for length in lengths]
+        seeds = len({seed for _, seed in found})
+        lines.append([*key, str(seeds), *(spread(own, digits=4) if own else "" for own in losses)])
+    head = ("recurrence", "positions", "loss", "segment", "steps", "corpus", "seeds", *(f"at {one}" for one in lengths))
+    return markdown(head, lines)
+
+
+def begin_of(program: str) -> str:
+    """The mark in front of its table."""
+    return f"<!-- table: python -m tools.paper.{program} --table -->"
+
+
+def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_size: int, out: str) -> Iterator[str]:
+    """The commands of the paper's size, and what `txl plan` says of each trial; nothing is run."""
+    question = Question(cluster=Cluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
+    recipe, told = size.recipe.relative_to(ROOT), set[tuple[Trial, int]]()
+    for job in jobs:
+        config, run = config_of(job.trial, size, segment_len=job.segment_len), f"{out}/{job.name}"
+        if (key := (job.trial, job.segment_len)) not in told:
+            told.add(key)
+            yield f"\n# {', '.join(f'{name} {word}' for name, word in job.trial.words.items())}: txl plan says"
+            wanted = ("choose:", "step:", "run:", "  GiB per GPU:", "nothing fits")
+            yield from (f"#   {line.strip()}" for line in plan_lines(make_plan(config, question=question))
+                        if line.startswith(wanted))  # fmt: skip
+        flags = " ".join([*flags_of(config, base=size.recipe), "--run.dir", run, "--run.seed", str(job.seed)])
+        yield f"deepspeed --num_gpus {gpus} --module txl_dist train {recipe} {flags}"
+        for length in size.lengths:
+            if words := scoring(job.trial, segment_len=job.segment_len, attention=length):
+                yield f"txl evaluate {run} --split test --num-lanes 10 {' '.join(words)}"
+
+
+def options(description: str | None, *, program: str) -> argparse.ArgumentParser:
+    """Flags that these programs share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the commands only")
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared, with a held-out split")
+    parser.add_argument("--steps", type=int, default=0, help="of a run, all alike; 0 is what the size has")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each on one thread")
+    parser.add_argument("--csv", type=Path, default=ROOT / f"tools/paper/{program}.csv", help="the records")
+    parser.add_argument("--out", type=Path, default=Path(f"runs/paper/{program}"), help="folder for the runs")
+    parser.add_argument("--gpus", type=int, default=4, help="of the paper's size")
+    parser.add_argument("--gpu", default="h100", help="their kind, as for txl plan")
+    parser.add_argument("--vocab-size", type=int, default=267_735, help="of the paper's corpus")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+    return parser
+
+
+def go(parser: argparse.ArgumentParser, jobs: Callable[[argparse.Namespace, Size], list[Job]], *, program: str) -> None:
+    """What the flags ask for: the table, the commands, or the runs that are missing, and then the table."""
+    given = parser.parse_args()
+    rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
+    size = size._replace(steps=given.steps or size.steps)
+    if given.table:
+        put_table(PAGE, begin_of(program), table_of(rows.rows))
+        return
+    if size.on_gpu:
+        facts = {"gpus": given.gpus, "gpu": given.gpu, "vocab_size": given.vocab_size, "out": str(given.out)}
+        print("\n".join(on_a_cluster(jobs(given, size), size=size, **facts)))
+        return
+    if given.corpus is None:
+        parser.error("--corpus is needed: name a prepared corpus, for instance data/stdlib")
+    corpus, out = open_corpus(given.corpus.resolve()), given.out.resolve()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        made = [pool.submit(measure, job, rows, size=size, corpus=corpus, out=out) for job in jobs(given, size)]
+        for one in made:
+            one.result()
+    print("\n".join(table_of(rows.rows)))
