@@ -171,10 +171,33 @@ def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], na
         for row, values in enumerate((parts, [tensor.detach().view(-1)])):
             found = list(_overlaps(pieces, values))
             if found:
-                norms = torch.stack(torch._foreach_norm([view for _, view in found], 2, torch.float32)).double()
+                norms = norms_of([view for _, view in found]).double()
                 places = torch.tensor([index[name] for name, _ in found], device=norms.device)
                 sums[row].index_add_(0, places, norms.square())
     return sums
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """The norm of each, in fp32, of other types too (squares of scaled fp16 gradients overflow): [tensors].
+
+    On a CPU torch adds the squares of a tensor in one row in fp32: the norm of 20 million values is 1e-3 to 7e-3 too
+    small. In rows of rows it is right to 1e-6, at the same speed.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, 2, torch.float32))
+    return torch.stack([_norm_in_rows(tensor.reshape(-1)) for tensor in tensors])
+
+
+_ROW = 1_024
+"""Values that are added one behind the other."""
+
+
+def _norm_in_rows(values: Tensor) -> Tensor:
+    while values.numel() > _ROW:
+        whole = values.numel() // _ROW * _ROW
+        norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
+        values = torch.cat([norms, values[whole:].float()])
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
 
 
 def _overlaps(pieces: list[Piece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -41,6 +41,7 @@ from txl_dist.train.engine.partitions import (
     Source,
     fill,
     fragments,
+    norms_of,
     partitions_of,
     squared_norms,
     swap_averages,
@@ -202,9 +203,7 @@ class ZeroEngine(Engine):
     @override
     def grad_norm(self) -> Tensor:
         if self._stage == 0:
-            gradients = [p.grad for p in self._parameters() if p.grad is not None]
-            # In fp32 also where they are not: the squares of scaled fp16 gradients overflow.
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+            norm = torch.linalg.vector_norm(norms_of([p.grad for p in self._parameters() if p.grad is not None]))
         else:
             if hasattr(self._optimizer, "_wait_for_offload_copies"):
                 self._optimizer._wait_for_offload_copies()
@@ -397,7 +396,7 @@ def norm_over_ranks(parts: list[Tensor]) -> Tensor:
 
     One reduction; nothing waits, nothing of the size of a gradient is made. Infinite from 1.8e19 on.
     """
-    return all_reduce_sum(torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()).sqrt()
+    return all_reduce_sum(norms_of(parts).square().sum()).sqrt()
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
