@@ -1,0 +1,111 @@
+"""The loss of a model, told before it is trained, from three smaller ones.
+
+    python tools/studies.py sizes --corpus data/stdlib      the smaller ones, three seeds each
+    python tools/prediction.py --tell                       writes docs/prediction.csv; commit it, and only then
+    python tools/studies.py larger --corpus data/stdlib     train the larger one
+    python tools/prediction.py --table                      what was told beside what came, in docs/results.md
+
+The law is the plainest there is: a line through the logarithms of the loss and of the parameters outside the tables, at
+equal tokens and the same rate, by least squares, a line per seed. Told are the mean of the seeds' and their deviation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from recording import ROOT, append_rows, commit, put_table, read_rows, spread, today
+from studies import RECORDS as STUDIED
+from studies import STUDIES, Record, config_of, parameters_outside_tables
+
+from txl_dist.errors import ConfigError, TxlError
+
+RECORDS, PAGE = ROOT / "docs/prediction.csv", ROOT / "docs/results.md"
+BEGIN = "<!-- table: python tools/prediction.py --table -->"
+_HEAD = ("corpus", "seeds", "from models of, parameters", "for, parameters", "told", "came", "told on, at")
+
+
+class Prediction(NamedTuple):
+    """Of one corpus."""
+
+    corpus: str
+    seeds: int
+    smaller: str
+    """Their parameters outside the tables."""
+    parameters: int
+    """Of the larger one."""
+    nats: float
+    deviation: float
+    commit: str
+    date: str
+
+
+def told(points: Sequence[tuple[int, float]], *, parameters: int) -> float:
+    """The loss of a model of so many parameters, by a line through the logarithms of (parameters, loss)."""
+    sizes, losses = np.log(np.array(points)).T
+    slope, offset = np.polyfit(sizes, losses, 1)
+    return float(np.exp(offset + slope * np.log(parameters)))
+
+
+def predict(records: Sequence[Record], *, parameters: int) -> list[Prediction]:
+    """For each corpus of the study of sizes. Raises ConfigError if a size or two seeds are missing."""
+    smaller, found = list(STUDIES["sizes"].variants), []
+    for corpus in dict.fromkeys(row.corpus for row in records if row.study == "sizes"):
+        by_seed: dict[int, dict[str, Record]] = {}
+        for row in records:
+            if (row.study, row.corpus) == ("sizes", corpus):
+                by_seed.setdefault(row.seed, {})[row.variant] = row
+        whole = [rows for rows in by_seed.values() if rows.keys() == set(smaller)]
+        if len(whole) < 2:
+            raise ConfigError(f"{corpus}: the study of sizes has fewer than two seeds of {', '.join(smaller)}.")
+        losses = [told([(row.parameters, row.nats) for row in rows.values()], parameters=parameters) for rows in whole]
+        sizes = " ".join(str(whole[0][name].parameters) for name in smaller)
+        mean, deviation = round(statistics.fmean(losses), 4), round(statistics.stdev(losses), 4)
+        found.append(Prediction(corpus, len(whole), sizes, parameters, mean, deviation, commit(), today()))
+    if not found:
+        raise ConfigError("the study of sizes has no records: python tools/studies.py sizes --corpus DIR.")
+    return found
+
+
+def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> list[str]:
+    """Markdown, a row per prediction."""
+    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    for one in predictions:
+        came = [row.nats for row in records if (row.study, row.corpus) == ("larger", one.corpus)]
+        cells = [one.corpus, str(one.seeds), one.smaller.replace(" ", ", "), str(one.parameters)]
+        cells += [f"{one.nats:.4f} +- {one.deviation:.4f}", spread(came, digits=4) if came else "not yet trained"]
+        lines.append(f"| {' | '.join([*cells, f'{one.date}, {one.commit}'])} |")
+    return lines
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tell", action="store_true", help="write docs/prediction.csv; refused once the larger is trained")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md")
+    given = parser.parse_args()
+    records = read_rows(STUDIED, Record)
+    if given.tell:
+        if any(row.study == "larger" for row in records):
+            raise ConfigError("the larger model is trained: what is told now is no prediction.")
+        (variant,) = STUDIES["larger"].variants
+        larger = config_of(STUDIES["larger"], variant, corpus=Path(), seed=1, steps=1, place=Path())
+        rows = predict(records, parameters=parameters_outside_tables(larger))
+        append_rows(RECORDS, Prediction._fields, rows)
+        print(*rows, sep="\n")
+    elif given.table:
+        put_table(PAGE, BEGIN, table_of(read_rows(RECORDS, Prediction), records))
+    else:
+        parser.error("--tell or --table?")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"prediction: {error}")

@@ -1,0 +1,254 @@
+"""What one setting is worth, all else equal: trainings from the same seeds, scored on the same tokens.
+
+    python tools/studies.py memory --corpus data/books --corpus data/stdlib     a study of `STUDIES`; what is recorded
+    python tools/studies.py softmax --corpus data/wikitext-2                    in docs/studies.csv is not run again
+    python tools/studies.py --table                                             the tables and pictures of docs/results.md
+
+    memory     a memory of 0, 1, 2 and 4 times the segment
+    borders    memory that runs over document borders, and a mask there; both score the same tokens
+    softmax    adaptive, and full
+    norm       in front of each block, and behind it
+    precision  ZeRO 0 to 3 and bf16 beside fp32, on two ranks
+    sizes      three widths, from which tools/prediction.py tells the loss of
+    larger     one that is trained only when what was told is committed
+
+All runs of a study have equally many steps of equally many tokens. The loss is the whole split's, memory carried; the
+one by position is of the last evaluation while it trained. Seconds are those of its steps, and belong beside each other
+only if no other program ran: `--jobs 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from recording import ROOT, append_rows, commit, cpu, picture, put_table, read_rows, spread, today
+from runs import flags_of, run_txl
+
+from txl_dist.config import Config, changed, check_config, load_config
+from txl_dist.data.read.corpus import open_corpus
+from txl_dist.errors import TxlError
+from txl_dist.model.transformer_xl import TransformerXL
+
+RECORDS, PAGE = ROOT / "docs/studies.csv", ROOT / "docs/results.md"
+QUICKSTART = ROOT / "configs/quickstart.toml"
+COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8")
+NUM_EVALUATIONS = 8
+
+
+class Study(NamedTuple):
+    """One question."""
+
+    variants: dict[str, dict[str, Any]]
+    """Settings of each, the one that the others stand beside first."""
+    steps: int
+    ranks: int = 1
+
+
+def _sized(width: int) -> dict[str, Any]:
+    heads = {"model.num_heads": width // 32, "model.head_width": 32}
+    return {"model.width": width, "model.ff_width": 4 * width, **heads, "optim.name": "muon", "optim.lr": 1.6e-2}
+
+
+STUDIES = {
+    "memory": Study({f"memory {length}": {"train.memory_len": length} for length in (0, 64, 128, 256)}, 900),
+    "borders": Study({one: {"data.document_border": one} for one in ("carry", "mask")}, 900),
+    "softmax": Study({"adaptive": {}, "full": {"model.cutoffs": ()}}, 300),
+    "norm": Study(
+        {"pre-norm": {}, "post-norm": {"model.pre_norm": False, "model.final_norm": False}}, 900
+    ),
+    "precision": Study(
+        {f"fp32, ZeRO-{stage}": {"engine.zero_stage": stage} for stage in range(4)}
+        | {"bf16, ZeRO-1": {"engine.precision": "bf16"}},
+        300,
+        ranks=2,
+    ),
+    "sizes": Study({f"width {width}": _sized(width) for width in (64, 96, 128)}, 900),
+    "larger": Study({f"width {width}": _sized(width) for width in (224,)}, 900),
+}
+
+
+class Record(NamedTuple):
+    """One run."""
+
+    study: str
+    corpus: str
+    variant: str
+    seed: int
+    steps: int
+    nats: float
+    """Per token of the whole held-out split."""
+    bits_per_byte: float
+    seconds: float
+    """Of its steps."""
+    peak_gib: float
+    """Of a rank."""
+    parameters: int
+    """Outside the tables of embedding and softmax."""
+    curve: str
+    """step:loss of the evaluations while it trained."""
+    by_position: str
+    """Losses in bins of the segment, the first tokens first."""
+    data: str
+    commit: str
+    cpu: str
+    date: str
+
+
+def config_of(study: Study, variant: str, *, corpus: Path, seed: int, steps: int, place: Path) -> Config:
+    """Settings of a run. Raises ConfigError."""
+    lanes = load_config(QUICKSTART).train.num_lanes // study.ranks
+    values: dict[str, Any] = {"engine.zero_stage": 1 if study.ranks > 1 else 0, "train.microbatch_lanes": lanes}
+    values |= {"train.max_steps": steps, "run.seed": seed, "run.dir": str(place), "data.path": str(corpus)}
+    values |= {"eval.every_steps": max(1, steps // NUM_EVALUATIONS), "eval.max_tokens": 122_880}
+    values |= {"checkpoint.every_steps": 0, "metrics.tensorboard": False, "metrics.sample_every_steps": 0}
+    config = changed(load_config(QUICKSTART), values | study.variants[variant])
+    check_config(config)
+    return config
+
+
+def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out: Path) -> Record:
+    """Train and score. Raises RuntimeError if a command fails."""
+    study = STUDIES[name]
+    place = out / f"{name}-{corpus.name}-{variant}-{seed}".replace(", ", "-").replace(" ", "_")
+    config = config_of(study, variant, corpus=corpus, seed=seed, steps=steps, place=place)
+    verb = ("launch", "--num_accelerators", study.ranks) if study.ranks > 1 else ("train",)
+    run_txl(*verb, QUICKSTART, *flags_of(config, base=QUICKSTART))
+    result = place / "study.json"
+    run_txl("evaluate", place, "--num-lanes", 16, "--json", result)
+    scored = json.loads(result.read_text(encoding="utf-8"))["model"]
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained, evaluated = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
+    return Record(
+        study=name,
+        corpus=corpus.name,
+        variant=variant,
+        seed=seed,
+        steps=steps,
+        nats=round(scored["loss"], 5),
+        bits_per_byte=round(scored["bits_per_byte"], 5),
+        seconds=round(statistics.median(row["step_ms"] for row in trained[1:]) * steps / 1000, 1),
+        peak_gib=round(max(row["peak_gib"] for row in trained), 3),
+        parameters=parameters_outside_tables(config),
+        curve=" ".join(f"{row['step']}:{row['loss']:.4f}" for row in evaluated),
+        by_position=" ".join(f"{loss:.4f}" for loss in evaluated[-1]["loss_by_position"]),
+        data=open_corpus(corpus).fingerprint[:12],
+        commit=commit(),
+        cpu=cpu(),
+        date=today(),
+    )
+
+
+def parameters_outside_tables(config: Config) -> int:
+    """Of its blocks."""
+    with torch.device("meta"):
+        model = TransformerXL(config.model, vocab_size=100_000)
+    return sum(parameter.numel() for parameter in model.blocks.parameters())
+
+
+def table_of(records: Sequence[Record]) -> list[str]:
+    """Markdown: a row per corpus and variant; differences are those of the same seeds."""
+    lines = ["| corpus | variant | seeds | nats per token | bits per byte | beside the first | seconds | GiB |"]
+    lines.append("|" + " --- |" * 8)
+    first: dict[tuple[str, int], float] = {}
+    for corpus, variant in dict.fromkeys((row.corpus, row.variant) for row in records):
+        rows = [row for row in records if (row.corpus, row.variant) == (corpus, variant)]
+        apart = [row.nats - first.setdefault((corpus, row.seed), row.nats) for row in rows]
+        cells = [corpus, variant, str(len(rows))]
+        cells += [spread([row.nats for row in rows], digits=4), f"{statistics.fmean(r.bits_per_byte for r in rows):.4f}"]
+        cells += [spread(apart, digits=4, sign="+") if any(apart) else ""]
+        cells += [f"{statistics.fmean(row.seconds for row in rows):.0f}", f"{max(row.peak_gib for row in rows):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def draw(records: Sequence[Record], *, out: Path) -> None:
+    """A row per corpus: held-out loss over steps, and by position in the segment; means over the seeds."""
+    corpora = list(dict.fromkeys(row.corpus for row in records))
+    variants = list(dict.fromkeys(row.variant for row in records))
+    with picture(out, width=8.4, height=3.1 * len(corpora)) as figure:
+        for axes, corpus in zip(figure.subplots(len(corpora), 2, squeeze=False), corpora, strict=True):
+            for variant, colour in zip(variants, COLOURS, strict=False):
+                rows = [row for row in records if (row.corpus, row.variant) == (corpus, variant)]
+                if not rows:
+                    continue
+                curves = [[one.split(":") for one in row.curve.split()] for row in rows]
+                means = [statistics.fmean(float(point[1]) for point in points) for points in zip(*curves, strict=True)]
+                axes[0].plot([int(step) for step, _ in curves[0]], means, color=colour, label=variant)
+                by_bin = zip(*([float(loss) for loss in row.by_position.split()] for row in rows), strict=True)
+                axes[1].plot([statistics.fmean(losses) for losses in by_bin], color=colour)
+            axes[0].set(xlabel="step", ylabel=f"{corpus}: held-out nats per token")
+            axes[1].set(xlabel="position in the segment, in bins")
+            axes[0].legend()
+
+
+def begin_of(study: str) -> str:
+    """The comment before its table."""
+    return f"<!-- table: python tools/studies.py --table ({study}) -->"
+
+
+def write_tables() -> None:
+    """Of all studies that have records."""
+    records = read_rows(RECORDS, Record)
+    for study in dict.fromkeys(row.study for row in records):
+        order = [(variant, seed) for variant in STUDIES[study].variants for seed in range(1, 100)]
+        rows = sorted(
+            (row for row in records if row.study == study), key=lambda row: (row.corpus, order.index((row.variant, row.seed)))
+        )
+        put_table(PAGE, begin_of(study), table_of(rows))
+        draw(rows, out=ROOT / f"docs/study_{study}.svg")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", nargs="?", choices=STUDIES)
+    parser.add_argument("--corpus", type=Path, action="append", default=[], metavar="DIR", help="prepared; one or more")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
+    parser.add_argument("--steps", type=int, default=0, help="of each run; 0 means the study's")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each rank on one thread")
+    parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder for the runs")
+    parser.add_argument("--trial", action="store_true", help="print the table, and record nothing")
+    parser.add_argument("--table", action="store_true", help="write the tables and draw the pictures")
+    given = parser.parse_args()
+    if given.table:
+        write_tables()
+        return
+    if not (given.study and given.corpus):
+        parser.error("name a study and a corpus")
+    steps, out = given.steps or STUDIES[given.study].steps, given.out.resolve()
+    known = {(row.study, row.corpus, row.variant, row.seed, row.steps) for row in read_rows(RECORDS, Record)}
+    missing = [
+        (variant, corpus.resolve(), seed)
+        for seed in range(1, given.seeds + 1)
+        for corpus in given.corpus
+        for variant in STUDIES[given.study].variants
+        if given.trial or (given.study, corpus.resolve().name, variant, seed, steps) not in known
+    ]
+
+    def run(one: tuple[str, Path, int]) -> Record:
+        variant, corpus, seed = one
+        row = measure(given.study, variant, corpus=corpus, seed=seed, steps=steps, out=out)
+        print(f"{row.study}, {row.corpus}, {row.variant}, seed {row.seed}: {row.nats:.4f} nats", flush=True)
+        if not given.trial:
+            append_rows(RECORDS, Record._fields, [row])
+        return row
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        rows = list(pool.map(run, missing))
+    if given.trial:
+        print("\n".join(table_of(rows)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (TxlError, RuntimeError) as error:
+        sys.exit(f"studies: {error}")
