@@ -86,7 +86,9 @@ def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> li
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tell", action="store_true", help="write docs/prediction.csv; refused once the larger is trained")
+    parser.add_argument(
+        "--tell", action="store_true", help="write docs/prediction.csv; refused once the larger is trained"
+    )
     parser.add_argument("--table", action="store_true", help="write the table of docs/results.md")
     given = parser.parse_args()
     records = read_rows(STUDIED, Record)

@@ -1,8 +1,8 @@
 """What one setting is worth, all else equal: trainings from the same seeds, scored on the same tokens.
 
-    python tools/studies.py memory --corpus data/books --corpus data/stdlib     a study of `STUDIES`; what is recorded
-    python tools/studies.py softmax --corpus data/wikitext-2                    in docs/studies.csv is not run again
-    python tools/studies.py --table                                             the tables and pictures of docs/results.md
+    python tools/studies.py memory --corpus data/books --corpus data/stdlib     what docs/studies.csv lacks
+    python tools/studies.py softmax --corpus data/wikitext-2
+    python tools/studies.py --table                        the tables of docs/results.md, and docs/study_*.svg
 
     memory     a memory of 0, 1, 2 and 4 times the segment
     borders    memory that runs over document borders, and a mask there; both score the same tokens
@@ -61,9 +61,7 @@ STUDIES = {
     "memory": Study({f"memory {length}": {"train.memory_len": length} for length in (0, 64, 128, 256)}, 900),
     "borders": Study({one: {"data.document_border": one} for one in ("carry", "mask")}, 900),
     "softmax": Study({"adaptive": {}, "full": {"model.cutoffs": ()}}, 300),
-    "norm": Study(
-        {"pre-norm": {}, "post-norm": {"model.pre_norm": False, "model.final_norm": False}}, 900
-    ),
+    "norm": Study({"pre-norm": {}, "post-norm": {"model.pre_norm": False, "model.final_norm": False}}, 900),
     "precision": Study(
         {f"fp32, ZeRO-{stage}": {"engine.zero_stage": stage} for stage in range(4)}
         | {"bf16, ZeRO-1": {"engine.precision": "bf16"}},
@@ -162,7 +160,10 @@ def table_of(records: Sequence[Record]) -> list[str]:
         rows = [row for row in records if (row.corpus, row.variant) == (corpus, variant)]
         apart = [row.nats - first.setdefault((corpus, row.seed), row.nats) for row in rows]
         cells = [corpus, variant, str(len(rows))]
-        cells += [spread([row.nats for row in rows], digits=4), f"{statistics.fmean(r.bits_per_byte for r in rows):.4f}"]
+        cells += [
+            spread([row.nats for row in rows], digits=4),
+            f"{statistics.fmean(r.bits_per_byte for r in rows):.4f}",
+        ]
         cells += [spread(apart, digits=4, sign="+") if any(apart) else ""]
         cells += [f"{statistics.fmean(row.seconds for row in rows):.0f}", f"{max(row.peak_gib for row in rows):.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -200,7 +201,8 @@ def write_tables() -> None:
     for study in dict.fromkeys(row.study for row in records):
         order = [(variant, seed) for variant in STUDIES[study].variants for seed in range(1, 100)]
         rows = sorted(
-            (row for row in records if row.study == study), key=lambda row: (row.corpus, order.index((row.variant, row.seed)))
+            (row for row in records if row.study == study),
+            key=lambda row: (row.corpus, order.index((row.variant, row.seed))),
         )
         put_table(PAGE, begin_of(study), table_of(rows))
         draw(rows, out=ROOT / f"docs/study_{study}.svg")

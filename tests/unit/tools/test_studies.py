@@ -1,4 +1,4 @@
-"""Every variant of a study is a run that can be started, tables pair seeds, and a prediction is a line through logarithms."""
+"""Every variant of a study can be started, tables pair seeds, and a prediction is a line through logarithms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ VARIANTS = [(name, variant) for name, study in STUDIES.items() for variant in st
 
 
 def row(study: str, variant: str, seed: int, nats: float, *, parameters: int = 1) -> Record:
-    return Record(study, "text", variant, seed, 9, nats, 1.0, 2.0, 0.5, parameters, "", "", "d", "c", "cpu", "2026-11-23")
+    return Record(
+        study, "text", variant, seed, 9, nats, 1.0, 2.0, 0.5, parameters, "", "", "d", "c", "cpu", "2026-11-23"
+    )
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)

@@ -197,7 +197,8 @@ def _norm_in_rows(values: Tensor) -> Tensor:
         whole = values.numel() // _ROW * _ROW
         norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
         values = torch.cat([norms, values[whole:].float()])
-    return torch.linalg.vector_norm(values, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+    return norm
 
 
 def _overlaps(pieces: list[Piece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
