@@ -1,6 +1,6 @@
 """The settings that issue from what was learned since 2019, by name, and a step of the engine with them.
 
-Each is one change of configs/quickstart.toml. `WHOLE` are those of configs/modern_quickstart.toml.
+Each is one change of configs/quickstart.toml. `WHOLE` are those that were taken together when the ablation began.
 """
 
 from __future__ import annotations
