@@ -396,7 +396,7 @@ def norm_over_ranks(parts: list[Tensor]) -> Tensor:
 
     One reduction; nothing waits, nothing of the size of a gradient is made. Infinite from 1.8e19 on.
     """
-    return all_reduce_sum(norms_of(parts).square().sum()).sqrt()
+    return all_reduce_sum(torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()).sqrt()
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
