@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from measuring import interleaved
-from recording import ROOT, put_table, spread
-from runs import Rows
+from recording import ROOT, Rows, markdown, put_table, spread
 from runs import train as make_run
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
@@ -180,7 +179,7 @@ def table_of(records: Records) -> list[str]:
     adamw = records.cost_ms("adamw")
     assert adamw is not None
     head = ["switch", "step", *(f"alone, {c}" for c in corpora), *(f"in the whole, {c}" for c in corpora)]
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines = []
     for name in (*SWITCHES, "whole"):
         cells = [_gain(records, c, name, "adamw") for c in corpora]
         if name in ("muon", "whole"):
@@ -190,20 +189,19 @@ def table_of(records: Records) -> list[str]:
         else:
             cells += [_gain(records, c, f"whole +{name}", "whole") for c in corpora]
         shown = f"**{name}**" if name == "whole" else f"`{name}`" + (" *" if name in WHOLE else "")
-        lines.append(f"| {shown} | {(records.cost_ms(name) or 0) / adamw:.2f} | {' | '.join(cells)} |")
-    return lines
+        lines.append([shown, f"{(records.cost_ms(name) or 0) / adamw:.2f}", *cells])
+    return markdown(head, lines)
 
 
 def bases_of(records: Records) -> list[str]:
     """Markdown: the losses that gains are beside, and the rates, per corpus."""
-    lines = ["| corpus | " + " | ".join(f"AdamW at {lr:g}" for lr in RATES) + " | Muon's best rate | Muon | whole |"]
-    lines.append("| --- |" + " --- |" * (len(RATES) + 3))
+    lines = []
     for c in dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"):
         rates = [spread(records.losses(c, "adamw", lr=lr), digits=3) for lr in RATES]
         best = records.best_rate(c, "muon")
         muon, whole = (spread(records.losses(c, name, lr=best), digits=3) for name in ("muon", "whole"))
-        lines.append(f"| {c} | {' | '.join(rates)} | {best:g} | {muon} | {whole} |")
-    return lines
+        lines.append([c, *rates, f"{best:g}", muon, whole])
+    return markdown(["corpus", *(f"AdamW at {lr:g}" for lr in RATES), "Muon's best rate", "Muon", "whole"], lines)
 
 
 def _gain(records: Records, corpus: str, variant: str, beside: str) -> str:

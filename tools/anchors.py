@@ -20,7 +20,6 @@ counted, as it is not in papers; a primed program is of no use without the train
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import re
 import shutil
@@ -32,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from recording import ROOT, append_rows, put_table, today
+from recording import ROOT, Rows, markdown, put_table, today
 
 from txl_dist import __version__
 from txl_dist.config import Config, changed
@@ -184,27 +183,19 @@ def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_by
     )
 
 
-def read_rows() -> list[Row]:
-    """Those of the repository."""
-    if not RECORDS.is_file():
-        return []
-    with RECORDS.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def table_of(rows: Sequence[Row]) -> list[str]:
     """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte."""
     texts = dict[tuple[str, str], dict[str, Row]]()
     for row in rows:
         texts.setdefault((row["sha256"], row["train_sha256"]), {})[row["anchor"].partition(" (")[0]] = row
     names = ["order 0", "bigram", *(compressor.name for compressor in COMPRESSORS)]
-    lines = [f"| held-out text | bytes | behind | {' | '.join(names)} |", f"|{' --- |' * (3 + len(names))}"]
+    lines = []
     for anchors in texts.values():
         one = next(iter(anchors.values()))
-        sizes = f"{int(one['bytes']):,} | {int(one['train_bytes']):,}"
+        sizes = (f"{int(one[name]):,}" for name in ("bytes", "train_bytes"))
         cells = (_bits(anchors[name]) if name in anchors else "" for name in names)
-        lines.append(f"| {one['corpus']}, {one['split']} | {sizes} | {' | '.join(cells)} |")
-    return lines
+        lines.append([f"{one['corpus']}, {one['split']}", *sizes, *cells])
+    return markdown(["held-out text", "bytes", "behind", *names], lines)
 
 
 def _bits(row: Row) -> str:
@@ -217,7 +208,8 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
     num_bytes, train_bytes = (corpus.split(name).text_bytes for name in (split, train))
     sums = (hashlib.sha256(text).hexdigest()[:12] for text in (held_out, primer))
     texts = Texts(corpus.name, split, corpus.split(split).documents, num_bytes, next(sums), train_bytes, next(sums))
-    same = [row for row in read_rows() if (row["sha256"], row["train_sha256"]) == (texts.sha256, texts.train_sha256)]
+    records = Rows(RECORDS, COLUMNS)
+    same = [row for row in records.rows if (row["sha256"], row["train_sha256"]) == (texts.sha256, texts.train_sha256)]
     known = set[str]() if is_trial else {row["anchor"] for row in same}
 
     def tell(figure: Figure) -> None:
@@ -226,7 +218,7 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
         cold = "" if figure.cold is None else f"{figure.cold:.4f}"
         print(f"{figure.anchor:<18} {cold:>7} {figure.primed:>7.4f}", flush=True)
         if not is_trial:
-            append_rows(RECORDS, COLUMNS, [(*texts, *figure, today())])
+            records.add(**texts._asdict(), **figure._asdict(), date=today())
 
     print(f"{'':<18} {'cold':>7} {'primed':>7}  bits per byte of {corpus.name} ({split}), {num_bytes:,} bytes")
     for figure in counted(corpus, split=split, train=train):
@@ -250,7 +242,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from docs/anchors.csv")
     given = parser.parse_args()
     if given.table:
-        put_table(PAGE, BEGIN, table_of(read_rows()))
+        put_table(PAGE, BEGIN, table_of(Rows(RECORDS, COLUMNS).rows))
     elif given.corpus is None:
         parser.error("name a corpus")
     else:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from recording import ROOT, append_rows, commit, cpu, picture, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
 
 from txl_dist.config import Config, changed, config_to_toml, load_config
 from txl_dist.errors import TxlError
@@ -186,16 +186,16 @@ def table_of(records: Sequence[Record]) -> list[str]:
     """Markdown, a row per run."""
     runs = {name: list(rows) for name, rows in itertools.groupby(records, key=lambda row: row.run)}
     ends = {name: _curve(rows)[-1][1] for name, rows in runs.items()}
-    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    lines = []
     for name, rows in runs.items():
         died = [row for row in rows if row.kind == "killed"]
         said = next((row.value for row in rows if row.kind == "same"), "")
         said += f"{'; ' if said else ''}{ends[name] - ends[UNBROKEN]:+.4f} at the end" if name != UNBROKEN else ""
         ranks = ", ".join(str(count) for count in (RANKS, *(row.ranks for row in died)))
         killed = ", ".join(f"{row.step} (on from {row.value})" for row in died)
-        lines.append(f"| {name} | {ranks} | {killed} | {ends[name]:.4f} | {said} |")
+        lines.append([name, ranks, killed, f"{ends[name]:.4f}", said])
     seeds = [end for name, end in ends.items() if name not in (KILLED, MOVED)]
-    return [*lines, "", f"Unbroken runs of all seeds: {spread(seeds, digits=4)}."]
+    return [*markdown(_HEAD, lines), "", f"Unbroken runs of all seeds: {spread(seeds, digits=4)}."]
 
 
 def _curve(rows: Sequence[Record]) -> list[tuple[int, float]]:

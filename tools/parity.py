@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
-from recording import ROOT, append_rows, commit, cpu, picture, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
 
 from txl_dist.config import Config, config_to_toml, load_config
 from txl_dist.data.read.corpora import open_corpora
@@ -495,7 +495,7 @@ def loss_at(curve: Sequence[Record], seconds: float) -> float:
 
 def table_of(records: Sequence[Record]) -> list[str]:
     """Markdown, a row per corpus: means over its pairs, with their deviation."""
-    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    lines = []
     for (corpus, _, _), pairs in pairs_of(records).items():
         theirs, ours = ([curves[side][-1] for curves in pairs] for side in (0, 1))
         apart = [mine.held_out_nats - other.held_out_nats for other, mine in zip(theirs, ours, strict=True)]
@@ -517,8 +517,8 @@ def table_of(records: Sequence[Record]) -> list[str]:
             spread(behind, digits=4),
             ("yes" if abs(mean) <= 0.01 else "no") if len(pairs) >= LEAST_SEEDS else f"fewer than {LEAST_SEEDS} pairs",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown(_HEAD, lines)
 
 
 def write_table() -> None:

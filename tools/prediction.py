@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from recording import ROOT, append_rows, commit, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, commit, markdown, put_table, read_rows, spread, today
 from studies import RECORDS as STUDIED
 from studies import STUDIES, Record, config_of, parameters_outside_tables
 
@@ -74,13 +74,13 @@ def predict(records: Sequence[Record], *, parameters: int) -> list[Prediction]:
 
 def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> list[str]:
     """Markdown, a row per prediction."""
-    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    lines = []
     for one in predictions:
         came = [row.nats for row in records if (row.study, row.corpus) == ("larger", one.corpus)]
         cells = [one.corpus, str(one.seeds), one.smaller.replace(" ", ", "), str(one.parameters)]
         cells += [f"{one.nats:.4f} +- {one.deviation:.4f}", spread(came, digits=4) if came else "not yet trained"]
-        lines.append(f"| {' | '.join([*cells, f'{one.date}, {one.commit}'])} |")
-    return lines
+        lines.append([*cells, f"{one.date}, {one.commit}"])
+    return markdown(_HEAD, lines)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What the tools that measure for the repository share: records in a CSV, a table in a page, a picture, where and when.
 
-A record is a NamedTuple; its CSV has a column per field, and a row is on disk when `append_rows` returns.
+A record is a NamedTuple; its CSV has a column per field, and a row is on disk when `append_rows` returns. Where the
+fields are words that are looked up by name, `Rows` keeps them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import platform
 import re
 import statistics
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -34,9 +36,34 @@ def read_rows(path: Path, kind: type[_Record]) -> list[_Record]:
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Add rows, and the head if they are the first."""
-    is_new = not path.is_file()
     with path.open("a", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([columns] * is_new + list(rows))
+        head = [] if file.tell() else [columns]
+        csv.writer(file, lineterminator="\n").writerows([*head, *rows])
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table."""
+    return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(cells)} |" for cells in lines)]
+
+
+class Rows:
+    """A CSV with these columns, whose rows are words by column; runs made side by side may add to it."""
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.path, self.columns = path, tuple(columns)
+        self.rows: list[dict[str, str]] = []
+        self._lock = threading.Lock()
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                self.rows = list(csv.DictReader(file))
+
+    def add(self, **row: object) -> None:
+        """Append a row, None and what is missing as empty words; it is on disk when this returns."""
+        given = {name: row.get(name) for name in self.columns}
+        values = {name: "" if value is None else str(value) for name, value in given.items()}
+        with self._lock:
+            append_rows(self.path, self.columns, [list(values.values())])
+            self.rows.append(values)
 
 
 def put_table(page: Path, begin: str, lines: Sequence[str]) -> None:

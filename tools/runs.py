@@ -1,43 +1,17 @@
-"""Trainings in processes of their own, and the CSV that keeps what came of them: for tools that compare settings."""
+"""Trainings in processes of their own: for tools that compare settings."""
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from txl_dist.config import Config, flat, load_config
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 """Of the runs: as it is before a process measures, and is a rank of its own job."""
-
-
-class Rows:
-    """A CSV with these columns; what has its row need not be made again."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path, self.columns = path, tuple(columns)
-        self.rows: list[dict[str, Any]] = []
-        self._lock = threading.Lock()  # runs are made side by side
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                self.rows = list(csv.DictReader(file))
-
-    def add(self, **row: Any) -> None:
-        """Append a row, behind the head if it is the first; it is on disk when this returns."""
-        values = {name: str(row.get(name, "")) for name in self.columns}
-        with self._lock, self.path.open("a", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            if not file.tell():
-                writer.writeheader()
-            writer.writerow(values)
-            self.rows.append(values)
 
 
 def flags_of(config: Config, *, base: Path) -> list[str]:

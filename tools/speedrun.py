@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from recording import ROOT, append_rows, commit, cpu, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, commit, cpu, markdown, put_table, read_rows, spread, today
 
 from txl_dist.config import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
 from txl_dist.data.read.corpus import open_corpus
@@ -225,14 +225,14 @@ def table_of(records: Sequence[Record]) -> list[str]:
     for record in records:
         groups.setdefault((record.entry, record.settings, record.corpus), []).append(record)
     base = next((_mean_seconds(rows) for (name, _, _), rows in groups.items() if name == ORIGINAL), None)
-    lines = [f"| {' | '.join(_HEAD)} |", f"|{' --- |' * len(_HEAD)}"]
+    lines = []
     for (name, settings, _), rows in groups.items():
         shown = f"{name} ({settings})" if [key[0] for key in groups].count(name) > 1 else name
         losses, seconds = [row.held_out_nats for row in rows], [row.seconds for row in rows]
         times = f"{base / _mean_seconds(rows):.2f}" if base else ""
         loss = f"{spread(losses, digits=4)}, worst {max(losses):.4f}"
-        lines.append(f"| {shown} | {len(rows)} | {loss} | {spread(seconds, digits=1)} | {times} | {judged(rows)} |")
-    return lines
+        lines.append([shown, str(len(rows)), loss, spread(seconds, digits=1), times, judged(rows)])
+    return markdown(_HEAD, lines)
 
 
 def judged(rows: Sequence[Record]) -> str:

@@ -10,7 +10,7 @@
     norm       in front of each block, and behind it
     precision  ZeRO 0 to 3 and bf16 beside fp32, on two ranks
     sizes      three widths, from which tools/prediction.py tells the loss of
-    larger     one that is trained only when what was told is committed
+    larger     the one that is told of; train it once that is committed
 
 All runs of a study have equally many steps of equally many tokens. The loss is the whole split's, memory carried; the
 one by position is of the last evaluation while it trained. Seconds are those of its steps, and belong beside each other
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from recording import ROOT, append_rows, commit, cpu, picture, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
 from runs import flags_of, run_txl
 
 from txl_dist.config import Config, changed, check_config, load_config
@@ -41,6 +41,7 @@ RECORDS, PAGE = ROOT / "docs/studies.csv", ROOT / "docs/results.md"
 QUICKSTART = ROOT / "configs/quickstart.toml"
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8")
 NUM_EVALUATIONS = 8
+_HEAD = ("corpus", "variant", "seeds", "nats per token", "bits per byte", "beside the first", "seconds", "GiB")
 
 
 class Study(NamedTuple):
@@ -153,8 +154,7 @@ def parameters_outside_tables(config: Config) -> int:
 
 def table_of(records: Sequence[Record]) -> list[str]:
     """Markdown: a row per corpus and variant; differences are those of the same seeds."""
-    lines = ["| corpus | variant | seeds | nats per token | bits per byte | beside the first | seconds | GiB |"]
-    lines.append("|" + " --- |" * 8)
+    lines = []
     first: dict[tuple[str, int], float] = {}
     for corpus, variant in dict.fromkeys((row.corpus, row.variant) for row in records):
         rows = [row for row in records if (row.corpus, row.variant) == (corpus, variant)]
@@ -166,8 +166,8 @@ def table_of(records: Sequence[Record]) -> list[str]:
         ]
         cells += [spread(apart, digits=4, sign="+") if any(apart) else ""]
         cells += [f"{statistics.fmean(row.seconds for row in rows):.0f}", f"{max(row.peak_gib for row in rows):.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown(_HEAD, lines)
 
 
 def draw(records: Sequence[Record], *, out: Path) -> None:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, begin_of, markdown
-from tools.recording import ROOT, put_table
-from tools.runs import Rows, run_txl
+from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, add_record_flags, begin_of
+from tools.recording import Rows, markdown, put_table
+from tools.runs import run_txl
 
 GROUP = (
     Trial(True, "ours", "full"),
@@ -85,8 +85,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
     parser.add_argument("--steps", type=int, default=0, help="of these runs; 0 is what the size has")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper/t6"), help="folder of the runs of table 6")
-    parser.add_argument("--csv", type=Path, default=ROOT / "tools/paper/t8.csv", help="the records")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+    add_record_flags(parser, program="t8")
     given = parser.parse_args()
     rows = Rows(given.csv, COLUMNS)
     if given.table:

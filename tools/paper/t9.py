@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import PAGE, UNMEASURED, begin_of, markdown
-from tools.recording import ROOT, put_table
-from tools.runs import Rows
+from tools.paper.trials import PAGE, UNMEASURED, add_record_flags, begin_of
+from tools.recording import ROOT, Rows, markdown, put_table
 
 COLUMNS = ("attention", "variant", "min_ms_per_token", "x_by_min", "model", "rounds")
 SIZES = {
@@ -75,8 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="cores", help="paper prints the command only")
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
-    parser.add_argument("--csv", type=Path, default=ROOT / "tools/paper/t9.csv", help="the records")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+    add_record_flags(parser, program="t9")
     given = parser.parse_args()
     rows = Rows(given.csv, COLUMNS)
     if given.table:

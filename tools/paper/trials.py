@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tools.recording import ROOT, put_table, spread
-from tools.runs import Rows, flags_of, run_txl, train
+from tools.recording import ROOT, Rows, markdown, put_table, spread
+from tools.runs import flags_of, run_txl, train
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.ops.plan.hardware import Cluster, find_gpu
@@ -162,11 +162,6 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
             rows.add(**words, attention=length, nats=f"{nats:.5f}", wall_s=f"{wall_s:.1f}")
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
-    return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(cells)} |" for cells in lines)]
-
-
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A row per trial, in the order of the records: nats per token, mean and deviation over the seeds."""
     if not rows:
@@ -209,20 +204,25 @@ def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_
                 yield f"txl evaluate {run} --split test --num-lanes 10 {' '.join(words)}"
 
 
+def add_record_flags(parser: argparse.ArgumentParser, *, program: str) -> None:
+    """Of all programs."""
+    parser.add_argument("--csv", type=Path, default=ROOT / f"tools/paper/{program}.csv", help="the records")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+
+
 def options(description: str | None, *, program: str) -> argparse.ArgumentParser:
-    """Flags that these programs share."""
+    """Flags of the programs that compare trials."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the commands only")
     parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared, with a held-out split")
     parser.add_argument("--steps", type=int, default=0, help="of a run, all alike; 0 is what the size has")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each on one thread")
-    parser.add_argument("--csv", type=Path, default=ROOT / f"tools/paper/{program}.csv", help="the records")
     parser.add_argument("--out", type=Path, default=Path(f"runs/paper/{program}"), help="folder for the runs")
     parser.add_argument("--gpus", type=int, default=4, help="of the paper's size")
     parser.add_argument("--gpu", default="h100", help="their kind, as for txl plan")
     parser.add_argument("--vocab-size", type=int, default=267_735, help="of the paper's corpus")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+    add_record_flags(parser, program=program)
     return parser
 
 

@@ -9,10 +9,14 @@ import pytest
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tools import anchors
 from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, marked_text, measure, table_of
-from tools.recording import table_in
+from tools.recording import Rows, table_in
 from txl_dist.errors import DataError, TxlError
 
 NEW = ["\u00ff is no mark, nor are bytes like \u4e2d's", ""]
+
+
+def recorded() -> list[dict[str, str]]:
+    return Rows(anchors.RECORDS, anchors.COLUMNS).rows
 
 
 @pytest.mark.parametrize("settings", [{"kind": "byte"}, {"kind": "bpe", "vocab_size": 300}, {"kind": "char"}], ids=str)
@@ -65,16 +69,16 @@ def test_what_is_recorded_is_not_measured_again_and_a_missing_program_is_named(
     monkeypatch.setattr(anchors, "COMPRESSORS", programs)
     corpus = tiny_corpus(tmp_path, texts=random_texts(count=30))
     measure(corpus, split="valid", train="train", is_trial=False)
-    first, rows = capsys.readouterr().out, anchors.read_rows()
+    first, rows = capsys.readouterr().out, recorded()
     assert "no program no-such-program: apt-get install other-utils" in first
     assert [row["anchor"].partition(" (")[0] for row in rows] == ["order 0", "bigram", "copy"]
     marks = corpus.split("valid").documents / corpus.split("valid").text_bytes
     assert [float(rows[2][name]) for name in ("cold", "primed")] == pytest.approx([8 + 8 * marks] * 2, abs=1e-4)
     measure(corpus, split="valid", train="train", is_trial=False)
-    assert anchors.read_rows() == rows
+    assert recorded() == rows
     assert "copy" not in capsys.readouterr().out
     assert table_of(rows)[2].startswith("| corpus, valid | ")
 
 
 def test_the_page_shows_the_table_of_the_records() -> None:
-    assert table_in(PAGE, BEGIN) == table_of(anchors.read_rows())
+    assert table_in(PAGE, BEGIN) == table_of(recorded())

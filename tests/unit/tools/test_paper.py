@@ -22,8 +22,8 @@ from tools.paper.trials import (
     on_a_cluster,
     scoring,
 )
-from tools.recording import ROOT, table_in
-from tools.runs import Rows, flags_of
+from tools.recording import ROOT, Rows, table_in
+from tools.runs import flags_of
 from txl_dist.config import Config, check_config, load_config
 
 CORES, PAPER = SIZES["cores"], SIZES["paper"]
