@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -28,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from recording import ROOT, append_rows, commit, cpu, markdown, put_table, read_rows, spread, today
 
 from txl_dist.config import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
@@ -62,8 +64,9 @@ class Record(NamedTuple):
     commit: str
     cpu: str
     torch: str
-    load: float
-    """Processes that ran or wanted to, in the minute before: above 0.5 the seconds are not those of a quiet machine."""
+    others: float
+    """Cores that other programs, and a virtual machine's neighbours, had while it trained: above 0.1 the seconds are
+    not those of a quiet machine."""
     date: str
 
 
@@ -140,16 +143,18 @@ def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
     known = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else None
     if known is None or (entry.folder and not known["done"]):
         shutil.rmtree(place, ignore_errors=True)  # it cannot go on, or nobody has said how long it took
-    known = known or {"seconds": 0.0, "starts": 0, "done": False}
+    known = known or {"seconds": 0.0, "others_s": 0.0, "starts": 0, "done": False}
     place.parent.mkdir(parents=True, exist_ok=True)
-    load = os.getloadavg()[0]
     if not known["done"]:
-        command, began = _command(entry, seed=seed, place=place, corpus=corpus), time.perf_counter()
+        command = _command(entry, seed=seed, place=place, corpus=corpus)
+        began, others_s = time.perf_counter(), _others_seconds()
         try:
             _run(command, log=place.with_suffix(".log"))
             known["done"] = True
         finally:
-            known |= {"seconds": known["seconds"] + time.perf_counter() - began, "starts": known["starts"] + 1}
+            known["seconds"] += time.perf_counter() - began
+            known["others_s"] += _others_seconds() - others_s
+            known["starts"] += 1
             clock.write_text(json.dumps(known), encoding="utf-8")
     scored = place
     if entry.folder:
@@ -172,7 +177,7 @@ def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
         commit=commit(),
         cpu=cpu(),
         torch=version("torch"),
-        load=round(load, 1),
+        others=round(known["others_s"] / known["seconds"], 2),
         date=today(),
     )
 
@@ -205,6 +210,13 @@ def _run(command: Sequence[str], *, log: Path) -> None:
         raise
     if code:
         raise TxlError(f"{' '.join(command[:6])} ... ended with {code}; see {log}.")
+
+
+def _others_seconds() -> float:
+    """Of all cores, which neither they nor this program's ended children had; from an unknown moment."""
+    cores, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = cores.user + cores.system + cores.nice + cores.irq + cores.softirq + cores.steal
+    return float(busy - children.ru_utime - children.ru_stime)
 
 
 def _txl(*words: str, log: Path) -> None:

@@ -15,7 +15,7 @@ from txl_dist.errors import ConfigError
 
 
 def row(entry: str, seed: int, seconds: float, loss: float, **others: Any) -> Record:
-    values: dict[str, Any] = {"settings": "aa", "corpus": "cc", "starts": 1, "bits_per_byte": 1.9, "load": 0.1}
+    values: dict[str, Any] = {"settings": "aa", "corpus": "cc", "starts": 1, "bits_per_byte": 1.9, "others": 0.01}
     values |= {"commit": "0", "cpu": "x", "torch": "2", "date": "2026-11-23"}
     return Record(entry=entry, seed=seed, seconds=seconds, held_out_nats=loss, **(values | others))
 
