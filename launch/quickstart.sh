@@ -6,7 +6,7 @@
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-config=configs/quickstart.toml corpus=data/stdlib run=runs/quickstart bundle=bundles/quickstart
+config=configs/modern_quickstart.toml corpus=data/stdlib run=runs/modern_quickstart bundle=bundles/modern_quickstart
 
 say() { printf '\n== %s\n' "$*"; }
 

@@ -42,9 +42,9 @@ if mode == "slow start":
     Path("up").touch()
     time.sleep(30)
 if mode == "0":
-    Path("runs/quickstart").mkdir(parents=True)
-    Path("runs/quickstart/DONE").write_text("7")
-    Path("runs/quickstart/metrics.jsonl").write_text('{{"event": "start", "step": 0}}')
+    Path("runs/modern_quickstart").mkdir(parents=True)
+    Path("runs/modern_quickstart/DONE").write_text("7")
+    Path("runs/modern_quickstart/metrics.jsonl").write_text('{{"event": "start", "step": 0}}')
 sys.exit(int(mode))
 """
 
@@ -108,7 +108,7 @@ def test_a_signal_before_the_training_listens_loses_nothing(folder: Path) -> Non
 def test_a_training_that_fails_ends_in_a_line_that_says_where_to_look(folder: Path, code: int) -> None:
     returned, output, calls = run(folder, mode=str(code))
     assert returned == code
-    assert output.endswith("training did not finish; see the messages above and runs/quickstart/log.txt\n")
+    assert output.endswith("training did not finish; see the messages above and runs/modern_quickstart/log.txt\n")
     assert "launch" in calls[-1]
 
 
@@ -136,7 +136,7 @@ def test_a_corpus_that_is_there_is_not_prepared_again(folder: Path) -> None:
 )
 def test_the_training_gets_two_ranks_where_it_can(folder: Path, num_gpus: int, devices: str | None, call: str) -> None:
     _, _, calls = run(folder, mode="0", num_gpus=num_gpus, devices=devices)
-    assert calls[1] == f"{call} configs/quickstart.toml --train.max_steps 7"
+    assert calls[1] == f"{call} configs/modern_quickstart.toml --train.max_steps 7"
     assert "evaluate" in calls[2], "behind a training that is done it goes on"
 
 
