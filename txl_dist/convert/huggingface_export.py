@@ -55,13 +55,14 @@ class Written(NamedTuple):
 def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
     """Write the folder.
 
-    Raises ConfigError for a model without a memory, CheckpointError if the probe or the model that transformers loads
+    Raises ConfigError for absolute positions, CheckpointError if the probe or the model that transformers loads
     differ, or the folder cannot be written.
     """
     section, tokenizer = bundle.section, bundle.tokenizer
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"a model with {section.positions} positions knows no memory, on which this code is built. Export a bundle."
+            f"{section.positions} positions count from a segment's first token, and this code keeps a past that is "
+            "told by distances. Export a bundle."
         )
     prove(bundle, bundle.model, bundle.dtype, where=str(out))
     with new_folder(out, kind=Kind.HUGGINGFACE_CODE) as folder:

@@ -59,13 +59,14 @@ CHECKED_SEGMENTS = 5
 def export_onnx(out: Path, bundle: Bundle) -> float:
     """Write the folder and run it; returns the largest difference of a log-probability to the bundle, in nats.
 
-    Raises ConfigError for a model without a memory or a missing package, CheckpointError if graphs or probe differ, or
+    Raises ConfigError for absolute positions or a missing package, CheckpointError if graphs or probe differ, or
     the folder cannot be written.
     """
     section, network = bundle.section, bundle.model
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"a model with {section.positions} positions knows no memory, which these graphs pass on. Export a bundle."
+            f"{section.positions} positions count from a segment's first token, and these graphs pass on a past that "
+            "is told by distances. Export a bundle."
         )
     with explained(
         ConfigError, "--format onnx needs packages", 'Run `pip install "txl_dist[onnx]"`', of=(ImportError,)

@@ -272,10 +272,10 @@ def test_the_folder_is_whole_and_replaces_only_its_own_kind(taken: Taken, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_model_without_a_memory_or_with_other_weights_than_its_probe_is_refused(tmp_path: Path) -> None:
+def test_absolute_positions_and_other_weights_than_the_probe_has_are_refused(tmp_path: Path) -> None:
     bundle = load_bundle(make(tmp_path / "made").bundle)
     absolute = bundle.section.model_copy(update={"positions": "absolute"})
-    with pytest.raises(ConfigError, match=r"absolute positions knows no memory.* Export a bundle"):
+    with pytest.raises(ConfigError, match=r"absolute positions count from.* Export a bundle"):
         export_huggingface_code(tmp_path / "out", dataclasses.replace(bundle, section=absolute))
     with torch.no_grad():
         bundle.model.blocks[0].ff_in.weight *= 1.1  # type: ignore[union-attr, operator]

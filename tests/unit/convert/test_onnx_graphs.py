@@ -107,12 +107,10 @@ def test_onnx_runtime_alone_scores_and_generates_as_the_bundle(name: str, tmp_pa
         assert str(Path.cwd()).encode() not in (tmp_path / "graphs" / graph).read_bytes()
 
 
-def test_what_has_no_memory_to_pass_on_and_a_missing_package_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absolute_positions_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = load_bundle(make(tmp_path / "made").bundle)
     absolute = bundle.section.model_copy(update={"positions": "absolute"})
-    with pytest.raises(ConfigError, match="absolute positions knows no memory"):
+    with pytest.raises(ConfigError, match="absolute positions count from"):
         export_onnx(tmp_path / "out", dataclasses.replace(bundle, section=absolute))
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "onnxscript", None)
