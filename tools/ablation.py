@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 from measuring import interleaved
 from recording import ROOT, Rows, markdown, put_table, spread
-from runs import train as make_run
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
+from trainings import train as make_run
 
 from txl_dist.config import changed
 from txl_dist.dist import joined_ranks

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
-from runs import flags_of, run_txl
+from trainings import flags_of, run_txl
 
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import open_corpus

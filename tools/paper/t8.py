@@ -19,7 +19,7 @@ from typing import Any
 
 from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, add_record_flags, begin_of
 from tools.recording import Rows, markdown, put_table
-from tools.runs import run_txl
+from tools.trainings import run_txl
 
 GROUP = (
     Trial(True, "ours", "full"),

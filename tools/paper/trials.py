@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tools.recording import ROOT, Rows, markdown, put_table, spread
-from tools.runs import flags_of, run_txl, train
+from tools.trainings import flags_of, run_txl, train
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.ops.plan.hardware import Cluster, find_gpu

@@ -86,7 +86,9 @@ def test_the_second_and_third_runs_are_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_the_time_does_not_reach_is_told(tmp_path: Path) -> None:
-    found = rehearsed(tmp_path / "gpu.jsonl", "--only", "sweep", "--seconds", "40", "--break", "sweep=hang")
+    found = rehearsed(
+        tmp_path / "gpu.jsonl", "--only", "sweep", "--seconds", "40", "--job-seconds", "90", "--break", "sweep=hang"
+    )
     assert wrong(found["sweep"]) == ["the section's time ended", "no time was left", "no time was left"]
     assert [row["job"] for row in found["sweep"]] == ["as it is", "buffer 30 MB", "attend 128x64x4x2"]
 

@@ -23,7 +23,7 @@ from tools.paper.trials import (
     scoring,
 )
 from tools.recording import ROOT, Rows, table_in
-from tools.runs import flags_of
+from tools.trainings import flags_of
 from txl_dist.config import Config, check_config, load_config
 
 CORES, PAPER = SIZES["cores"], SIZES["paper"]
