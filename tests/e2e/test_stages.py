@@ -13,7 +13,8 @@ from tests.e2e.test_resume import assert_same_state, last_step, losses
 from tests.helpers.job import Job
 from tests.helpers.launch import train, txl
 from txl_dist.config import load_config
-from txl_dist.run_files import list_checkpoints
+from txl_dist.ops.inspect_run import checkpoint_facts
+from txl_dist.run_files import list_checkpoints, step_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -80,6 +81,11 @@ def test_asked_to_stop_in_a_stage_it_goes_on_there_on_one_rank(tmp_path: Path, c
         txl("inspect", "run", "--step", str(step), "--json", f"{step}.json", cwd=tmp_path) for step in (3, 25)
     )
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    lanes = (32, 16, 8)  # of the stages until 12, until 21, and of [train]
+    for checkpoint in list_checkpoints(tmp_path / "run"):
+        stage = checkpoint_facts(checkpoint)["stage"]
+        number = 1 + sum(step_of(checkpoint) > end for end in (12, 21))
+        assert (stage["number"], stage["of"], stage["num_lanes"]) == (number, 3, lanes[number - 1])
 
 
 def test_stages_that_cannot_be_are_refused_before_anything_is_built(tmp_path: Path, config_file: Path) -> None:

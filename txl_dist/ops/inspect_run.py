@@ -24,7 +24,7 @@ from txl_dist.ops.inspect_settings import Question
 from txl_dist.rng import derive_seed
 from txl_dist.run_files import CHECKPOINTS, DONE, SETTINGS, Kind, list_checkpoints, step_of
 from txl_dist.sections import DataSection, RunSection, TrainSection
-from txl_dist.stages import at_step
+from txl_dist.stages import at_step, each_stage
 from txl_dist.tables import aligned, size
 from txl_dist.text.clusters import best_cutoffs
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
@@ -213,12 +213,25 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         "problems": problems,
         "bytes": _bytes_of(folder),
         **{key: saved.values[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
+        "stage": _stage_facts(folder, saved.step),
         "kinds": kinds,
         "lanes": lanes,
         "stream": _stream_facts(folder, saved.stream),
         "health": {key: getattr(saved.health, key) for key in ("skipped_steps", "num_spikes", "rewinds")},
         **{key: saved.values[key] for key in ("tokenizer_fingerprint", "config_fingerprint")},
     }
+
+
+def _stage_facts(folder: Path, step: int) -> dict[str, int] | None:
+    """Of the stage that its last step belongs to; None for a run without stages, or a checkpoint without settings."""
+    with suppress(TxlError, OSError):
+        stages = list(each_stage(load_config(folder / SETTINGS)))
+        if len(stages) > 1:
+            number = next((n for n, (steps, _) in enumerate(stages, 1) if step <= steps.stop), len(stages))
+            train = stages[number - 1][1].train
+            lengths = {key: getattr(train, key) for key in ("num_lanes", "segment_len", "memory_len")}
+            return {"number": number, "of": len(stages), **lengths}
+    return None
 
 
 def _lane_file(path: Path) -> dict[str, Any]:
@@ -276,6 +289,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
         f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {facts['world_size']} ranks, ZeRO "
         f"{facts['zero_stage']}, {facts['precision']}"
         + (f", loss scale {facts['loss_scale']['cur_scale']:g}" if facts["loss_scale"] else ""),
+        *_stage_lines(facts["stage"]),
         f"skipped steps: {health['skipped_steps']}; spikes: {health['num_spikes']}; rewinds: {health['rewinds']}",
         f"tokenizer {facts['tokenizer_fingerprint'][:16]}, {facts['vocab_size']:,} ids; settings "
         f"{facts['config_fingerprint'][:16]}",
@@ -291,6 +305,13 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
         *aligned(rows[: max_parameters + 1]),
         *([f"... and {hidden:,} more"] if hidden > 0 else []),
     ]
+
+
+def _stage_lines(stage: dict[str, int] | None) -> list[str]:
+    if stage is None:
+        return []
+    lengths = f"{stage['num_lanes']} lanes x {stage['segment_len']} tokens, a memory of {stage['memory_len']}"
+    return [f"stage {stage['number']} of {stage['of']}: {lengths}"]
 
 
 def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:
