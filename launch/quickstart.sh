@@ -132,9 +132,9 @@ This start trained $num_steps steps in $train_s s, start-up included$finished. W
   $bundle  weights, config, tokenizer, probe
 
 Next (after: source $VENV/bin/activate):
-  txl report $run                 one page with all that happened
+  txl report $run                          one page with all that happened
   tensorboard --logdir runs                                  the curves, live
-  txl train $config --dry-run   see what a run would be
+  txl train $config --dry-run         see what a run would be
   txl prepare MY_FILES --out data/mine                       your own text
   txl launch --num_accelerators 2 $config --data.path data/mine --run.dir runs/mine
   txl generate $bundle --prompt "class "
