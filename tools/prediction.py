@@ -96,7 +96,7 @@ def main() -> None:
         if any(row.study == "larger" for row in records):
             raise ConfigError("the larger model is trained: what is told now is no prediction.")
         (variant,) = STUDIES["larger"].variants
-        larger = config_of(STUDIES["larger"], variant, corpus=Path(), seed=1, steps=1, place=Path())
+        larger = config_of(STUDIES["larger"], variant, corpus=Path(), vocab_size=100_000, seed=1, steps=1, place=Path())
         rows = predict(records, parameters=parameters_outside_tables(larger))
         append_rows(RECORDS, Prediction._fields, rows)
         print(*rows, sep="\n")

@@ -101,14 +101,18 @@ class Record(NamedTuple):
     date: str
 
 
-def config_of(study: Study, variant: str, *, corpus: Path, seed: int, steps: int, place: Path) -> Config:
+def config_of(
+    study: Study, variant: str, *, corpus: Path, vocab_size: int, seed: int, steps: int, place: Path
+) -> Config:
     """Settings of a run. Raises ConfigError."""
-    lanes = load_config(QUICKSTART).train.num_lanes // study.ranks
+    base = load_config(QUICKSTART)
+    lanes = base.train.num_lanes // study.ranks
     values: dict[str, Any] = {"engine.zero_stage": 1 if study.ranks > 1 else 0, "train.microbatch_lanes": lanes}
     values |= {"train.max_steps": steps, "run.seed": seed, "run.dir": str(place), "data.path": str(corpus)}
     values |= {"eval.every_steps": max(1, steps // NUM_EVALUATIONS), "eval.max_tokens": 122_880}
     values |= {"checkpoint.every_steps": 0, "metrics.tensorboard": False, "metrics.sample_every_steps": 0}
-    config = changed(load_config(QUICKSTART), values | study.variants[variant])
+    values["model.cutoffs"] = tuple(one for one in base.model.cutoffs if one < vocab_size)  # none for bytes
+    config = changed(base, values | study.variants[variant])
     check_config(config)
     return config
 
@@ -117,7 +121,8 @@ def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out
     """Train and score. Raises RuntimeError if a command fails."""
     study = STUDIES[name]
     place = out / f"{name}-{corpus.name}-{variant}-{seed}".replace(", ", "-").replace(" ", "_")
-    config = config_of(study, variant, corpus=corpus, seed=seed, steps=steps, place=place)
+    data = open_corpus(corpus)
+    config = config_of(study, variant, corpus=corpus, vocab_size=data.vocab_size, seed=seed, steps=steps, place=place)
     verb = ("launch", "--num_accelerators", study.ranks) if study.ranks > 1 else ("train",)
     run_txl(*verb, QUICKSTART, *flags_of(config, base=QUICKSTART))
     result = place / "study.json"
@@ -138,7 +143,7 @@ def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out
         parameters=parameters_outside_tables(config),
         curve=" ".join(f"{row['step']}:{row['loss']:.4f}" for row in evaluated),
         by_position=" ".join(f"{loss:.4f}" for loss in evaluated[-1]["loss_by_position"]),
-        data=open_corpus(corpus).fingerprint[:12],
+        data=data.fingerprint[:12],
         commit=commit(),
         cpu=cpu(),
         date=today(),
