@@ -12,9 +12,9 @@
     sizes      three widths, from which tools/prediction.py tells the loss of
     larger     the one that is told of; train it once that is committed
 
-All runs of a study have equally many steps of equally many tokens. The loss is the whole split's, memory carried; the
-one by position is of the last evaluation while it trained. Seconds are those of its steps, and belong beside each other
-only if no other program ran: `--jobs 1`.
+All are trained as configs/modern_quickstart.toml says, but for the one setting, for equally many steps of equally many
+tokens. The loss is the whole split's, memory carried; the one by position is of the last evaluation while it trained.
+Seconds are those of its steps, and belong beside each other only if no other program ran: `--jobs 1`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from txl_dist.errors import TxlError
 from txl_dist.model.transformer_xl import TransformerXL
 
 RECORDS, PAGE = ROOT / "docs/studies.csv", ROOT / "docs/results.md"
-QUICKSTART = ROOT / "configs/quickstart.toml"
+RECIPE = ROOT / "configs/modern_quickstart.toml"
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8")
-NUM_EVALUATIONS = 8
+NUM_EVALUATIONS, EVALUATED_TOKENS = 5, 61_440
+"""While it trains."""
 _HEAD = ("corpus", "variant", "seeds", "nats per token", "bits per byte", "beside the first", "seconds", "GiB")
 
 
@@ -59,7 +60,7 @@ def _sized(width: int) -> dict[str, Any]:
 
 
 STUDIES = {
-    "memory": Study({f"memory {length}": {"train.memory_len": length} for length in (0, 64, 128, 256)}, 900),
+    "memory": Study({f"memory {length}": {"train.memory_len": length} for length in (0, 64, 128, 256)}, 600),
     "borders": Study({one: {"data.document_border": one} for one in ("carry", "mask")}, 900),
     "softmax": Study({"adaptive": {}, "full": {"model.cutoffs": ()}}, 300),
     "norm": Study({"pre-norm": {}, "post-norm": {"model.pre_norm": False, "model.final_norm": False}}, 900),
@@ -105,11 +106,11 @@ def config_of(
     study: Study, variant: str, *, corpus: Path, vocab_size: int, seed: int, steps: int, place: Path
 ) -> Config:
     """Settings of a run. Raises ConfigError."""
-    base = load_config(QUICKSTART)
+    base = load_config(RECIPE)
     lanes = base.train.num_lanes // study.ranks
     values: dict[str, Any] = {"engine.zero_stage": 1 if study.ranks > 1 else 0, "train.microbatch_lanes": lanes}
     values |= {"train.max_steps": steps, "run.seed": seed, "run.dir": str(place), "data.path": str(corpus)}
-    values |= {"eval.every_steps": max(1, steps // NUM_EVALUATIONS), "eval.max_tokens": 122_880}
+    values |= {"eval.every_steps": max(1, steps // NUM_EVALUATIONS), "eval.max_tokens": EVALUATED_TOKENS}
     values |= {"checkpoint.every_steps": 0, "metrics.tensorboard": False, "metrics.sample_every_steps": 0}
     values["model.cutoffs"] = tuple(one for one in base.model.cutoffs if one < vocab_size)  # none for bytes
     config = changed(base, values | study.variants[variant])
@@ -124,7 +125,7 @@ def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out
     data = open_corpus(corpus)
     config = config_of(study, variant, corpus=corpus, vocab_size=data.vocab_size, seed=seed, steps=steps, place=place)
     verb = ("launch", "--num_accelerators", study.ranks) if study.ranks > 1 else ("train",)
-    run_txl(*verb, QUICKSTART, *flags_of(config, base=QUICKSTART))
+    run_txl(*verb, RECIPE, *flags_of(config, base=RECIPE))
     result = place / "study.json"
     run_txl("evaluate", place, "--num-lanes", 16, "--json", result)
     scored = json.loads(result.read_text(encoding="utf-8"))["model"]
