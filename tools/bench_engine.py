@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from measuring import add_measure_options, interleaved, print_table, rows, write_json
+from stepping import engine_step
 from torch import Tensor
 
 from txl_dist.config import Config, plan_batch
-from txl_dist.dist import Ranks, Votes, joined_ranks
+from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.engine.optim import build_optimizer
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.step import decide
 
 VOCAB_SIZE, LANES, LENGTH = 64, 4, 8
 LR, AGREEING_STEPS = 1e-3, 8
@@ -82,12 +82,9 @@ class EngineStep:
 
     def __call__(self) -> Tensor:
         """One step as `train.step` makes it; its loss."""
-        loss, self.memory = self.engine.forward(self.batch, self.memory, normalizer=float(LANES * LENGTH))
-        self.engine.backward(loss)
-        norm = self.engine.grad_norm()
-        decision = decide(loss.detach(), norm, skip=False, votes=Votes(), world_size=1)
-        self.engine.step(lr=LR, grad_norm=decision.grad_norm)
-        return loss.detach()
+        normalizer = float(LANES * LENGTH)
+        loss, self.memory, _ = engine_step(self.engine, self.batch, self.memory, normalizer=normalizer, lr=LR)
+        return loss
 
 
 def main() -> None:

@@ -257,7 +257,7 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
         for phase in ("", "micro-step"):
             batch = moved(maker.batch(segment), device)
             counter.phase = phase
-            loss, memory = engine.forward(batch, memory, normalizer=float(lanes * train.segment_len))
+            loss, memory = engine.forward(batch, memory, normalizer=float(lanes * train.scored_len))
             engine.backward(loss)
             counter.phase = "update" if phase else ""
             engine.grad_norm()

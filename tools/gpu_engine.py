@@ -19,17 +19,17 @@ import torch
 from gpu_jobs import Setting
 from gpu_rows import Row
 from gpu_timing import median
+from stepping import engine_step
 from trainers import Sizes, zipf_segments
 
 from txl_dist.config import Config, load_config, plan_batch
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, Votes, joined_ranks
+from txl_dist.dist import Ranks, joined_ranks
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, pinned, to_device
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.step import decide
 
 REFERENCE = Path(__file__).with_name("gpu_reference.json")
 RECIPE = Path(__file__).parents[1] / "configs/enwik8_base.toml"
@@ -75,10 +75,8 @@ class Training:
         batch = to_device(batch, self.ranks.device)
         torch.manual_seed(derive_seed(1, "dropout", self.number, 0))
         self.number += 1
-        loss, self.memory = self.engine.forward(batch, self.memory, normalizer=float(self.sizes.tokens))
-        self.engine.backward(loss)
-        told = decide(loss.detach(), self.engine.grad_norm(), skip=False, votes=Votes(), world_size=1)
-        self.engine.step(lr=self.config.optim.lr, grad_norm=told.grad_norm)
+        normalizer, lr = float(self.sizes.tokens), self.config.optim.lr
+        _, self.memory, told = engine_step(self.engine, batch, self.memory, normalizer=normalizer, lr=lr)
         return told.loss, told.grad_norm
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from stepping import engine_step
 from torch import Tensor
 
 from txl_dist.config import Config, changed, load_config, plan_batch
 from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, Votes
+from txl_dist.dist import Ranks
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.step import decide
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -59,9 +59,5 @@ class EngineStep:
     def __call__(self, ids: np.ndarray) -> Tensor:
         """On ids [lanes, T + 1]; its loss."""
         (batch,) = self._maker.microbatches(plain_segment(ids), lanes=len(ids))
-        loss, self._memory = self._engine.forward(batch, self._memory, normalizer=self._normalizer)
-        self._engine.backward(loss)
-        norm = self._engine.grad_norm()
-        decision = decide(loss.detach(), norm, skip=False, votes=Votes(), world_size=1)
-        self._engine.step(lr=self._lr, grad_norm=decision.grad_norm)
-        return loss.detach()
+        loss, self._memory, _ = engine_step(self._engine, batch, self._memory, normalizer=self._normalizer, lr=self._lr)
+        return loss
