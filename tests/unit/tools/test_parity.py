@@ -83,7 +83,7 @@ def test_each_step_is_noted_with_its_loss_and_weights_are_kept_where_wanted(tmp_
 
 def curve(program: str, seed: int, points: list[tuple[float, float]]) -> list[Record]:
     """Of (seconds, loss)."""
-    common = {"settings": "s", "data": "d", "commit": "c", "cpu": "x", "torch": "2", "date": "2026-11-23"}
+    common = {"settings": "lr=0.001", "data": "d", "commit": "c", "cpu": "x", "torch": "2", "date": "2026-11-23"}
     return [
         Record("text", seed, program, 10 * (i + 1), seconds=2 * cpu, cpu_seconds=cpu, held_out_nats=loss, **common)
         for i, (cpu, loss) in enumerate(points)

@@ -24,7 +24,7 @@ def row(study: str, variant: str, seed: int, nats: float, *, parameters: int = 1
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_every_variant_can_be_started_on_its_ranks(name: str, variant: str, tmp_path: Path) -> None:
     study = STUDIES[name]
-    config = config_of(study, variant, corpus=tmp_path, seed=3, steps=70, place=tmp_path / "run")
+    config = config_of(study, variant, corpus=tmp_path, vocab_size=4096, seed=3, steps=70, place=tmp_path / "run")
     plan = plan_batch(config.train, world_size=study.ranks)
     assert plan.num_microbatches == 1
     assert (config.run.seed, config.train.max_steps, config.train.num_lanes) == (3, 70, 32)
