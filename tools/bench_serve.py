@@ -265,7 +265,7 @@ def main() -> None:
             print(f"\noutput_throughput, x one at a time: {by_median:.1f} by the median, {by_best:.1f} by the best")
             if process:
                 cpu = [statistics.median(one["server_cpu_ms_per_token"] for one in runs) for runs in ordered]
-                ratio = cpu[0] / cpu[1]
+                ratio = cpu[0] / cpu[1] if cpu[1] else math.nan  # the system counts in hundredths of a second
                 print(f"processor time of the server, ms per token: {cpu[0]:.2f} and {cpu[1]:.2f}, {ratio:.1f} x")
             print("ms per turn of a conversation:", " ".join(f"{ms:.0f}" for ms in turns))
             result = {**together, "one_at_a_time": alone, "x_by_median": by_median, "x_by_best": by_best}

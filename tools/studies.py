@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ class Record(NamedTuple):
     nats: float
     """Per token of the whole held-out split."""
     bits_per_byte: float
+    """nan where the corpus does not know its bytes."""
     seconds: float
     """Of its steps."""
     peak_gib: float
@@ -138,7 +140,7 @@ def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out
         seed=seed,
         steps=steps,
         nats=round(scored["loss"], 5),
-        bits_per_byte=round(scored["bits_per_byte"], 5),
+        bits_per_byte=round(scored.get("bits_per_byte", math.nan), 5),
         seconds=round(statistics.median(row["step_ms"] for row in trained[1:]) * steps / 1000, 1),
         peak_gib=round(max(row["peak_gib"] for row in trained), 3),
         parameters=parameters_outside_tables(config),
@@ -168,7 +170,7 @@ def table_of(records: Sequence[Record]) -> list[str]:
         cells = [corpus, variant, str(len(rows))]
         cells += [
             spread([row.nats for row in rows], digits=4),
-            f"{statistics.fmean(r.bits_per_byte for r in rows):.4f}",
+            "" if math.isnan(rows[0].bits_per_byte) else f"{statistics.fmean(r.bits_per_byte for r in rows):.4f}",
         ]
         cells += [spread(apart, digits=4, sign="+") if any(apart) else ""]
         cells += [f"{statistics.fmean(row.seconds for row in rows):.0f}", f"{max(row.peak_gib for row in rows):.2f}"]

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from txl_dist.log import logger, start_logging
 from txl_dist.processes import process_id
 from txl_dist.train.step import decide
 from txl_dist.train.watch.heartbeats import Beat
-from txl_dist.train.watch.watchdog import Watchdog, behind
+from txl_dist.train.watch.watchdog import Watchdog, behind, end_frozen
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -113,6 +115,35 @@ def test_the_rank_that_stands_still_is_named_and_all_end(
             assert "most recent call first" in (tmp_path / "stacks" / f"rank_{rank:05d}.txt").read_text()
     if kind in ("hang", "flip"):
         assert re.search(r", at \S+:\d+ \(\S+\)", line)
+
+
+WRITES_SLOWLY = """
+import os, signal, time
+def write(number, frame):
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)  # as faulthandler does
+    time.sleep(1)
+    print("written", flush=True)
+    os._exit(3)
+signal.signal(signal.SIGABRT, write)
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_two_ranks_that_end_a_frozen_one_let_it_write_its_stacks() -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITES_SLOWLY], stdout=subprocess.PIPE, text=True) as frozen:
+        assert frozen.stdout is not None
+        assert frozen.stdout.readline() == "ready\n"
+        processes = [process_id(frozen.pid)]
+        ranks = [threading.Thread(target=end_frozen, args=(processes,), kwargs={"asks": one}) for one in (True, False)]
+        for rank in ranks:
+            rank.start()
+            time.sleep(0.2)
+        for rank in ranks:
+            rank.join(10)
+        assert frozen.stdout.read() == "written\n"
+    assert frozen.returncode == 3
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])

@@ -44,13 +44,7 @@ from txl_dist.train.watch.watch import Watch
 from txl_dist.train.watch.watchdog import Watchdog
 
 
-def train(
-    config: Config,
-    *,
-    resume: str = "auto",
-    max_time_s: float = 0.0,
-    profile: range = range(0),
-) -> bool:
+def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0, profile: range = range(0)) -> bool:
     """Train until `train.max_steps`, continuing what the run directory holds. All ranks call it.
 
     `resume`: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one; or

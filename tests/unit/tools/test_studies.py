@@ -38,6 +38,11 @@ def test_variants_stand_beside_the_first_by_seed() -> None:
     assert "| 4.1000 +- 0.8485 | 1.0000 | -0.4000 +- 0.1414 |" in second
 
 
+def test_a_corpus_that_does_not_know_its_bytes_has_an_empty_cell() -> None:
+    _, _, line = table_of([row("softmax", "full", 1, 5.4)._replace(bits_per_byte=math.nan)])
+    assert "| 5.4000 |  |  |" in line
+
+
 def test_a_power_law_is_continued_exactly_and_seeds_tell_how_sure_it_is() -> None:
     sizes = {"width 64": 10_000, "width 96": 40_000, "width 128": 90_000}
     rows = [

@@ -68,10 +68,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
     """
     start_s = time.perf_counter()
     saved, config = together(
-        lambda: (
-            read_probe(folder, vocab_size=engine.model.vocab_size),
-            load_config(folder / SETTINGS),
-        )
+        lambda: (read_probe(folder, vocab_size=engine.model.vocab_size), load_config(folder / SETTINGS))
     )
     tokens, expected = from_first((saved["tokens"], saved["losses"]))
     lens = config.train.memory_per_layer(config.model.num_layers)

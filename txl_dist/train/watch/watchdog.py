@@ -43,6 +43,8 @@ NET_S = 4.0
 """The net in C comes so much later than the limit."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
 """By the kind of verdict: what the main thread has, to come by itself for the first cause and leave in its own way."""
+WRITES_S = 2.0
+"""What a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
 """No verdict within so many seconds after an error: no other rank has caused it."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
@@ -230,7 +232,9 @@ class Watchdog:
         self._verdict = verdict
         if verdict.kind == "hang":
             self._dump()
-            _abort(verdict.frozen)
+            ranks = self._ranks
+            beside = range(ranks.rank - ranks.local_rank, ranks.rank + 1)
+            end_frozen(verdict.frozen, asks=ranks.rank == min(set(beside) - set(verdict.ranks), default=None))
         if self._asked.wait(GRACE_S[verdict.kind]):
             self._answered.set()
             return
@@ -280,15 +284,23 @@ def _is_in_collective(frame: FrameType | None) -> bool:
     return False
 
 
-def _abort(processes: list[ProcessId]) -> None:
-    """End those that run beside this one; who can still take the first signal writes its stacks, in C."""
-    beside = [process for process in processes if process.lives()]
-    for number in (signal.SIGABRT, signal.SIGKILL):
-        for process in beside:
+def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
+    """End those that run beside this one. One rank of a node asks, and who still can writes its stacks, in C: a second
+    SIGABRT would end it while it writes."""
+    if asks:
+        _send(signal.SIGABRT, processes)
+    until_s = time.monotonic() + WRITES_S
+    while time.monotonic() < until_s and any(process.lives() for process in processes):
+        time.sleep(0.05)
+    _send(signal.SIGKILL, processes)
+
+
+def _send(number: int, processes: list[ProcessId]) -> None:
+    for process in processes:
+        if process.lives():
             with suppress(OSError):
                 resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))  # the stacks say enough
                 os.kill(process.pid, number)
-        time.sleep(0.5 if beside else 0)
 
 
 def _verdict(values: list[Any]) -> Verdict:
