@@ -1,6 +1,6 @@
 """Table 10 of the paper: what recurrence brings at equal memory of the device.
 
-    python -m tools.paper.t10 --corpus data/stdlib                12 runs on 2 cores, 2 at a time
+    python -m tools.paper.t10 --corpus data/stdlib                12 runs on 2 cores, 6 of them those of t6
     python -m tools.paper.t10 --size paper --gpus 4 --gpu h100    the commands for a cluster, and what txl plan says
     python -m tools.paper.t10 --table                             write the table of docs/paper.md
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 from tools.paper.trials import Job, Size, Trial, config_of, go, options
+from tools.recording import ROOT
 from txl_dist.config import Config, plan_batch
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -59,4 +60,4 @@ def jobs_of(given: argparse.Namespace, size: Size) -> list[Job]:
 
 
 if __name__ == "__main__":
-    go(options(__doc__, program="t10"), jobs_of, program="t10")
+    go(options(__doc__, program="t10"), jobs_of, program="t10", known=ROOT / "tools/paper/t6.csv")

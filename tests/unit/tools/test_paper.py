@@ -25,6 +25,7 @@ from tools.paper.trials import (
 from tools.recording import ROOT, Rows, table_in
 from tools.trainings import flags_of
 from txl_dist.config import Config, check_config, load_config
+from txl_dist.data.read.corpus import open_corpus
 
 CORES, PAPER = SIZES["cores"], SIZES["paper"]
 PROGRAMS: dict[str, Any] = {"t6": trials, "t8": t8, "t9": t9, "t10": trials}
@@ -82,6 +83,19 @@ def test_a_row_is_a_trial_with_mean_and_deviation_over_its_seeds() -> None:
         ["64", "9", "c", "2", "4.1000 +- 0.1414", "3.5000 |"],
         ["64", "9", "c", "1", "5.0000", " |"],
     ]
+
+
+def test_what_another_program_measured_of_the_same_runs_is_taken_over_once(tmp_path: Path) -> None:
+    corpus = open_corpus(
+        tiny_corpus(tmp_path, texts=["abc" * 40 + "d" * i for i in range(40)], valid_fraction=0.2).folder
+    )
+    job, name = Job(t6.TRIALS[0], 1, 64, 9), f"{corpus.name} {corpus.fingerprint[:8]}"
+    same = row(seed=1, attention=64, nats=4.0, wall_s=1.0, corpus=name)
+    unlike = [same | other for other in ({"seed": "2"}, {"loss": "half"}, {"corpus": "c"}, {"steps": "8"})]
+    for _ in range(2):
+        rows = Rows(tmp_path / "t10.csv", trials.COLUMNS)
+        trials.take_over([*unlike, same], rows, jobs=[job], corpus=corpus)
+        assert rows.rows == [same]
 
 
 def test_a_table_of_lengths_tells_range_and_what_still_gained() -> None:
