@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the command only")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
     parser.add_argument("--steps", type=int, default=0, help="of these runs; 0 is what the size has")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds side by side, each on one thread")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper/t6"), help="folder of the runs of table 6")
     add_record_flags(parser, program="t8")
     given = parser.parse_args()
@@ -93,14 +95,17 @@ def main() -> None:
         return
     size, flags = SIZES[given.size], CONTEXTS[given.size]
     size = size._replace(steps=given.steps or size.steps)
-    for seed in range(1, given.seeds + 1):
-        if size.on_gpu:
+    seeds = range(1, given.seeds + 1)
+    if size.on_gpu:
+        for seed in seeds:
             runs = " ".join(map(str, runs_of(seed, folder=given.runs, size=size)))
             print(f"txl recl {runs} {' '.join(flags)} --split test --json {given.runs}/recl-{seed}.json")
-        else:
-            measure(seed, rows, folder=given.runs, size=size, flags=flags)
-    if not size.on_gpu:
-        print("\n".join(table_of(rows.rows)))
+        return
+    with ThreadPoolExecutor(given.jobs) as pool:
+        made = [pool.submit(measure, seed, rows, folder=given.runs, size=size, flags=flags) for seed in seeds]
+        for one in made:
+            one.result()
+    print("\n".join(table_of(rows.rows)))
 
 
 if __name__ == "__main__":
