@@ -123,5 +123,10 @@ def today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
+def origin() -> dict[str, str]:
+    """Columns of a row: by which code, on what, and when it was measured."""
+    return {"commit": commit(), "cpu": cpu(), "date": today()}
+
+
 def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

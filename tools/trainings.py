@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from txl_dist.config import Config, flat, load_config
 
@@ -35,3 +37,21 @@ def run_txl(*words: object) -> float:
 def train(config: Config, *, base: Path) -> float:
     """The run of a recipe with these settings, to its end, from where it stopped; the seconds of this start."""
     return run_txl("train", base, *flags_of(config, base=base))
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """What a run has written into metrics.jsonl, but a line that a kill has cut."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def seconds_of(run: Path) -> float:
+    """How long its starts took together, each from its first record to its last: evaluations and checkpoints are in
+    it, the start of the processes (some seconds) and the pauses between two starts are not."""
+    starts: list[list[float]] = []
+    for record in records_of(run):
+        if record.get("event") == "start":
+            starts.append([])
+        if starts and "time_s" in record:
+            starts[-1].append(record["time_s"])
+    return sum(times[-1] - times[0] for times in starts)

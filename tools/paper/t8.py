@@ -18,9 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, add_record_flags, begin_of
-from tools.recording import Rows, markdown, put_table
+from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, add_record_flags, begin_of, named
+from tools.recording import Rows, markdown, origin, put_table
 from tools.trainings import run_txl
+from txl_dist.config import load_config
+from txl_dist.data.read.corpus import open_corpus
 
 GROUP = (
     Trial(True, "ours", "full"),
@@ -28,8 +30,8 @@ GROUP = (
     Trial(False, "ours", "full"),
     Trial(False, "absolute", "half"),
 )
-ABOUT = ("recurrence", "positions", "loss", "segment", "steps", "targets", "contexts")
-COLUMNS = (*ABOUT, "seed", "r", "recl", "or_more")
+ABOUT = ("corpus", "recurrence", "positions", "loss", "segment", "steps", "targets", "contexts")
+COLUMNS = (*ABOUT, "seed", "r", "recl", "or_more", "commit", "cpu", "date")
 CONTEXTS = {
     "tiny": ("--step", "4", "--max-context", "12", "--num-tokens", "5"),
     "cores": ("--step", "32", "--max-context", "512"),
@@ -47,14 +49,15 @@ def measure(seed: int, rows: Rows, *, folder: Path, size: Size, flags: Sequence[
     lengths = {"segment": str(size.segment_len), "steps": str(size.steps), "seed": str(seed)}
     if any(lengths.items() <= row.items() for row in rows.rows):
         return
-    result = folder / f"recl-{size.segment_len}-{size.steps}-{seed}.json"
-    run_txl("recl", *runs_of(seed, folder=folder, size=size), *flags, "--json", result)
+    result, runs = folder / f"recl-{size.segment_len}-{size.steps}-{seed}.json", runs_of(seed, folder=folder, size=size)
+    run_txl("recl", *runs, *flags, "--json", result)
+    corpus = named(open_corpus(Path(load_config(runs[0] / "config.toml").data.path)))
     found = json.loads(result.read_text(encoding="utf-8"))
     contexts = f"{found['contexts'][0]} to {found['contexts'][-1]}"
     for trial, model in zip(GROUP, found["models"], strict=True):
         for r, one in model["recl"].items():
-            facts = {"targets": found["targets"], "contexts": contexts, "r": r}
-            rows.add(**trial.words, **lengths, **facts, recl=one["context"], or_more=int(one["or_more"]))
+            facts = {"corpus": corpus, "targets": found["targets"], "contexts": contexts, "r": r}
+            rows.add(**trial.words, **lengths, **facts, recl=one["context"], or_more=int(one["or_more"]), **origin())
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:

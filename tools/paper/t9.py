@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.paper.trials import PAGE, UNMEASURED, add_record_flags, begin_of
-from tools.recording import ROOT, Rows, markdown, put_table
+from tools.recording import ROOT, Rows, markdown, origin, put_table
 
-COLUMNS = ("attention", "variant", "min_ms_per_token", "x_by_min", "model", "rounds")
+COLUMNS = ("attention", "variant", "min_ms_per_token", "x_by_min", "model", "rounds", "commit", "cpu", "date")
 SIZES = {
     "tiny": ["--tiny", "--lengths", "16", "32", "--tokens", "8", "--rounds", "2"],
     "cores": ["--lengths", "200", "400", "800", "--rounds", "4"],
@@ -51,7 +51,7 @@ def measure(size: str, rows: Rows, *, peer_original: Path | None) -> None:
     model, rounds = "tiny" if size == "tiny" else "enwik8_base", words[words.index("--rounds") + 1]
     for row in table:
         times = {"min_ms_per_token": f"{row['min ms per token']:.4f}", "x_by_min": f"{row['x by min']:.2f}"}
-        rows.add(attention=row["attention"], variant=row["variant"], model=model, rounds=rounds, **times)
+        rows.add(attention=row["attention"], variant=row["variant"], model=model, rounds=rounds, **times, **origin())
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:

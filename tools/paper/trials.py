@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tools.recording import ROOT, Rows, markdown, put_table, spread
+from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
 from tools.trainings import flags_of, run_txl, train
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
@@ -28,7 +28,8 @@ PAGE = ROOT / "docs/paper.md"
 UNMEASURED = "Not measured yet."
 MOST_AGAIN = 4
 """Segments of training that are run again at most: to score with them takes as many times longer."""
-COLUMNS = ("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "attention", "nats", "wall_s")
+ABOUT = ("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "attention")
+COLUMNS = (*ABOUT, "nats", "wall_s", "commit", "cpu", "date")
 
 
 class Size(NamedTuple):
@@ -161,7 +162,7 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
             result = run / f"attention_{length}.json"
             run_txl("evaluate", run, "--num-lanes", 16, *lengths, "--json", result)
             nats = json.loads(result.read_text(encoding="utf-8"))["model"]["loss"]
-            rows.add(**words, attention=length, nats=f"{nats:.5f}", wall_s=f"{wall_s:.1f}")
+            rows.add(**words, attention=length, nats=f"{nats:.5f}", wall_s=f"{wall_s:.1f}", **origin())
 
 
 def take_over(others: Sequence[dict[str, str]], rows: Rows, *, jobs: Sequence[Job], corpus: Corpus) -> None:
@@ -171,8 +172,13 @@ def take_over(others: Sequence[dict[str, str]], rows: Rows, *, jobs: Sequence[Jo
             rows.add(**row)
 
 
+def named(corpus: Corpus) -> str:
+    """How the rows tell a corpus: its name and the begin of its fingerprint."""
+    return f"{corpus.name} {corpus.fingerprint[:8]}"
+
+
 def _words_on(corpus: Corpus, job: Job) -> dict[str, str]:
-    return job.words | {"corpus": f"{corpus.name} {corpus.fingerprint[:8]}"}
+    return job.words | {"corpus": named(corpus)}
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:

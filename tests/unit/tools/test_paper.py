@@ -89,8 +89,8 @@ def test_what_another_program_measured_of_the_same_runs_is_taken_over_once(tmp_p
     corpus = open_corpus(
         tiny_corpus(tmp_path, texts=["abc" * 40 + "d" * i for i in range(40)], valid_fraction=0.2).folder
     )
-    job, name = Job(t6.TRIALS[0], 1, 64, 9), f"{corpus.name} {corpus.fingerprint[:8]}"
-    same = row(seed=1, attention=64, nats=4.0, wall_s=1.0, corpus=name)
+    job, name = Job(t6.TRIALS[0], 1, 64, 9), trials.named(corpus)
+    same = row(seed=1, attention=64, nats=4.0, wall_s=1.0, corpus=name, commit="a", cpu="b", date="c")
     unlike = [same | other for other in ({"seed": "2"}, {"loss": "half"}, {"corpus": "c"}, {"steps": "8"})]
     for _ in range(2):
         rows = Rows(tmp_path / "t10.csv", trials.COLUMNS)
@@ -99,7 +99,7 @@ def test_what_another_program_measured_of_the_same_runs_is_taken_over_once(tmp_p
 
 
 def test_a_table_of_lengths_tells_range_and_what_still_gained() -> None:
-    told = {"targets": 5, "contexts": "4 to 12", "r": "0.1"}
+    told = {"corpus": "c", "targets": 5, "contexts": "4 to 12", "r": "0.1"}
     rows = [row(seed=seed, recl=length, or_more=more, **told) for seed, length, more in ((1, 4, 0), (2, 12, 1))]
     assert t8.table_of(rows)[2].endswith("| 2 | 8+ (4 to 12) |")
 
