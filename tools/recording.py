@@ -12,7 +12,7 @@ import re
 import statistics
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,24 +21,46 @@ from typing import Any, TypeVar, get_type_hints
 ROOT = Path(__file__).parents[1]
 END = "<!-- end of table -->"
 """Behind a table in a page; before it stands a comment with the command that writes it."""
+_WRITING = threading.RLock()
+"""Held while rows are added: runs made side by side may record at once."""
 
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 
 def read_rows(path: Path, kind: type[_Record]) -> list[_Record]:
-    """The records of a CSV, whose fields are str, int or float; none if there is no such file."""
-    if not path.is_file():
-        return []
+    """The records of a CSV, whose fields are str, int or float; none if there is no such file.
+
+    Raises ValueError if it has other columns.
+    """
     kinds = get_type_hints(kind)
-    with path.open(encoding="utf-8", newline="") as file:
-        return [kind(**{name: kinds[name](row[name]) for name in kinds}) for row in csv.DictReader(file)]
+    return [kind(**{name: kinds[name](row[name]) for name in kinds}) for row in _words_in(path, list(kinds))]
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Add rows, and the head if they are the first."""
-    with path.open("a", encoding="utf-8", newline="") as file:
-        head = [] if file.tell() else [columns]
-        csv.writer(file, lineterminator="\n").writerows([*head, *rows])
+    """Add rows, and the head if they are the first. Raises ValueError if the file has other columns."""
+    with _WRITING:
+        head = [] if _has_head(path, columns) else [columns]
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([*head, *rows])
+
+
+def _words_in(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Rows by column."""
+    if not _has_head(path, columns):
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _has_head(path: Path, columns: Sequence[str]) -> bool:
+    """Whether a CSV is begun. Its columns must be these: below others, rows would say something else."""
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", newline="") as file:
+        found = next(csv.reader(file), [])
+    if found and found != list(columns):
+        raise ValueError(f"{path} has the columns {', '.join(found)}, not {', '.join(columns)}.")
+    return bool(found)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -50,20 +72,27 @@ class Rows:
     """A CSV with these columns, whose rows are words by column; runs made side by side may add to it."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        """Raises ValueError if the file has other columns."""
         self.path, self.columns = path, tuple(columns)
-        self.rows: list[dict[str, str]] = []
-        self._lock = threading.Lock()
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                self.rows = list(csv.DictReader(file))
+        self.rows = _words_in(path, columns)
 
     def add(self, **row: object) -> None:
-        """Append a row, None and what is missing as empty words; it is on disk when this returns."""
-        given = {name: row.get(name) for name in self.columns}
-        values = {name: "" if value is None else str(value) for name, value in given.items()}
-        with self._lock:
-            append_rows(self.path, self.columns, [list(values.values())])
-            self.rows.append(values)
+        """Append a row, None and what is missing as empty words; it is on disk when this returns.
+
+        Raises ValueError for a name that is no column.
+        """
+        self.add_all([row])
+
+    def add_all(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """The same of several at once, so that a program that is killed has recorded all of them or none."""
+        rows = list(rows)
+        if unknown := {name for row in rows for name in row} - {*self.columns}:
+            raise ValueError(f"{self.path} has no column {', '.join(sorted(unknown))}.")
+        given = [{name: row.get(name) for name in self.columns} for row in rows]
+        values = [{name: "" if value is None else str(value) for name, value in row.items()} for row in given]
+        with _WRITING:
+            append_rows(self.path, self.columns, [list(row.values()) for row in values])
+            self.rows.extend(values)
 
 
 def put_table(page: Path, begin: str, lines: Sequence[str]) -> None:

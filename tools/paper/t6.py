@@ -4,10 +4,11 @@
     python -m tools.paper.t6 --size paper --gpus 4 --gpu h100     the commands for a cluster, and what txl plan says
     python -m tools.paper.t6 --table                              write the table of docs/paper.md
 
-All trials have the same model, batch, rate and steps. The rows of the paper, and three that show its argument fail:
-absolute positions with a memory (`model.absolute_with_memory`), the vanilla model with a loss over all of the segment,
-and a first memory of attended zeros (`train.first_memory`). Each score is a row of the CSV as soon as it is known; what
-has its row is not made again, and a run that was stopped goes on.
+All trials have the same model, batch, rate and steps. The rows of the paper, but for the character model of Al-Rfou et
+al., and three more: absolute positions with a memory (`model.absolute_with_memory`), which its argument says must fail,
+the vanilla model with a loss over all of the segment, and a first memory of attended zeros (`train.first_memory`),
+which a lane's first segment alone sees, so that no more than noise is expected of it. Each score is a row of the CSV
+as soon as it is known; what has its row is not made again, and a run that was stopped goes on.
 """
 
 from __future__ import annotations

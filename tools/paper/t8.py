@@ -13,16 +13,30 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import PAGE, SIZES, UNMEASURED, Job, Size, Trial, add_record_flags, begin_of, named
+from tools.paper.trials import (
+    PAGE,
+    SIZES,
+    UNMEASURED,
+    Job,
+    Size,
+    Trial,
+    add_record_flags,
+    begin_of,
+    named,
+    require_own_records,
+    side_by_side,
+)
 from tools.recording import Rows, markdown, origin, put_table
 from tools.trainings import run_txl
 from txl_dist.config import load_config
 from txl_dist.data.read.corpus import open_corpus
+from txl_dist.errors import ConfigError, TxlError
 
 GROUP = (
     Trial(True, "ours", "full"),
@@ -41,23 +55,31 @@ CONTEXTS = {
 
 def runs_of(seed: int, *, folder: Path, size: Size) -> list[Path]:
     """Where tools.paper.t6 has trained the group."""
-    return [folder / Job(trial, seed, size.segment_len, size.steps).name for trial in GROUP]
+    return [folder / Job(trial, seed, size.segment_len, size.steps).name(size) for trial in GROUP]
 
 
-def measure(seed: int, rows: Rows, *, folder: Path, size: Size, flags: Sequence[str]) -> None:
-    """Of the group of a seed, and add its rows. Raises RuntimeError if the command fails."""
+def measure(seed: int, *, rows: Rows, folder: Path, size: Size, flags: Sequence[str]) -> None:
+    """Of the group of a seed, and add its rows, all at once. Raises TxlError or RuntimeError if that fails."""
+    runs = runs_of(seed, folder=folder, size=size)
+    if not (settings := runs[0] / "config.toml").is_file():
+        raise ConfigError(f"{runs[0]} is no run. Train table 6 first: python -m tools.paper.t6")
     lengths = {"segment": str(size.segment_len), "steps": str(size.steps), "seed": str(seed)}
+    lengths["corpus"] = named(open_corpus(Path(load_config(settings).data.path)))
     if any(lengths.items() <= row.items() for row in rows.rows):
         return
-    result, runs = folder / f"recl-{size.segment_len}-{size.steps}-{seed}.json", runs_of(seed, folder=folder, size=size)
+    result = folder / f"recl-{size.segment_len}-{size.steps}-{seed}.json"
     run_txl("recl", *runs, *flags, "--json", result)
-    corpus = named(open_corpus(Path(load_config(runs[0] / "config.toml").data.path)))
     found = json.loads(result.read_text(encoding="utf-8"))
     contexts = f"{found['contexts'][0]} to {found['contexts'][-1]}"
-    for trial, model in zip(GROUP, found["models"], strict=True):
-        for r, one in model["recl"].items():
-            facts = {"corpus": corpus, "targets": found["targets"], "contexts": contexts, "r": r}
-            rows.add(**trial.words, **lengths, **facts, recl=one["context"], or_more=int(one["or_more"]), **origin())
+    rows.add_all(
+        trial.words
+        | lengths
+        | {"targets": found["targets"], "contexts": contexts, "r": r}
+        | {"recl": one["context"], "or_more": int(one["or_more"])}
+        | origin()
+        for trial, model in zip(GROUP, found["models"], strict=True)
+        for r, one in model["recl"].items()
+    )
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -92,6 +114,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/paper/t6"), help="folder of the runs of table 6")
     add_record_flags(parser, program="t8")
     given = parser.parse_args()
+    require_own_records(parser, given)
     rows = Rows(given.csv, COLUMNS)
     if given.table:
         put_table(PAGE, begin_of("t8"), table_of(rows.rows))
@@ -104,10 +127,11 @@ def main() -> None:
             runs = " ".join(map(str, runs_of(seed, folder=given.runs, size=size)))
             print(f"txl recl {runs} {' '.join(flags)} --split test --json {given.runs}/recl-{seed}.json")
         return
-    with ThreadPoolExecutor(given.jobs) as pool:
-        made = [pool.submit(measure, seed, rows, folder=given.runs, size=size, flags=flags) for seed in seeds]
-        for one in made:
-            one.result()
+    try:
+        work = partial(measure, rows=rows, folder=given.runs, size=size, flags=flags)
+        side_by_side(work, seeds, jobs=given.jobs)
+    except (TxlError, RuntimeError) as error:
+        sys.exit(str(error))
     print("\n".join(table_of(rows.rows)))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.paper.trials import PAGE, UNMEASURED, add_record_flags, begin_of
+from tools.paper.trials import PAGE, UNMEASURED, add_record_flags, begin_of, require_own_records
 from tools.recording import ROOT, Rows, markdown, origin, put_table
 
 COLUMNS = ("attention", "variant", "min_ms_per_token", "x_by_min", "model", "rounds", "commit", "cpu", "date")
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     add_record_flags(parser, program="t9")
     given = parser.parse_args()
+    require_own_records(parser, given)
     rows = Rows(given.csv, COLUMNS)
     if given.table:
         put_table(PAGE, begin_of("t9"), table_of(rows.rows))
@@ -83,7 +84,10 @@ def main() -> None:
     if given.size == "paper":
         print(f"OMP_NUM_THREADS=1 python {' '.join(command('paper', peer_original=given.peer_original))}")
         return
-    measure(given.size, rows, peer_original=given.peer_original)
+    try:
+        measure(given.size, rows, peer_original=given.peer_original)
+    except RuntimeError as error:
+        sys.exit(str(error))
     print("\n".join(table_of(rows.rows)))
 
 

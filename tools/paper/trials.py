@@ -1,35 +1,43 @@
 """Trainings as tables 6 and 10 of the paper compare them: how they are made, scored and told.
 
 A trial has recurrence or not, a way to tell positions, and a loss over all of a segment or its recent half. It is
-scored with an attention length A: each target behind A - S to A tokens, S of which are scored at a time. What was
-trained with a memory keeps the others in it; what was not runs them again. S is half of the segment of training, so
-that half loss is scored where it was trained; absolute positions with a memory have all of it, or the places in what
-is remembered would be others than in training.
+scored with an attention length A: each target sees A - S + 1 to A tokens, its own input counted, and S of them are
+scored at a time. What was trained with a memory keeps the others in it; what was not runs them again. S is half of the
+shortest segment of training, so that half loss is scored where it was trained; absolute positions with a memory have
+all of theirs, or the places in what is remembered would be others than in training, and begin at A = 2 S.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
-from tools.trainings import flags_of, run_txl, train
-from txl_dist.config import Config, changed, check_config, load_config
+from tools.trainings import flags_of, run_txl, seconds_of, train
+from txl_dist.config import Config, changed, check_config, flat, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.errors import TxlError
 from txl_dist.ops.plan.hardware import Cluster, find_gpu
 from txl_dist.ops.plan.plan import Question, make_plan
 from txl_dist.ops.plan.text import plan_lines
 
 PAGE = ROOT / "docs/paper.md"
+_Item = TypeVar("_Item")
+
 UNMEASURED = "Not measured yet."
 MOST_AGAIN = 4
 """Segments of training that are run again at most: to score with them takes as many times longer."""
-ABOUT = ("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "attention")
-COLUMNS = (*ABOUT, "nats", "wall_s", "commit", "cpu", "date")
+COLUMNS = (
+    *("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "settings", "attention", "nats"),
+    *("train_s", "commit", "cpu", "date"),
+)
 
 
 class Size(NamedTuple):
@@ -105,13 +113,15 @@ def config_of(trial: Trial, size: Size, *, segment_len: int = 0) -> Config:
     return config
 
 
-def scoring(trial: Trial, *, segment_len: int, attention: int) -> list[str]:
+def scoring(trial: Trial, size: Size, *, segment_len: int, attention: int) -> list[str]:
     """Flags of `txl evaluate` with this attention length, of a trial with such segments; none if that is too short, or
     too long to be run again for each segment."""
     keeps_places = trial.recurrence and trial.positions == "absolute"
-    scored_len = segment_len if keeps_places else max(1, segment_len // 2)
+    scored_len = segment_len if keeps_places else size.segment_len // 2
     context = attention - scored_len
-    if context < 0 or (not trial.recurrence and attention > MOST_AGAIN * segment_len):
+    if context < (scored_len if keeps_places else 0):
+        return []
+    if not trial.recurrence and attention > MOST_AGAIN * segment_len:
         return []
     flag = "--memory-len" if trial.recurrence else "--overlap-len"
     return ["--segment-len", str(scored_len), flag, str(context)]
@@ -125,26 +135,45 @@ class Job(NamedTuple):
     segment_len: int
     steps: int
 
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return f"{self.trial.name}-{self.segment_len}-{self.steps}-{self.seed}"
+    def config(self, size: Size) -> Config:
+        """Its settings, but where it lies and what it reads. Raises ConfigError."""
+        return config_of(self.trial, size, segment_len=self.segment_len)
 
-    @property
-    def words(self) -> dict[str, str]:
-        """Of its rows."""
-        return self.trial.words | {"seed": str(self.seed), "segment": str(self.segment_len), "steps": str(self.steps)}
+    def scorings(self, size: Size) -> dict[int, list[str]]:
+        """Flags of `txl evaluate` for the attention lengths of the size and its own segment's, if they can be."""
+        lengths = sorted({*size.lengths, self.segment_len})
+        flags = {one: scoring(self.trial, size, segment_len=self.segment_len, attention=one) for one in lengths}
+        return {length: words for length, words in flags.items() if words}
+
+    def name(self, size: Size) -> str:
+        """Of its folder, in which no run with other settings goes on."""
+        return f"{self.trial.name}-{self.segment_len}-{self.steps}-{_mark(self.config(size))}-{self.seed}"
+
+    def words(self, size: Size, *, corpus: Corpus) -> dict[str, str]:
+        """Of its rows: what must be alike for a row to be of this job."""
+        numbers = {"seed": self.seed, "segment": self.segment_len, "steps": self.steps}
+        told = {name: str(number) for name, number in numbers.items()}
+        return self.trial.words | told | {"settings": _mark(self.config(size)), "corpus": named(corpus)}
+
+
+def _mark(config: Config) -> str:
+    """The begin of a hash of all settings."""
+    return hashlib.sha256(json.dumps(dict(flat(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def named(corpus: Corpus) -> str:
+    """How the rows tell a corpus: its name and the begin of its fingerprint."""
+    return f"{corpus.name} {corpus.fingerprint[:8]}"
 
 
 def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> None:
     """Train and score what has no rows yet, and add them. Raises RuntimeError if a command fails."""
-    words = _words_on(corpus, job)
+    words = job.words(size, corpus=corpus)
     known = {row["attention"] for row in rows.rows if words.items() <= row.items()}
-    missing = [length for length in size.lengths if str(length) not in known]
-    flags = {one: scoring(job.trial, segment_len=job.segment_len, attention=one) for one in missing}
-    if not any(flags.values()):
+    missing = {length: flags for length, flags in job.scorings(size).items() if str(length) not in known}
+    if not missing:
         return
-    run = out / job.name
+    run = out / job.name(size)
     places = {
         "run.dir": str(run),
         "run.seed": job.seed,
@@ -155,30 +184,19 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
         "metrics.tensorboard": False,
         "metrics.sample_every_steps": 0,
     }
-    config = changed(config_of(job.trial, size, segment_len=job.segment_len), places)
-    wall_s = train(config, base=size.recipe)
-    for length, lengths in flags.items():
-        if lengths:
-            result = run / f"attention_{length}.json"
-            run_txl("evaluate", run, "--num-lanes", 16, *lengths, "--json", result)
-            nats = json.loads(result.read_text(encoding="utf-8"))["model"]["loss"]
-            rows.add(**words, attention=length, nats=f"{nats:.5f}", wall_s=f"{wall_s:.1f}", **origin())
+    train(changed(job.config(size), places), base=size.recipe)
+    for length, flags in missing.items():
+        result = run / f"attention_{length}.json"
+        run_txl("evaluate", run, "--num-lanes", 16, *flags, "--json", result)
+        nats = json.loads(result.read_text(encoding="utf-8"))["model"]["loss"]
+        rows.add(**words, attention=length, nats=f"{nats:.5f}", train_s=f"{seconds_of(run):.1f}", **origin())
 
 
-def take_over(others: Sequence[dict[str, str]], rows: Rows, *, jobs: Sequence[Job], corpus: Corpus) -> None:
-    """Add the rows that another program has of these jobs on this corpus, but those that are there."""
+def take_over(others: Sequence[dict[str, str]], rows: Rows, *, wanted: Sequence[dict[str, str]]) -> None:
+    """Add the rows that another program has of the jobs with these words, but those that are there."""
     for row in others:
-        if row not in rows.rows and any(_words_on(corpus, job).items() <= row.items() for job in jobs):
+        if row not in rows.rows and any(words.items() <= row.items() for words in wanted):
             rows.add(**row)
-
-
-def named(corpus: Corpus) -> str:
-    """How the rows tell a corpus: its name and the begin of its fingerprint."""
-    return f"{corpus.name} {corpus.fingerprint[:8]}"
-
-
-def _words_on(corpus: Corpus, job: Job) -> dict[str, str]:
-    return job.words | {"corpus": named(corpus)}
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -188,13 +206,13 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     lengths = sorted({int(row["attention"]) for row in rows})
     groups: dict[tuple[str, ...], dict[tuple[int, int], float]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("recurrence", "positions", "loss", "segment", "steps", "corpus"))
+        key = tuple(row[name] for name in ("recurrence", "positions", "loss", "segment", "steps", "corpus", "settings"))
         groups.setdefault(key, {})[int(row["attention"]), int(row["seed"])] = float(row["nats"])
     lines = []
     for key, found in groups.items():
         losses = [[nats for (one, _), nats in found.items() if one == length] for length in lengths]
         seeds = len({seed for _, seed in found})
-        lines.append([*key, str(seeds), *(spread(own, digits=4) if own else "" for own in losses)])
+        lines.append([*key[:-1], str(seeds), *(spread(own, digits=4) if own else "" for own in losses)])
     head = ("recurrence", "positions", "loss", "segment", "steps", "corpus", "seeds", *(f"at {one}" for one in lengths))
     return markdown(head, lines)
 
@@ -209,7 +227,7 @@ def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_
     question = Question(cluster=Cluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
     recipe, told = size.recipe.relative_to(ROOT), set[tuple[Trial, int]]()
     for job in jobs:
-        config, run = config_of(job.trial, size, segment_len=job.segment_len), f"{out}/{job.name}"
+        config, run = job.config(size), f"{out}/{job.name(size)}"
         if (key := (job.trial, job.segment_len)) not in told:
             told.add(key)
             yield f"\n# {', '.join(f'{name} {word}' for name, word in job.trial.words.items())}: txl plan says"
@@ -218,14 +236,15 @@ def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_
                         if line.startswith(wanted))  # fmt: skip
         flags = " ".join([*flags_of(config, base=size.recipe), "--run.dir", run, "--run.seed", str(job.seed)])
         yield f"deepspeed --num_gpus {gpus} --module txl_dist train {recipe} {flags}"
-        for length in size.lengths:
-            if words := scoring(job.trial, segment_len=job.segment_len, attention=length):
-                yield f"txl evaluate {run} --split test --num-lanes 10 {' '.join(words)}"
+        for words in job.scorings(size).values():
+            yield f"txl evaluate {run} --split test --num-lanes 10 {' '.join(words)}"
 
 
 def add_record_flags(parser: argparse.ArgumentParser, *, program: str) -> None:
     """Of all programs."""
-    parser.add_argument("--csv", type=Path, default=ROOT / f"tools/paper/{program}.csv", help="the records")
+    parser.add_argument(
+        "--csv", type=Path, default=ROOT / f"tools/paper/{program}.csv", help="the records; tiny needs it"
+    )
     parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
 
 
@@ -255,6 +274,7 @@ def go(
     """What the flags ask for: the table, the commands, or the runs that are missing, and then the table. What another
     program has recorded in `known` of the same jobs is taken over."""
     given = parser.parse_args()
+    require_own_records(parser, given)
     rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
     size = size._replace(steps=given.steps or size.steps)
     if given.table:
@@ -266,11 +286,25 @@ def go(
         return
     if given.corpus is None:
         parser.error("--corpus is needed: name a prepared corpus, for instance data/stdlib")
-    corpus, out, wanted = open_corpus(given.corpus.resolve()), given.out.resolve(), jobs(given, size)
-    if known is not None:
-        take_over(Rows(known, COLUMNS).rows, rows, jobs=wanted, corpus=corpus)
-    with ThreadPoolExecutor(given.jobs) as pool:
-        made = [pool.submit(measure, job, rows, size=size, corpus=corpus, out=out) for job in wanted]
-        for one in made:
-            one.result()
+    try:
+        corpus, out, wanted = open_corpus(given.corpus.resolve()), given.out.resolve(), jobs(given, size)
+        if known is not None:
+            words = [job.words(size, corpus=corpus) for job in wanted]
+            take_over(Rows(known, COLUMNS).rows, rows, wanted=words)
+        side_by_side(partial(measure, rows=rows, size=size, corpus=corpus, out=out), wanted, jobs=given.jobs)
+    except (TxlError, RuntimeError) as error:
+        sys.exit(str(error))
     print("\n".join(table_of(rows.rows)))
+
+
+def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """A trial's rows belong into no table of the repository: ends the program if they would go there."""
+    if given.size == "tiny" and given.csv == parser.get_default("csv"):
+        parser.error("--size tiny tries the program: name a file for its records by --csv")
+
+
+def side_by_side(work: Callable[[_Item], None], items: Sequence[_Item], *, jobs: int) -> None:
+    """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(work, items):
+            pass
