@@ -7,13 +7,23 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from txl_dist.config import Config, flat, load_config
+from txl_dist.errors import TxlError
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-"""Of the runs: as it is before a process measures, and is a rank of its own job."""
+_Item = TypeVar("_Item")
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+"""Of the runs, a thread per rank and no GPU: as it is before a process measures, and is a rank of its own job."""
+
+
+class CommandError(TxlError, RuntimeError):
+    """A command failed; its last words."""
 
 
 def flags_of(config: Config, *, base: Path) -> list[str]:
@@ -25,12 +35,12 @@ def flags_of(config: Config, *, base: Path) -> list[str]:
 
 
 def run_txl(*words: object) -> float:
-    """A command, on one thread; its seconds. Raises RuntimeError with its last words if it fails."""
+    """A command, on one thread; its seconds. Raises CommandError if it fails."""
     command, began = [sys.executable, "-m", "txl_dist", *map(str, words)], time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     if result.returncode:
         last_words = f"{result.stdout[-1000:]}{result.stderr[-1000:]}"
-        raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}:\n{last_words}")
+        raise CommandError(f"{' '.join(command)} ended with {result.returncode}:\n{last_words}")
     return time.monotonic() - began
 
 
@@ -40,9 +50,19 @@ def train(config: Config, *, base: Path) -> float:
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:
-    """What a run has written into metrics.jsonl, but a line that a kill has cut."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """What a run has written into metrics.jsonl; a line that a kill has cut is none, and others may stand behind it."""
+    found = []
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def records_in(run: Path, kind: str) -> dict[int, dict[str, Any]]:
+    """Those of a kind by step, in order; of what a run that went on wrote twice, the last. None before it begins."""
+    rows = records_of(run) if (run / "metrics.jsonl").is_file() else []
+    found = {row["step"]: row for row in rows if row["kind"] == kind}
+    return {step: found[step] for step in sorted(found)}
 
 
 def seconds_of(run: Path) -> float:
@@ -55,3 +75,10 @@ def seconds_of(run: Path) -> float:
         if starts and "time_s" in record:
             starts[-1].append(record["time_s"])
     return sum(times[-1] - times[0] for times in starts)
+
+
+def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:
+    """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(work, items):
+            pass

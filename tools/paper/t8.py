@@ -30,10 +30,9 @@ from tools.paper.trials import (
     begin_of,
     named,
     require_own_records,
-    side_by_side,
 )
 from tools.recording import Rows, markdown, origin, put_table
-from tools.trainings import run_txl
+from tools.trainings import run_txl, side_by_side
 from txl_dist.config import load_config
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError

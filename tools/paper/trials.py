@@ -14,13 +14,12 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
-from tools.trainings import flags_of, run_txl, seconds_of, train
+from tools.trainings import flags_of, run_txl, seconds_of, side_by_side, train
 from txl_dist.config import Config, changed, check_config, flat, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
@@ -29,8 +28,6 @@ from txl_dist.ops.plan.plan import Question, make_plan
 from txl_dist.ops.plan.text import plan_lines
 
 PAGE = ROOT / "docs/paper.md"
-_Item = TypeVar("_Item")
-
 UNMEASURED = "Not measured yet."
 MOST_AGAIN = 4
 """Segments of training that are run again at most: to score with them takes as many times longer."""
@@ -301,10 +298,3 @@ def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespa
     """A trial's rows belong into no table of the repository: ends the program if they would go there."""
     if given.size == "tiny" and given.csv == parser.get_default("csv"):
         parser.error("--size tiny tries the program: name a file for its records by --csv")
-
-
-def side_by_side(work: Callable[[_Item], None], items: Sequence[_Item], *, jobs: int) -> None:
-    """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised."""
-    with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(work, items):
-            pass

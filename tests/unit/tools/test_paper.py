@@ -24,7 +24,7 @@ from tools.paper.trials import (
     scoring,
 )
 from tools.recording import ROOT, Rows, table_in
-from tools.trainings import flags_of
+from tools.trainings import flags_of, side_by_side
 from txl_dist.config import Config, check_config, load_config
 from txl_dist.data.read.corpus import open_corpus
 
@@ -123,7 +123,7 @@ def test_a_failed_run_leaves_those_behind_it() -> None:
         time.sleep(0.05)
 
     with pytest.raises(RuntimeError, match="ended with 1"):
-        trials.side_by_side(work, range(50), jobs=1)
+        side_by_side(work, range(50), jobs=1)
     assert len(begun) < 50
 
 

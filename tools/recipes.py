@@ -1,0 +1,130 @@
+"""What the recipes for two cores come to: trained as they are, scored as their pages say, a row per score.
+
+    python tools/recipes.py books_bytes_cpu --precision bf16    trains, or goes on, then scores and records
+    python tools/recipes.py --table                             the table of docs/results.md, from docs/recipes.csv
+
+The corpus is prepared before, as the recipe's header says. Seconds are those of training, its evaluations and
+checkpoints (`trainings.seconds_of`). Scores are made side by side, each on one thread; what has its row is not made
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from recording import ROOT, Rows, cpu, markdown, put_table, today
+from trainings import records_of, run_txl, seconds_of, side_by_side
+
+from txl_dist.config import load_config
+from txl_dist.data.read.corpus import open_corpus
+from txl_dist.errors import TxlError
+from txl_dist.run_files import DONE, LOG, SETTINGS
+
+RECORDS, PAGE = ROOT / "docs/recipes.csv", ROOT / "docs/results.md"
+BEGIN = "<!-- table: python tools/recipes.py --table -->"
+SCORES = {
+    "tinyshakespeare_cpu": (
+        "--split valid --num-lanes 1 --memory-len 256",
+        "--split valid --protocol nanogpt --segment-len 256",
+    ),
+    "wikitext2_cpu": ("--split valid --num-lanes 1", "--split test --num-lanes 1"),
+    "books_bytes_cpu": ("--split valid --num-lanes 16", "--split test --num-lanes 16"),
+    "books_bpe_cpu": ("--split valid --num-lanes 16", "--split test --num-lanes 16"),
+    "stdlib_cpu": ("--split valid --num-lanes 16",),
+}
+"""Flags of `txl evaluate`, per recipe; those that its header tells first."""
+SCORES["tinyshakespeare_cpu_2h"] = SCORES["tinyshakespeare_cpu"]
+COLUMNS = (
+    *("recipe", "parameters", "seed", "ranks", "precision", "steps", "seconds", "corpus", "score", "tokens", "nats"),
+    *("bits_per_byte", "ppl", "commit", "cpu", "date"),
+)
+
+
+def train(name: str, *, ranks: int, precision: str) -> Path:
+    """Its run, to the end, from where it stopped. Raises RuntimeError if it does not get there."""
+    recipe = ROOT / f"configs/{name}.toml"
+    run = Path(load_config(recipe).run.dir).resolve()
+    if not (run / DONE).exists():
+        launcher = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(recipe)]
+        if code := subprocess.run([*launcher, "--engine.precision", precision], check=False).returncode:
+            raise RuntimeError(f"{name} ended with {code}; its log says why: {run / LOG}")
+    return run
+
+
+def score(flags: str, *, rows: Rows, name: str, run: Path) -> None:
+    """Score the run, and add the row. Raises RuntimeError if that fails."""
+    result = run / f"score-{flags.replace(' ', '_').replace('--', '')}.json"
+    run_txl("evaluate", run, *flags.split(), "--json", result)
+    model = json.loads(result.read_text(encoding="utf-8"))["model"]
+    config, start = load_config(run / SETTINGS), next(one for one in records_of(run) if one.get("event") == "start")
+    corpus = open_corpus(Path(config.data.path))
+    rows.add(
+        recipe=name,
+        parameters=start["parameters"],
+        seed=config.run.seed,
+        ranks=start["ranks"],
+        precision=config.engine.precision,
+        steps=config.train.max_steps,
+        seconds=round(seconds_of(run)),
+        corpus=f"{corpus.name} {corpus.fingerprint[:8]}",
+        score=flags,
+        tokens=model["tokens"],
+        nats=f"{model['loss']:.4f}",
+        bits_per_byte=f"{model['bits_per_byte']:.4f}" if "bits_per_byte" in model else None,
+        ppl=f"{model['ppl']:.2f}",
+        commit=start["commit"],
+        cpu=cpu(),
+        date=today(),
+    )
+
+
+def as_told(row: dict[str, str]) -> str:
+    """The loss in the unit of its field: bits per byte, perplexity per word, or nats per character."""
+    if "nanogpt" in row["score"] or row["recipe"].startswith("tinyshakespeare"):
+        return f"{row['nats']} nats per character"
+    return f"{float(row['bits_per_byte']):.3f} bits per byte" if row["bits_per_byte"] else f"{row['ppl']} perplexity"
+
+
+def table_of(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Markdown: a row per score."""
+    head = ("recipe", "parameters", "steps", "minutes", "precision", "seed", "scored by", "nats per token", "as told")
+    lines = []
+    for row in rows:
+        parameters, minutes = f"{int(row['parameters']):,}", f"{float(row['seconds']) / 60:.0f}"
+        facts = [row["recipe"], parameters, row["steps"], minutes, row["precision"], row["seed"], f"`{row['score']}`"]
+        lines.append([*facts, row["nats"], as_told(row)])
+    return markdown(head, lines)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one after another: {', '.join(SCORES)}")
+    parser.add_argument("--precision", default="fp32", help="bf16 where the processor has instructions for it")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from the records")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(SCORES):
+        parser.error(f"{', '.join(sorted(unknown))}: no recipe that is scored here. There are {', '.join(SCORES)}")
+    rows = Rows(RECORDS, COLUMNS)
+    try:
+        for name in given.names:
+            run = train(name, ranks=given.ranks, precision=given.precision)
+            steps = str(load_config(run / SETTINGS).train.max_steps)
+            known = {row["score"] for row in rows.rows if (row["recipe"], row["steps"]) == (name, steps)}
+            missing = [flags for flags in SCORES[name] if flags not in known]
+            side_by_side(partial(score, rows=rows, name=name, run=run), missing, jobs=given.ranks)
+    except (TxlError, RuntimeError) as error:
+        sys.exit(str(error))
+    if given.table:
+        put_table(PAGE, BEGIN, table_of(rows.rows))
+
+
+if __name__ == "__main__":
+    main()
