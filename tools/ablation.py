@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from measuring import interleaved
 from recording import ROOT, Rows, markdown, put_table, spread
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
+from trainings import records_in
 from trainings import train as make_run
 
 from txl_dist.config import changed
@@ -137,8 +137,7 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
     }
     config = config_with(run.switches, optim__lr=run.lr, train__max_steps=steps)
     wall_s = make_run(changed(config, places), base=QUICKSTART)
-    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = [record for record in map(json.loads, lines) if record["kind"] == "eval"][-1]
+    *_, last = records_in(folder / name, "eval").values()
     records.add(
         kind="run",
         corpus=run.corpus,

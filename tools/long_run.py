@@ -20,21 +20,23 @@ import argparse
 import hashlib
 import itertools
 import json
-import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
+from trainings import ENVIRONMENT, records_in, run_txl
 
 from txl_dist.config import Config, changed, config_to_toml, load_config
 from txl_dist.errors import TxlError
+from txl_dist.run_files import list_checkpoints, step_of
 
 RECORDS, PAGE, PLOT = ROOT / "docs/long_run.csv", ROOT / "docs/results.md", ROOT / "docs/long_run.svg"
 BEGIN = "<!-- table: python tools/long_run.py --table -->"
@@ -48,7 +50,8 @@ class Record(NamedTuple):
 
     run: str
     kind: str
-    """evaluated: `value` is the held-out loss; killed: the step that it went on from; same: how it compares."""
+    """evaluated: `value` is the held-out loss; killed: the step that it went on from; losses and weights: the sha256 of
+    its training losses and of its exported weights; same: how it compares."""
     step: int
     ranks: int
     value: str
@@ -89,14 +92,18 @@ def train(config: Config, kills: Sequence[Kill], *, place: Path) -> list[tuple[K
     chance, resumed = random.Random(place.name), []
     for kill, ranks in zip([*kills, None], [RANKS, *(kill.ranks for kill in kills)], strict=True):
         child = _start(settings, ranks=ranks, log=log)
-        while kill and child.poll() is None and _last_step(place) < kill.step:
+        while kill and child.poll() is None and max(records_in(place, "train"), default=0) < kill.step:
             time.sleep(0.2)
-        if kill and child.poll() is None:
+        is_alive = child.poll() is None
+        if kill and is_alive:
             time.sleep(chance.random())
             _kill(child)
-            saved = [int(path.name.removeprefix("step_")) for path in (place / "checkpoints").glob("step_*")]
-            resumed.append((kill, max(saved, default=0)))
-        elif code := child.wait():
+        code = child.wait()
+        if kill and not (is_alive and code == -signal.SIGKILL):
+            raise TxlError(f"{place.name} ended with {code} before it was killed behind step {kill.step}; see {log}.")
+        if kill:
+            resumed.append((kill, max(map(step_of, list_checkpoints(place)), default=0)))
+        elif code:
             raise TxlError(f"{place.name} ended with {code}; see {log}.")
     return resumed
 
@@ -104,9 +111,8 @@ def train(config: Config, kills: Sequence[Kill], *, place: Path) -> list[tuple[K
 def _start(settings: Path, *, ranks: int, log: Path) -> subprocess.Popen[bytes]:
     """Each rank has a thread of its own."""
     command = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(settings)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("ab") as file:
-        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        return subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -120,48 +126,35 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def records_in(place: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Of a run, by step: of what was written twice, the last."""
-    path = place / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = {}
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # it was killed while it wrote
-        if record["kind"] == kind:
-            found[record["step"]] = record
-    return found
-
-
-def _last_step(place: Path) -> int:
-    return max(records_in(place, "train"), default=0)
+def losses_of(place: Path) -> dict[int, float]:
+    """Training losses by step, as they were written."""
+    return {step: one["loss"] for step, one in records_in(place, "train").items()}
 
 
 def weights_of(place: Path) -> str:
     """sha256 of the exported weights. Raises TxlError."""
     bundle = place / "bundle"
-    command = [sys.executable, "-m", "txl_dist", "export", str(place), str(bundle)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and not bundle.is_dir():
-        raise TxlError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    if not bundle.is_dir():
+        run_txl("export", place, bundle)
     digest = hashlib.sha256()
     for path in sorted(bundle.glob("*.safetensors")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def compare(place: Path, base: Path) -> str:
-    """What a run shares with the unbroken one, in words."""
-    ours, theirs = ({step: one["loss"] for step, one in records_in(run, "train").items()} for run in (place, base))
+def compare(place: Path, *, base: Path) -> str:
+    """What a run shares with the unbroken one, in words: training losses, and weights."""
+    ours, theirs = losses_of(place), losses_of(base)
+    is_same = weights_of(place) == weights_of(base)
+    if ours == theirs and is_same:
+        return f"all {len(theirs)} training losses and weights bit for bit"
+    weights = "weights bit for bit" if is_same else "weights not"
     if missing := theirs.keys() - ours:
-        return f"lacks the training loss of step {min(missing)}"
-    apart = next((step for step in sorted(theirs) if ours[step] != theirs[step]), None)
-    if apart is not None:
-        return f"training losses bit for bit as far as step {max((s for s in theirs if s < apart), default=0)}"
-    weights = "weights" if weights_of(place) == weights_of(base) else "other weights"
-    return f"all {len(theirs)} training losses and {weights} bit for bit"
+        return f"lacks the training loss of step {min(missing)}, {weights}"
+    alike = list(itertools.takewhile(lambda step: ours[step] == theirs[step], theirs))
+    if len(alike) == len(theirs):
+        return f"all {len(theirs)} training losses bit for bit, {weights}"
+    return f"training losses bit for bit as far as step {alike[-1] if alike else 0}, {weights}"
 
 
 def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recipe: str) -> list[Record]:
@@ -175,27 +168,41 @@ def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recip
         Record(run, "evaluated", step, RANKS, f"{one['loss']:.6f}", **shared)  # type: ignore[arg-type]
         for step, one in sorted(records_in(place, "eval").items())
     ]
+    digests = {"losses": hashlib.sha256(json.dumps(losses_of(place)).encode()).hexdigest()}
+    digests["weights"] = weights_of(place)
+    rows += [Record(run, kind, config.train.max_steps, RANKS, value, **shared) for kind, value in digests.items()]  # type: ignore[arg-type]
     rows += [Record(run, "killed", kill.step, kill.ranks, str(step), **shared) for kill, step in died]  # type: ignore[arg-type]
     if run in (KILLED, MOVED):
-        said = compare(place, out / UNBROKEN)
+        said = compare(place, base=out / UNBROKEN)
         rows.append(Record(run, "same", config.train.max_steps, RANKS, said, **shared))  # type: ignore[arg-type]
     return rows
 
 
+def groups_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
+    """Rows by recipe and steps, which are named behind the first group only, and by run."""
+    found: dict[str, dict[str, list[Record]]] = {}
+    for row in records:
+        is_first = (row.recipe, row.steps) == (records[0].recipe, records[0].steps)
+        what = "" if is_first else f", {row.recipe}, {row.steps} steps"
+        found.setdefault(what, {}).setdefault(row.run, []).append(row)
+    return found
+
+
 def table_of(records: Sequence[Record]) -> list[str]:
     """Markdown, a row per run."""
-    runs = {name: list(rows) for name, rows in itertools.groupby(records, key=lambda row: row.run)}
-    ends = {name: _curve(rows)[-1][1] for name, rows in runs.items()}
-    lines = []
-    for name, rows in runs.items():
-        died = [row for row in rows if row.kind == "killed"]
-        said = next((row.value for row in rows if row.kind == "same"), "")
-        said += f"{'; ' if said else ''}{ends[name] - ends[UNBROKEN]:+.4f} at the end" if name != UNBROKEN else ""
-        ranks = ", ".join(str(count) for count in (RANKS, *(row.ranks for row in died)))
-        killed = ", ".join(f"{row.step} (on from {row.value})" for row in died)
-        lines.append([name, ranks, killed, f"{ends[name]:.4f}", said])
-    seeds = [end for name, end in ends.items() if name not in (KILLED, MOVED)]
-    return [*markdown(_HEAD, lines), "", f"Unbroken runs of all seeds: {spread(seeds, digits=4)}."]
+    lines, closing = [], []
+    for what, runs in groups_of(records).items():
+        ends = {name: _curve(rows)[-1][1] for name, rows in runs.items()}
+        for name, rows in runs.items():
+            died = [row for row in rows if row.kind == "killed"]
+            said = next((row.value for row in rows if row.kind == "same"), "")
+            said += f"{'; ' if said else ''}{ends[name] - ends[UNBROKEN]:+.4f} at the end" if name != UNBROKEN else ""
+            ranks = ", ".join(str(count) for count in (RANKS, *(row.ranks for row in died)))
+            killed = ", ".join(f"{row.step} (on from {row.value})" for row in died)
+            lines.append([f"{name}{what}", ranks, killed, f"{ends[name]:.4f}", said])
+        seeds = [end for name, end in ends.items() if name not in (KILLED, MOVED)]
+        closing += ["", f"Unbroken runs of all seeds{what}: {spread(seeds, digits=4)}."]
+    return [*markdown(_HEAD, lines), *closing]
 
 
 def _curve(rows: Sequence[Record]) -> list[tuple[int, float]]:
@@ -207,13 +214,12 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
     colours = {UNBROKEN: "#2f7ed8", KILLED: "#d9680f", MOVED: "#2e9b4f"}
     with picture(out, width=8.4, height=3.4) as figure:
         axes = figure.subplots()
-        for name, group in itertools.groupby(records, key=lambda row: row.run):
-            rows = list(group)
+        grouped = [(what, name, rows) for what, runs in groups_of(records).items() for name, rows in runs.items()]
+        for what, name, rows in grouped:
             steps, losses = zip(*_curve(rows), strict=True)
             style = "--" if name in (KILLED, MOVED) else "-"
-            axes.plot(
-                steps, losses, style, color=colours.get(name, "#bbbbbb"), label=name, zorder=2 + (name in colours)
-            )
+            look = {"color": colours.get(name, "#bbbbbb"), "zorder": 2 + (name in colours)}
+            axes.plot(steps, losses, style, label=f"{name}{what}", **look)
             for row in rows:
                 if row.kind == "killed":
                     axes.axvline(row.step, color=colours[name], linewidth=0.8, linestyle=":")
@@ -243,7 +249,9 @@ def main() -> None:
         parser.error("name a recipe and a corpus")
     if given.kills < 3:  # two of them, not the first, change the number of ranks
         parser.error("--kills wants 3 at least")
-    given.out.mkdir(parents=True, exist_ok=True)
+    # Neither a try nor a run of other steps may stand beside another's unbroken run.
+    out = given.out.resolve() / f"{given.recipe.stem}-{given.steps}{'-trial' if given.trial else ''}"
+    out.mkdir(parents=True, exist_ok=True)
     every = {"eval.every_steps": given.steps // NUM_EVALUATIONS, "checkpoint.every_steps": SAVE_EVERY}
     every |= {"metrics.log_every_steps": 1, "metrics.sample_every_steps": 0, "train.max_steps": given.steps}
     base = changed(load_config(given.recipe), {**every, "data.path": str(given.data.resolve())})
@@ -255,7 +263,7 @@ def main() -> None:
             continue
         kills = kills_of(run, steps=given.steps, count=given.kills, seed=given.seed)
         config = changed(base, {"run.seed": seed})
-        rows = measure(run, config, kills=kills, out=given.out.resolve(), recipe=given.recipe.stem)
+        rows = measure(run, config, kills=kills, out=out, recipe=given.recipe.stem)
         print(*rows, sep="\n", flush=True)
         if not given.trial:
             append_rows(RECORDS, Record._fields, rows)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -43,6 +42,7 @@ import numpy as np
 import psutil
 import torch
 from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
+from trainings import ENVIRONMENT, records_in, run_txl
 
 from txl_dist.config import Config, config_to_toml, load_config
 from txl_dist.data.read.corpora import open_corpora
@@ -189,7 +189,7 @@ class LastStep:
         raise SystemExit(0)
 
 
-def train_theirs(folder: Path, place: Path, config: Config) -> None:
+def train_theirs(folder: Path, *, place: Path, config: Config) -> None:
     """The process of theirs."""
     from original_train import load, prepare, run_train
 
@@ -291,11 +291,17 @@ def _has_ended(child: psutil.Process) -> bool:
 # A pair
 
 
+def job_of(size: Size, *, corpus: Path) -> dict[str, Any]:
+    """What a pair is trained by, as job.json keeps it: a corpus that was prepared anew is another one."""
+    job = {"size": size._asdict(), "data": open_corpus(corpus).fingerprint}
+    return dict(json.loads(json.dumps(job)))
+
+
 def train_pair(folder: Path, size: Size, *, corpus: Path, seed: int, place: Path) -> None:
     """Train both, in turns; leaves turns.json in `place`. Raises TxlError if one fails."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    (place / "job.json").write_text(json.dumps({"size": size._asdict()}), encoding="utf-8")
+    (place / "job.json").write_text(json.dumps(job_of(size, corpus=corpus)), encoding="utf-8")
     plain = our_config(size, corpus=corpus, seed=seed, place=place)
     (place / "lanes.toml").write_text(config_to_toml(plain), encoding="utf-8")
     program = [sys.executable, str(Path(__file__).resolve()), "--theirs", str(place), "--original", str(folder)]
@@ -305,7 +311,7 @@ def train_pair(folder: Path, size: Size, *, corpus: Path, seed: int, place: Path
         turns[THEIRS].append(take_turn(_view(children[THEIRS]), seconds=1800.0, until=drawn))
         if not drawn.exists():
             raise TxlError(f"theirs ended before its first step; see {place / 'theirs.log'}.")
-        begin = _imported(drawn, place / "begin", corpus=corpus, size=size)
+        begin = _imported(drawn, bundle=place / "begin", corpus=corpus, size=size)
         model = load_bundle(begin).model.section.model_dump()
         ours = our_config(size, corpus=corpus, seed=seed, place=place, model=model)
         (place / "ours.toml").write_text(config_to_toml(ours), encoding="utf-8")
@@ -328,10 +334,9 @@ def train_pair(folder: Path, size: Size, *, corpus: Path, seed: int, place: Path
 
 def _start(command: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
     """Stopped at once. In a group of its own: should we be killed, the kernel hangs it up and it ends."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("wb") as file:
         child = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
+            command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
         )
     psutil.Process(child.pid).suspend()
     return child
@@ -341,25 +346,16 @@ def _view(child: subprocess.Popen[bytes]) -> psutil.Process:
     return psutil.Process(child.pid)
 
 
-def _txl(*words: str | Path) -> None:
-    command = [sys.executable, "-m", "txl_dist", *map(str, words)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TxlError(f"txl {' '.join(map(str, words))}\n{done.stdout}{done.stderr}")
-
-
-def _imported(weights: Path, bundle: Path, *, corpus: Path, size: Size) -> Path:
-    lengths = ("--segment-len", str(size.segment_len), "--memory-len", str(size.memory_len))
-    _txl("import", weights, bundle, "--format", "original", "--vocab", corpus / "tokenizer.json", *lengths)
+def _imported(weights: Path, *, bundle: Path, corpus: Path, size: Size) -> Path:
+    lengths = ("--segment-len", size.segment_len, "--memory-len", size.memory_len)
+    run_txl("import", weights, bundle, "--format", "original", "--vocab", corpus / "tokenizer.json", *lengths)
     return bundle
 
 
 def losses_of(place: Path) -> dict[str, dict[int, tuple[float, float]]]:
     """Of both: by finished steps, (moment, training loss of that step)."""
     theirs = [json.loads(line) for line in (place / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
-    ours = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = {THEIRS: theirs[1:], OURS: [row for row in ours if row["kind"] == "train"]}
+    kept = {THEIRS: theirs[1:], OURS: list(records_in(place / "run", "train").values())}
     return {name: {row["step"]: (row["time_s"], row["loss"]) for row in rows} for name, rows in kept.items()}
 
 
@@ -374,10 +370,10 @@ def score_pair(size: Size, *, corpus: Path, place: Path) -> Iterator[tuple[str, 
             wall, cpu = spent(turns[name], rows[step][0])
             scored = place / f"run/checkpoints/step_{step:09d}"
             if name == THEIRS:
-                scored = _imported(place / f"step-{step}.pt", place / f"bundle-{step}", corpus=corpus, size=size)
+                scored = _imported(place / f"step-{step}.pt", bundle=place / f"bundle-{step}", corpus=corpus, size=size)
             results = place / f"{name}-{step}.json"
             if not results.exists():
-                _txl("evaluate", scored, "--data", corpus, *EVALUATION, "--json", results)
+                run_txl("evaluate", scored, "--data", corpus, *EVALUATION, "--json", results)
             loss = json.loads(results.read_text(encoding="utf-8"))["model"]["loss"]
             yield name, step, wall - wall_0, cpu - cpu_0, loss
 
@@ -426,7 +422,7 @@ def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> 
     """Train and score a pair. Raises TxlError."""
     place = out / f"{corpus.name}-{seed}"
     job = place / "job.json"
-    is_same = job.is_file() and json.loads(job.read_text()) == json.loads(json.dumps({"size": size._asdict()}))
+    is_same = job.is_file() and json.loads(job.read_text(encoding="utf-8")) == job_of(size, corpus=corpus)
     if not (is_same and (place / "turns.json").is_file()):
         train_pair(folder, size, corpus=corpus, seed=seed, place=place)
     common = {
@@ -574,7 +570,7 @@ def main() -> None:
     if given.original is None or not (given.corpora or given.theirs):
         parser.error("name a corpus, and --original")
     if given.theirs:
-        train_theirs(given.original, given.theirs, load_config(given.theirs / "lanes.toml"))
+        train_theirs(given.original, place=given.theirs, config=load_config(given.theirs / "lanes.toml"))
         return
     out, folder = given.out.resolve(), given.original.resolve()
     for seed in given.seeds:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from recording import ROOT, append_rows, commit, markdown, put_table, read_rows, spread, today
 from studies import RECORDS as STUDIED
-from studies import STUDIES, Record, config_of, parameters_outside_tables
+from studies import STUDIES, Record, config_of, groups_of, parameters_outside_tables, told_on
 
 from txl_dist.errors import ConfigError, TxlError
 
@@ -34,6 +34,7 @@ class Prediction(NamedTuple):
     """Of one corpus."""
 
     corpus: str
+    """As `groups_of` names it in the study of sizes."""
     seeds: int
     smaller: str
     """Their parameters outside the tables."""
@@ -55,11 +56,10 @@ def told(points: Sequence[tuple[int, float]], *, parameters: int) -> float:
 def predict(records: Sequence[Record], *, parameters: int) -> list[Prediction]:
     """For each corpus of the study of sizes. Raises ConfigError if a size or two seeds are missing."""
     smaller, found = list(STUDIES["sizes"].variants), []
-    for corpus in dict.fromkeys(row.corpus for row in records if row.study == "sizes"):
+    for corpus, group in _measured(records).items():
         by_seed: dict[int, dict[str, Record]] = {}
-        for row in records:
-            if (row.study, row.corpus) == ("sizes", corpus):
-                by_seed.setdefault(row.seed, {})[row.variant] = row
+        for row in group:
+            by_seed.setdefault(row.seed, {})[row.variant] = row
         whole = [rows for rows in by_seed.values() if rows.keys() == set(smaller)]
         if len(whole) < 2:
             raise ConfigError(f"{corpus}: the study of sizes has fewer than two seeds of {', '.join(smaller)}.")
@@ -72,11 +72,16 @@ def predict(records: Sequence[Record], *, parameters: int) -> list[Prediction]:
     return found
 
 
+def _measured(records: Sequence[Record]) -> dict[str, list[Record]]:
+    return groups_of([row for row in records if row.study == "sizes"])
+
+
 def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> list[str]:
     """Markdown, a row per prediction."""
-    lines = []
+    lines, groups = [], _measured(records)
     for one in predictions:
-        came = [row.nats for row in records if (row.study, row.corpus) == ("larger", one.corpus)]
+        about = {told_on(row) for row in groups.get(one.corpus, [])}
+        came = [row.nats for row in records if row.study == "larger" and told_on(row) in about]
         cells = [one.corpus, str(one.seeds), one.smaller.replace(" ", ", "), str(one.parameters)]
         cells += [f"{one.nats:.4f} +- {one.deviation:.4f}", spread(came, digits=4) if came else "not yet trained"]
         lines.append([*cells, f"{one.date}, {one.commit}"])
@@ -98,8 +103,12 @@ def main() -> None:
         (variant,) = STUDIES["larger"].variants
         larger = config_of(STUDIES["larger"], variant, corpus=Path(), vocab_size=100_000, seed=1, steps=1, place=Path())
         rows = predict(records, parameters=parameters_outside_tables(larger))
-        append_rows(RECORDS, Prediction._fields, rows)
-        print(*rows, sep="\n")
+        known = {row.corpus for row in read_rows(RECORDS, Prediction)}
+        new = [row for row in rows if row.corpus not in known]
+        append_rows(RECORDS, Prediction._fields, new)
+        print(*new, sep="\n")
+        if twice := [row.corpus for row in rows if row.corpus in known]:
+            raise ConfigError(f"{', '.join(twice)}: told already in {RECORDS}, and what is told stays.")
     elif given.table:
         put_table(PAGE, BEGIN, table_of(read_rows(RECORDS, Prediction), records))
     else:

@@ -20,6 +20,7 @@ Seconds are those of its steps, and belong beside each other only if no other pr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
-from trainings import flags_of, run_txl
+from trainings import flags_of, records_in, run_txl
 
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import open_corpus
@@ -99,9 +100,16 @@ class Record(NamedTuple):
     by_position: str
     """Losses in bins of the segment, the first tokens first."""
     data: str
+    """Begin of the corpus' fingerprint."""
     commit: str
     cpu: str
     date: str
+
+
+def folder_of(study: str, *, corpus: str, data: str, variant: str, steps: int, seed: int, trial: bool) -> str:
+    """Name of a run's folder: one with another name is never gone on with."""
+    words = [study, corpus, data, variant, str(steps), str(seed), *(["trial"] if trial else [])]
+    return "-".join(words).replace(", ", "-").replace(" ", "_")
 
 
 def config_of(
@@ -120,25 +128,22 @@ def config_of(
     return config
 
 
-def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out: Path) -> Record:
-    """Train and score. Raises RuntimeError if a command fails."""
-    study = STUDIES[name]
-    place = out / f"{name}-{corpus.name}-{variant}-{seed}".replace(", ", "-").replace(" ", "_")
-    data = open_corpus(corpus)
+def measure(name: str, *, variant: str, corpus: Path, seed: int, steps: int, out: Path, trial: bool) -> Record:
+    """Train and score. Raises TxlError."""
+    study, data = STUDIES[name], open_corpus(corpus)
+    about: dict[str, Any] = {"corpus": corpus.name, "data": data.fingerprint[:12], "variant": variant}
+    about |= {"steps": steps, "seed": seed}
+    place = out / folder_of(name, **about, trial=trial)
     config = config_of(study, variant, corpus=corpus, vocab_size=data.vocab_size, seed=seed, steps=steps, place=place)
     verb = ("launch", "--num_accelerators", study.ranks) if study.ranks > 1 else ("train",)
     run_txl(*verb, RECIPE, *flags_of(config, base=RECIPE))
     result = place / "study.json"
     run_txl("evaluate", place, "--num-lanes", 16, "--json", result)
     scored = json.loads(result.read_text(encoding="utf-8"))["model"]
-    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    trained, evaluated = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
+    trained, evaluated = (list(records_in(place, kind).values()) for kind in ("train", "eval"))
     return Record(
         study=name,
-        corpus=corpus.name,
-        variant=variant,
-        seed=seed,
-        steps=steps,
+        **about,
         nats=round(scored["loss"], 5),
         bits_per_byte=round(scored.get("bits_per_byte", math.nan), 5),
         seconds=round(statistics.median(row["step_ms"] for row in trained[1:]) * steps / 1000, 1),
@@ -146,7 +151,6 @@ def measure(name: str, variant: str, *, corpus: Path, seed: int, steps: int, out
         parameters=parameters_outside_tables(config),
         curve=" ".join(f"{row['step']}:{row['loss']:.4f}" for row in evaluated),
         by_position=" ".join(f"{loss:.4f}" for loss in evaluated[-1]["loss_by_position"]),
-        data=data.fingerprint[:12],
         commit=commit(),
         cpu=cpu(),
         date=today(),
@@ -160,32 +164,55 @@ def parameters_outside_tables(config: Config) -> int:
     return sum(parameter.numel() for parameter in model.blocks.parameters())
 
 
+def told_on(row: Record) -> tuple[str, str, int]:
+    """What runs of a study have in common that may stand beside each other."""
+    return row.corpus, row.data, row.steps
+
+
+def groups_of(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Those that may stand beside each other, by name: that of the corpus, and behind the first group of a corpus also
+    the data or the steps that are others."""
+    first: dict[str, Record] = {}
+    found: dict[str, list[Record]] = {}
+    for row in records:
+        base = first.setdefault(row.corpus, row)
+        data = f" {row.data}" if row.data != base.data else ""
+        steps = f", {row.steps} steps" if row.steps != base.steps else ""
+        found.setdefault(f"{row.corpus}{data}{steps}", []).append(row)
+    return found
+
+
 def table_of(records: Sequence[Record]) -> list[str]:
-    """Markdown: a row per corpus and variant; differences are those of the same seeds."""
+    """Markdown: a row per group and variant; differences are those of the seeds that the study's first one has too."""
+    groups = groups_of(records)
     lines = []
-    first: dict[tuple[str, int], float] = {}
-    for corpus, variant in dict.fromkeys((row.corpus, row.variant) for row in records):
-        rows = [row for row in records if (row.corpus, row.variant) == (corpus, variant)]
-        apart = [row.nats - first.setdefault((corpus, row.seed), row.nats) for row in rows]
-        cells = [corpus, variant, str(len(rows))]
+    for (name, group), variant in itertools.product(groups.items(), dict.fromkeys(row.variant for row in records)):
+        first = next(iter(STUDIES[group[0].study].variants))
+        base = {row.seed: row.nats for row in group if row.variant == first}
+        rows = [row for row in group if row.variant == variant]
+        if not rows:
+            continue
+        apart = [row.nats - base[row.seed] for row in rows if row.seed in base]
+        cells = [name, variant, str(len(rows))]
         cells += [
             spread([row.nats for row in rows], digits=4),
             "" if math.isnan(rows[0].bits_per_byte) else f"{statistics.fmean(r.bits_per_byte for r in rows):.4f}",
         ]
-        cells += [spread(apart, digits=4, sign="+") if any(apart) else ""]
+        seeds = f" ({len(apart)} in common)" if len(apart) < len(rows) else ""
+        cells += [spread(apart, digits=4, sign="+") + seeds if any(apart) else ""]
         cells += [f"{statistics.fmean(row.seconds for row in rows):.0f}", f"{max(row.peak_gib for row in rows):.2f}"]
         lines.append(cells)
     return markdown(_HEAD, lines)
 
 
 def draw(records: Sequence[Record], *, out: Path) -> None:
-    """A row per corpus: held-out loss over steps, and by position in the segment; means over the seeds."""
-    corpora = list(dict.fromkeys(row.corpus for row in records))
+    """A row per group: held-out loss over steps, and by position in the segment; means over the seeds."""
+    groups = groups_of(records)
     variants = list(dict.fromkeys(row.variant for row in records))
-    with picture(out, width=8.4, height=3.1 * len(corpora)) as figure:
-        for axes, corpus in zip(figure.subplots(len(corpora), 2, squeeze=False), corpora, strict=True):
+    with picture(out, width=8.4, height=3.1 * len(groups)) as figure:
+        for axes, (name, group) in zip(figure.subplots(len(groups), 2, squeeze=False), groups.items(), strict=True):
             for variant, colour in zip(variants, COLOURS, strict=False):
-                rows = [row for row in records if (row.corpus, row.variant) == (corpus, variant)]
+                rows = [row for row in group if row.variant == variant]
                 if not rows:
                     continue
                 curves = [[one.split(":") for one in row.curve.split()] for row in rows]
@@ -193,7 +220,7 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
                 axes[0].plot([int(step) for step, _ in curves[0]], means, color=colour, label=variant)
                 by_bin = zip(*([float(loss) for loss in row.by_position.split()] for row in rows), strict=True)
                 axes[1].plot([statistics.fmean(losses) for losses in by_bin], color=colour)
-            axes[0].set(xlabel="step", ylabel=f"{corpus}: held-out nats per token")
+            axes[0].set(xlabel="step", ylabel=f"{name}: held-out nats per token")
             axes[1].set(xlabel="position in the segment, in bins")
             axes[0].legend()
 
@@ -203,15 +230,20 @@ def begin_of(study: str) -> str:
     return f"<!-- table: python tools/studies.py --table ({study}) -->"
 
 
+def ordered(records: Sequence[Record]) -> list[Record]:
+    """Those of a study by corpus, and of a corpus as the groups came, as variants are listed, and by seed."""
+    groups = list(dict.fromkeys(map(told_on, records)))
+    variants = list(STUDIES[records[0].study].variants)
+    return sorted(
+        records, key=lambda row: (row.corpus, groups.index(told_on(row)), variants.index(row.variant), row.seed)
+    )
+
+
 def write_tables() -> None:
     """Of all studies that have records."""
     records = read_rows(RECORDS, Record)
     for study in dict.fromkeys(row.study for row in records):
-        order = [(variant, seed) for variant in STUDIES[study].variants for seed in range(1, 100)]
-        rows = sorted(
-            (row for row in records if row.study == study),
-            key=lambda row: (row.corpus, order.index((row.variant, row.seed))),
-        )
+        rows = ordered([row for row in records if row.study == study])
         put_table(PAGE, begin_of(study), table_of(rows))
         draw(rows, out=ROOT / f"docs/study_{study}.svg")
 
@@ -234,18 +266,19 @@ def main() -> None:
     if not (given.study and given.corpus):
         parser.error("name a study and a corpus")
     steps, out = given.steps or STUDIES[given.study].steps, given.out.resolve()
-    known = {(row.study, row.corpus, row.variant, row.seed, row.steps) for row in read_rows(RECORDS, Record)}
+    corpora = {path: (path.name, open_corpus(path).fingerprint[:12], steps) for path in map(Path.resolve, given.corpus)}
+    known = {(row.study, told_on(row), row.variant, row.seed) for row in read_rows(RECORDS, Record)}
     missing = [
-        (variant, corpus.resolve(), seed)
+        (variant, corpus, seed)
         for seed in range(1, given.seeds + 1)
-        for corpus in given.corpus
+        for corpus, group in corpora.items()
         for variant in STUDIES[given.study].variants
-        if given.trial or (given.study, corpus.resolve().name, variant, seed, steps) not in known
+        if given.trial or (given.study, group, variant, seed) not in known
     ]
 
     def run(one: tuple[str, Path, int]) -> Record:
         variant, corpus, seed = one
-        row = measure(given.study, variant, corpus=corpus, seed=seed, steps=steps, out=out)
+        row = measure(given.study, variant=variant, corpus=corpus, seed=seed, steps=steps, out=out, trial=given.trial)
         print(f"{row.study}, {row.corpus}, {row.variant}, seed {row.seed}: {row.nats:.4f} nats", flush=True)
         if not given.trial:
             append_rows(RECORDS, Record._fields, [row])
@@ -260,5 +293,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (TxlError, RuntimeError) as error:
+    except TxlError as error:
         sys.exit(f"studies: {error}")

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tools import long_run
-from tools.long_run import KILLED, MOVED, RANKS, UNBROKEN, Record, kills_of, records_in, table_of
+from tools.long_run import KILLED, MOVED, RANKS, UNBROKEN, Kill, Record, kills_of, records_in, table_of
+from tools.recording import ROOT
+from tools.trainings import records_of
+from txl_dist.config import load_config
+from txl_dist.errors import TxlError
+
+CHILD = """
+import json, pathlib, sys, time
+place = pathlib.Path(sys.argv[1])
+for name in ("step_000000100", "step_000000200.tmp-0a1b2c"):
+    (place / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+with (place / "metrics.jsonl").open("a") as file:
+    file.write(json.dumps({"kind": "train", "step": 150, "loss": 1.0}) + "\\n")
+time.sleep(float(sys.argv[2]))
+"""
+"""In place of a training: it writes a step down, a checkpoint and half of the next, and lives for so many seconds."""
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -22,6 +39,29 @@ def test_kills_lie_within_the_run_and_two_of_the_moved_one_change_the_number_of_
         ranks = [RANKS, *(kill.ranks for kill in kills)]
         assert sum(before != after for before, after in pairwise(ranks)) == (2 if run == MOVED else 0)
     assert kills_of(UNBROKEN, steps=2_000, count=5, seed=seed) == []
+
+
+def start_children(place: Path, lives_s: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = iter(lives_s)
+    monkeypatch.setattr(
+        long_run, "_start", lambda *_, **__: subprocess.Popen([sys.executable, "-c", CHILD, place, str(next(lives))])
+    )
+
+
+def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, place = load_config(ROOT / "configs/quickstart.toml"), tmp_path / "killed"
+    start_children(place, [600.0, 0.0], monkeypatch)
+    kill = Kill(120, RANKS)
+    assert long_run.train(config, [kill], place=place) == [(kill, 100)]
+
+
+def test_a_run_that_ends_before_its_kill_is_no_run_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, place = load_config(ROOT / "configs/quickstart.toml"), tmp_path / "killed"
+    start_children(place, [0.0, 0.0], monkeypatch)
+    with pytest.raises(TxlError, match="killed ended with 0 before it was killed behind step 900"):
+        long_run.train(config, [Kill(900, RANKS)], place=place)
 
 
 def write_run(place: Path, losses: list[float], *, torn: bool = False) -> None:
@@ -38,12 +78,52 @@ def test_runs_are_compared_step_by_step_and_then_by_their_weights(
     write_run(tmp_path / "same", losses, torn=True)
     write_run(tmp_path / "other", [3.0, 2.0, 1.0 + 2**-52])
     write_run(tmp_path / "short", losses[:2])
-    monkeypatch.setattr(long_run, "weights_of", lambda place: "x" if place.name in ("base", "same") else "y")
-    said = {name: long_run.compare(tmp_path / name, tmp_path / "base") for name in ("same", "other", "short")}
+    write_run(tmp_path / "heavier", losses)
+    monkeypatch.setattr(long_run, "weights_of", lambda place: "x" if place.name in ("base", "same", "other") else "y")
+    names = ("same", "other", "short", "heavier")
+    said = {name: long_run.compare(tmp_path / name, base=tmp_path / "base") for name in names}
     assert said["same"] == "all 3 training losses and weights bit for bit"
-    assert said["other"] == "training losses bit for bit as far as step 2"
-    assert said["short"] == "lacks the training loss of step 3"
-    assert records_in(tmp_path / "same", "train").keys() == {1, 2, 3}
+    assert said["other"] == "training losses bit for bit as far as step 2, weights bit for bit"
+    assert said["short"] == "lacks the training loss of step 3, weights not"
+    assert said["heavier"] == "all 3 training losses bit for bit, weights not"
+
+
+def test_of_a_run_that_went_on_the_last_record_of_a_step_counts_and_a_torn_line_none(tmp_path: Path) -> None:
+    assert records_in(tmp_path / "not yet begun", "train") == {}
+    write_run(tmp_path / "run", [3.0, 2.0, 1.5], torn=True)
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"kind": "eval", "step": 2, "loss": 9.0}\n{"kind": "train", "step": 3, "loss": 1.0}\n')
+    found = records_in(tmp_path / "run", "train")
+    assert [(step, one["loss"]) for step, one in found.items()] == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert records_of(tmp_path / "run")[-1]["loss"] == 1.0
+
+
+def test_runs_of_other_steps_stand_beside_their_own_unbroken_run() -> None:
+    rows = [
+        Record(run, "evaluated", steps, 2, value, recipe, steps, "c", "cpu", "2026-11-23")
+        for run, value, recipe, steps in (
+            (UNBROKEN, "4.0", "recipe", 100),
+            (UNBROKEN, "3.0", "recipe", 200),
+            ("seed 2", "3.5", "recipe", 200),
+            ("seed 2", "4.1", "recipe", 100),
+            (UNBROKEN, "2.0", "other", 100),
+        )
+    ]
+    _, _, *lines = table_of(rows)
+    assert [line.split(" | ")[::3] for line in lines[:5]] == [
+        ["| unbroken", "4.0000"],
+        ["| seed 2", "4.1000"],
+        ["| unbroken, recipe, 200 steps", "3.0000"],
+        ["| seed 2, recipe, 200 steps", "3.5000"],
+        ["| unbroken, other, 100 steps", "2.0000"],
+    ]
+    assert "+0.1000 at the end" in lines[1]
+    assert "+0.5000 at the end" in lines[3]
+    assert lines[6::2] == [
+        "Unbroken runs of all seeds: 4.0500 +- 0.0707.",
+        "Unbroken runs of all seeds, recipe, 200 steps: 3.2500 +- 0.3536.",
+        "Unbroken runs of all seeds, other, 100 steps: 2.0000.",
+    ]
 
 
 def test_the_table_has_a_row_per_run_with_its_kills_and_the_seeds_beside_them() -> None:

@@ -81,6 +81,31 @@ def test_each_step_is_noted_with_its_loss_and_weights_are_kept_where_wanted(tmp_
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-0.pt", "step-2.pt"]
 
 
+def test_a_pair_is_trained_anew_when_its_corpus_is_another_one_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = []
+
+    def train_pair(folder: Path, size: Size, *, corpus: Path, seed: int, place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        (place / "job.json").write_text(json.dumps(parity.job_of(size, corpus=corpus)))
+        (place / "turns.json").write_text("{}")
+        trained.append(parity.open_corpus(corpus).fingerprint)
+
+    monkeypatch.setattr(parity, "train_pair", train_pair)
+    monkeypatch.setattr(parity, "score_pair", lambda size, *, corpus, place: iter([("original", 20, 1.0, 1.0, 2.0)]))
+    corpora = [one_document(tmp_path).folder]
+    (tmp_path / "anew").mkdir()
+    corpora.append(tiny_corpus(tmp_path / "anew", texts=["another text " * 40], valid_fraction=0.0).folder)
+    rows = [
+        parity.measure(tmp_path, SIZE, corpus=corpus, seed=1, out=tmp_path)[0]
+        for corpus in (corpora[0], corpora[0], corpora[1])
+    ]
+    assert corpora[0].name == corpora[1].name
+    assert len(trained) == 2, "the second is the first"
+    assert [row.data for row in rows] == [trained[0][:12], trained[0][:12], trained[1][:12]]
+
+
 def curve(program: str, seed: int, points: list[tuple[float, float]]) -> list[Record]:
     """Of (seconds, loss)."""
     common = {"settings": "lr=0.001", "data": "d", "commit": "c", "cpu": "x", "torch": "2", "date": "2026-11-23"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tools.recording import END, append_rows, picture, put_table, read_rows, spread, table_in
+from tools.recording import END, Rows, append_rows, picture, put_table, read_rows, spread, table_in
 
 
 class Measured(NamedTuple):
@@ -23,6 +24,34 @@ def test_records_are_read_back_as_they_were_written(tmp_path: Path) -> None:
         append_rows(path, Measured._fields, [one])
     assert read_rows(path, Measured) == rows
     assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_file_of_other_columns_is_refused_by_name_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "records.csv"
+    path.write_text("name,seconds,seed\na,0.5,1\n")
+    for use in (
+        lambda: read_rows(path, Measured),
+        lambda: append_rows(path, Measured._fields, [Measured("b", 1, 2.5)]),
+        lambda: Rows(path, Measured._fields),
+    ):
+        with pytest.raises(ValueError, match=r"records\.csv has the columns name, seconds, seed, not name"):
+            use()
+    assert path.read_text() == "name,seconds,seed\na,0.5,1\n"
+
+
+def test_a_word_that_is_no_column_is_refused_and_nothing_is_added(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "records.csv", Measured._fields)
+    with pytest.raises(ValueError, match=r"records\.csv has no column secnds"):
+        rows.add(name="a", secnds=1.0)
+    assert rows.rows == []
+    assert not rows.path.exists()
+
+
+def test_rows_that_are_recorded_at_once_share_one_head(tmp_path: Path) -> None:
+    path = tmp_path / "records.csv"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: append_rows(path, Measured._fields, [Measured("a", seed, 0.5)]), range(200)))
+    assert sorted(row.seed for row in read_rows(path, Measured)) == list(range(200))
 
 
 def test_a_table_is_replaced_and_all_around_it_stays(tmp_path: Path) -> None:
