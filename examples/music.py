@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,35 @@ def midi_tokenizer() -> Any:
     return REMI(TokenizerConfig(num_velocities=8, use_programs=True))
 
 
+@contextmanager
+def naming(path: Path, remedy: str) -> Iterator[None]:
+    """What goes wrong in MidiTok, and in what it reads MIDI with, in one line that names the file."""
+    try:
+        yield
+    except Exception as error:  # theirs are of any kind
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{path}: MidiTok gives up ({reason}). {remedy}") from error
+
+
+def names_of(tokenizer: Any) -> list[str]:
+    """In order of their ids."""
+    return sorted(tokenizer.vocab, key=tokenizer.vocab.get)
+
+
 def ids_of_folder(folder: Path) -> tuple[list[str], Iterator[list[int]]]:
     """Names in order of their ids, and the ids of each MIDI file below a folder."""
     tokenizer = midi_tokenizer()
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".mid", ".midi"))
     if not files:
         raise DataError(f"{folder} holds no MIDI files, named .mid or .midi. Name a folder that does.")
-    return sorted(tokenizer.vocab, key=tokenizer.vocab.get), (tokenizer(path).ids for path in files)
+
+    def pieces() -> Iterator[list[int]]:
+        for path in files:
+            with naming(path, "Mend or remove the file."):
+                ids = tokenizer(path).ids
+            yield ids
+
+    return names_of(tokenizer), pieces()
 
 
 def made_up(num_pieces: int) -> tuple[list[str], Iterator[list[int]]]:
@@ -79,8 +102,11 @@ def save(names: list[str], pieces: Iterator[list[int]], out: Path) -> None:
     """Write what `txl prepare` takes."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "names.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+    count = 0
     with (out / "ids.jsonl").open("w", encoding="utf-8") as lines:
-        count = sum(bool(lines.write(f"{json.dumps(ids)}\n")) for ids in pieces)
+        for ids in pieces:
+            lines.write(f"{json.dumps(ids)}\n")
+            count += 1
     print(f"{out}: {count:,} pieces, {len(names):,} names")
 
 
@@ -97,13 +123,16 @@ def write(model: str, *, scale: str, max_tokens: int, seed: int, out: Path | Non
     tokenizer = midi_tokenizer() if out is not None else None
     lm = txl_dist.load(model)
     names = lm.tokenizer.symbols
-    if tokenizer is not None and [*names[:-1]] != sorted(tokenizer.vocab, key=tokenizer.vocab.get):
+    if "Bar_None" not in names:
+        raise ConfigError(f"{model} writes no music: Bar_None is not in its vocabulary. Name a run of docs/music.md.")
+    if tokenizer is not None and [*names[: lm.tokenizer.end_of_text]] != names_of(tokenizer):  # end-of-text is the last
         raise ConfigError(f"{model} was not trained on this MidiTok's names, so there is no {out}. Leave out --out.")
     allowed = [i for i, name in enumerate(names) if is_allowed(name, NOTES.index(scale))]
     made = lm.generate("Bar_None", allowed=allowed, max_tokens=max_tokens, temperature=0.9, seed=seed)
     print(f"Bar_None{made.text}")
-    if tokenizer is not None:
-        tokenizer.decode([names.index("Bar_None"), *made.ids]).dump_midi(out)
+    if tokenizer is not None and out is not None:
+        with naming(out, "Name another --out."):
+            tokenizer.decode([names.index("Bar_None"), *made.ids]).dump_midi(out)
         print(f"{out}: written")
 
 
@@ -134,5 +163,5 @@ def main(words: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except TxlError as error:
+    except (TxlError, OSError) as error:
         sys.exit(f"music.py: error: {error}")

@@ -475,8 +475,9 @@ class MetricsSection(Section):
     wandb: Annotated[str, FREE] = ""
     """Project at Weights & Biases that gets the same records (pip install "txl_dist[wandb]"); empty sends nothing."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
-    """Steps between measurements of the share of the step's tokens whose most probable token is the target, by one more
-    pass over them without dropout; 0 makes none. For held-out text see eval.accuracy."""
+    """Steps between measurements of the share of the step's targets (with train.half_loss those that it scores) that
+    are the most probable token, by one more pass over them without dropout; 0 makes none. For held-out text see
+    eval.accuracy."""
     norms_every_steps: Annotated[Count, FREE] = 0
     """Steps between records of the norms of each layer's gradients (before clipping) and weights, and of the root mean
     square of what it gives to the next, by one more pass without dropout; 0 makes none."""

@@ -38,10 +38,13 @@ def listed_tokenizer(names: Sequence[str], *, end_of_text: bool) -> ListedTokeni
 
 
 def read_names(path: str | Path) -> tuple[str, ...]:
-    """The names of a list, one a line, that of id 0 first. Raises DataError naming the line for what is no name."""
+    """The names of a list, one a line, that of id 0 first; a byte order mark is no part of it.
+
+    Raises DataError naming the line for what is no name.
+    """
     remedy = "Give a UTF-8 file with a token's name in each line, that of id 0 first."
     with explained(DataError, f"cannot read the vocabulary list {path}", remedy, of=(OSError, UnicodeDecodeError)):
-        lines = read_bytes(Path(path)).decode("utf-8").removesuffix("\n").split("\n")
+        lines = read_bytes(Path(path)).decode("utf-8-sig").removesuffix("\n").split("\n")
     lines = [line.removesuffix("\r") for line in lines]
     first_of: dict[str, int] = {}
     for number, name in enumerate(lines, start=1):

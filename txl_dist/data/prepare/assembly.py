@@ -135,9 +135,7 @@ def plan_split(
 def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, shard_len: int) -> str:
     """Hash of everything that the shards depend on."""
     described = json.dumps([shard_len, [part._asdict() for part in parts]], sort_keys=True)
-    state = hashlib.sha256(described.encode())
-    state.update(dropped.tobytes())
-    return state.hexdigest()
+    return hashlib.sha256(described.encode() + dropped.tobytes()).hexdigest()
 
 
 def write_planned(task: ShardTask) -> WrittenShard:

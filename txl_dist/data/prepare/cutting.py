@@ -4,30 +4,31 @@ A part is a list of blocks of whole raw records. Where parts begin and end is a 
 `part_bytes`, from any cursor on: a preparation that goes on after a kill makes the parts that the first one would
 have made, and starts behind those that are there. Nothing is decoded or parsed here; memory holds one part.
 
-What it gives up: inputs that grow or change while they are read; a plain text file has to fit in memory unless its
-documents are lines or paragraphs.
+What it gives up: inputs that grow or change while they are read; an array has to fit in memory, and a plain text file
+unless its documents are lines or paragraphs.
 """
 
 from __future__ import annotations
 
 import io
+import tokenize
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from txl_dist.data.prepare.documents import Block, end_of_records
+from txl_dist.data.prepare.documents import Block, check_length, end_of_records
 from txl_dist.data.prepare.opening import open_source, skip
 from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.errors import DataError, explained
 
-LONGEST_RECORD = 1 << 31
-"""Bytes from which on a document is too long."""
 MOST_RECORDS = 1 << 18
 """Raw records, or lines, in a block or a part, about: a worker keeps some hundred bytes of each, however short."""
 _BLOCK_BYTES = 1 << 22
 _ROWS = 1024
 _MIB = 1 << 20
+_NO_ARRAY = (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError, tokenize.TokenError)
+"""What numpy raises for a damaged header or content."""
 
 
 class Cursor(NamedTuple):
@@ -91,13 +92,10 @@ def _records(
     file: SourceFile, stream: IO[bytes], offset: int, block_bytes: int, field: str
 ) -> Iterator[tuple[bytes, int, int]]:
     """(data, how far it moves the offset, raw records or lines in it) of each block of a file."""
-    if file.form == "parquet":
-        for data, rows in _row_batches(stream, offset, field, file.path):
-            yield data, rows, rows
-        return
-    if file.form == "npy":
-        for data, rows in _array_rows(stream, offset, file.path):
-            yield data, rows, rows
+    if file.form in ("parquet", "npy"):
+        is_array, path = file.form == "npy", file.path
+        found = _array_rows(stream, offset, path) if is_array else _row_batches(stream, offset, field, path)
+        yield from ((data, rows, rows) for data, rows in found)
         return
     skip(stream, offset)
     if file.form == "file":
@@ -105,7 +103,7 @@ def _records(
             whole = bytearray()
             while chunk := stream.read(_MIB):
                 whole += chunk
-                _check_length(len(whole), file)
+                check_length(len(whole), file.path)
             yield bytes(whole), len(whole), 1
         return
     held = b""
@@ -119,7 +117,7 @@ def _records(
         data = take(block_bytes)
         is_last = len(data) < block_bytes
         while not is_last and not (end := end_of_records(data, file.form)):
-            _check_length(len(data), file)
+            check_length(len(data), file.path)
             more = take(len(data))  # doubled each time: a long record costs no quadratic copying
             is_last = len(more) < len(data)
             data += more
@@ -133,22 +131,13 @@ def _records(
         held = data[end:] + held
 
 
-def _check_length(num_bytes: int, file: SourceFile) -> None:
-    if num_bytes >= LONGEST_RECORD:
-        raise DataError(
-            f"{file.path} holds a document of 2 GiB or more. Cut it into documents: plain text with "
-            "`--documents line` or `--documents blank_line`, JSON lines and rows where they are made."
-        )
-
-
 def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[bytes, int]]:
     """(up to 1,024 rows of an array of ids as a file of their own, number of rows); one of one dimension is a row."""
-    remedy = "Save it by numpy.save, of one whole array of integers."
-    damage = (ValueError, EOFError, SyntaxError, TypeError, MemoryError)
-    with explained(DataError, f"{path} is no .npy file of numbers", remedy, of=damage):
-        array = np.load(io.BytesIO(stream.read()), allow_pickle=False)
-        if not isinstance(array, np.ndarray):
-            raise ValueError("it is an archive of arrays")
+    try:  # numpy.load would open archives too
+        array = np.lib.format.read_array(io.BytesIO(stream.read()), allow_pickle=False)
+    except _NO_ARRAY as error:
+        reason = " ".join(str(error).split())  # numpy's may have several lines
+        raise DataError(f"{path} is no .npy file of numbers: {reason}. Save an array by numpy.save.") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
             f"{path}: an array of {array.dtype}, shape {list(array.shape)}. Give whole numbers: one document as [ids], "

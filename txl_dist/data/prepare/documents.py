@@ -25,6 +25,9 @@ Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
 """ids: a list of ready ids on each line; npy: of an array, which is a document, or each of its rows."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
+LONGEST_RECORD = 1 << 31
+"""Bytes from which on a document is too long; of ready ids those of their names."""
+_IDS_AT_ONCE = 1 << 12
 SHORTEST_TAIL = 100
 """Characters that the end of a document must have to be held out: with a share of 0.05 a text of 2,000."""
 
@@ -103,16 +106,26 @@ def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
         return
     for number, raw in _records_of(block):
         where = block.where if block.form == "file" else f"{block.where}, line {block.unit + number + 1}"
+        if block.form == "ids":
+            if raw.strip():
+                ids = _parse_ids(raw, field=reading.jsonl_field, where=where)
+                yield Document(where, block.ordinal + number, _named(ids, reading.names, where=where))
+            continue
         document = _decode(raw, where, block.ordinal + number, reading.encoding_errors, block.form)
-        if block.form not in ("jsonl", "ids") or document.damage == "skipped":
+        if block.form != "jsonl" or document.damage == "skipped":
             yield document
-        elif block.form == "ids":
-            if document.text.strip():
-                ids = _parse_ids(document.text, field=reading.jsonl_field, where=where)
-                yield document._replace(text=_named(ids, reading.names, where=where))
         elif document.text.strip():
             text = _parse_record(document.text, field=reading.jsonl_field, where=where)
             yield _without_surrogates(document._replace(text=text), reading.encoding_errors)
+
+
+def check_length(num_bytes: int, where: str) -> None:
+    """Raise DataError with the remedy for a document of 2 GiB or more."""
+    if num_bytes >= LONGEST_RECORD:
+        raise DataError(
+            f"{where} holds a document of 2 GiB or more (of ids: as names). Cut it: text with `--documents line` or "
+            "`--documents blank_line`, ids as rows of a two-dimensional array or JSON lines, all else where it is made."
+        )
 
 
 def text_bytes_of(text: str) -> bytes:
@@ -226,38 +239,44 @@ def _documents_of_array(block: Block, names: Sequence[str]) -> Iterator[Document
     import numpy as np
 
     array = np.load(io.BytesIO(block.data))
-    for row, ids in enumerate(np.atleast_2d(array).tolist()):
+    for row, ids in enumerate(np.atleast_2d(array)):
         where = block.where if array.ndim == 1 else f"{block.where}, row {block.unit + row + 1}"
         yield Document(where, block.ordinal + row, _named(ids, names, where=where))
 
 
-def _parse_ids(line: str, *, field: str, where: str) -> list[Any]:
+def _parse_ids(line: bytes, *, field: str, where: str) -> list[Any]:
     try:
         ids = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON ({error}), a list of ids on each line. Mend or remove it.") from error
-    if isinstance(ids, dict):
-        ids = ids.get(field)
+    ids = ids.get(field) if isinstance(ids, dict) else ids
     if not isinstance(ids, list):
-        raise DataError(
-            f"{where}: no list of ids. Give one on each line, as [5, 17, 2], or name the field that holds it with "
-            "--jsonl-field."
-        )
+        raise DataError(f"{where}: no list of ids. Give one a line, as [5, 17], or name its field with --jsonl-field.")
+    if not ids:
+        raise DataError(f"{where}: no ids. Leave empty documents out.")
     return ids
 
 
-def _named(ids: Sequence[Any], names: Sequence[str], *, where: str) -> str:
-    """The text of a document: the name of each id with a blank behind it. Raises DataError naming what is no id."""
-    if not ids:
-        raise DataError(f"{where}: no ids. Leave empty documents out.")
-    for index, one in enumerate(ids):
-        if type(one) is not int or not 0 <= one < len(names):
-            raise DataError(
-                f"{where}, index {index}: {one!s:.40} is no id of the vocabulary list, whose {len(names):,} names "
-                f"are those of the whole numbers 0 to {len(names) - 1:,}. Mend the ids, or give the list that they "
-                "were made with."
-            )
-    return "".join([f"{names[one]} " for one in ids])
+def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
+    """The text of a document, a list or an array: the name of each id with a blank behind it.
+
+    A few at a time, since a long array is many times as large as a list. Raises DataError naming what is no id, or if
+    the text is too long.
+    """
+    texts, num_bytes = [], 0
+    for first in range(0, len(ids), _IDS_AT_ONCE):
+        some = ids[first : first + _IDS_AT_ONCE]
+        some = some if isinstance(some, list) else some.tolist()
+        for index, one in enumerate(some, start=first):
+            if type(one) is not int or not 0 <= one < len(names):
+                raise DataError(
+                    f"{where}, index {index}: {one!r:.40} is no id of the vocabulary list, whose {len(names):,} names "
+                    f"are those of 0 to {len(names) - 1:,}. Mend the ids, or give the list that they were made with."
+                )
+        texts.append("".join([f"{names[one]} " for one in some]))
+        num_bytes += len(texts[-1].encode())
+        check_length(num_bytes, where)
+    return "".join(texts)
 
 
 def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingErrors, form: Form) -> Document:

@@ -14,7 +14,7 @@ without a document the end of the work says so, but that it is one document, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from txl_dist.data.prepare.documents import SHORTEST_TAIL, SPLITS, TEST, TRAIN, VALID, Document, Reading, pieces_of
@@ -31,7 +31,13 @@ class HeldOut(NamedTuple):
     remark: str = ""
 
 
-def hold_out(documents: Documents, reading: Reading) -> HeldOut:
+def no_text(inputs: Sequence[object], reading: Reading) -> DataError:
+    """The error where these inputs leave nothing to train on."""
+    what, given = "ids" if reading.names else "text", ", ".join(map(str, inputs[:3])) + ", ..." * (len(inputs) > 3)
+    return DataError(f"no {what} for the train split in {given}. Check the paths and the valid fraction.")
+
+
+def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> HeldOut:
     """Whole documents where that serves every split, else ends.
 
     One pass, which ends with the first document of the last split; a second one, over few documents, where ends are
@@ -47,19 +53,19 @@ def hold_out(documents: Documents, reading: Reading) -> HeldOut:
         if not missing:
             return HeldOut(reading)
     if not count:
-        raise DataError("the inputs hold no text for the train split. Check the paths.")
+        raise no_text(inputs, reading)
 
     tails: dict[bytes, str] = {}
     kept: set[bytes] = set()
-    cut, longest = [], 0
+    cut, longest = [], ""
     for document in documents():
         first, *ends = pieces_of(document, given_for=TRAIN, reading=reading._replace(tails={}))
         kept.add(first.digest)
         tails |= {end.digest: end.split for end in ends if tails.get(end.digest) != TEST}
         cut += [document.where] if ends else []
-        longest = max(longest, len(document.text))
+        longest = max(longest, document.text, key=len)
     if missing := {TRAIN, *shares} - {*tails.values(), *([TRAIN] if kept - tails.keys() else [])}:
-        raise _too_little(sorted(missing, key=SPLITS.index)[-1], count=count, longest=longest, shares=shares)
+        raise _too_little(sorted(missing, key=SPLITS.index)[-1], count=count, longest=longest, reading=reading)
     whose = cut[0] if len(cut) == 1 else f"each of {len(cut):,} documents"
     parts = ", ".join(f"{split} {share:.4g}" for split, share in shares.items())
     remark = (
@@ -69,11 +75,15 @@ def hold_out(documents: Documents, reading: Reading) -> HeldOut:
     return HeldOut(reading._replace(tails=tails), remark)
 
 
-def _too_little(split: str, *, count: int, longest: int, shares: Mapping[str, float]) -> DataError:
-    needed = math.ceil(SHORTEST_TAIL / min(*shares.values(), 1 - sum(shares.values())))
+def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> DataError:
+    shares = reading.shares.values()
+    needed = math.ceil(SHORTEST_TAIL / min(*shares, 1 - sum(shares)))
+    has, least = f"{len(longest):,} characters", f"{needed:,}"
+    if reading.names:  # each id is a name and a blank
+        has, least = f"{longest.count(' '):,} ids", f"about {math.ceil(needed * longest.count(' ') / len(longest)):,}"
     flag = VALID if split == TRAIN else split
     return DataError(
-        f"no document fell into the split {split} ({count:,} in all), and the longest has {longest:,} characters: its "
-        f"end is held out from {needed:,} on. Give held-out text with `--{flag} PATH` or another `--{flag}-fraction`, "
-        f"or have no such split with `--{flag}-fraction 0`."
+        f"no document fell into the split {split} ({count:,} in all), and the longest has {has}: its end is held out "
+        f"from {least} on. Give held-out text with `--{flag} PATH` or another `--{flag}-fraction`, or have no such "
+        f"split with `--{flag}-fraction 0`."
     )

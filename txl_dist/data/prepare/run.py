@@ -49,6 +49,7 @@ from txl_dist.data.prepare.assembly import (
 from txl_dist.data.prepare.cutting import Cursor
 from txl_dist.data.prepare.documents import SPLITS, TRAIN
 from txl_dist.data.prepare.encoding import Encoding, PartInfo, PartTask, encode_part, read_part_info
+from txl_dist.data.prepare.held_out import no_text
 from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, move_into_place
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import count_left_out, identities, is_repeatable
@@ -220,7 +221,7 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
         )
         for split in job.splits
     }
-    _check_splits({split: info for split, (info, _) in planned.items()})
+    _check_splits({split: info for split, (info, _) in planned.items()}, job)
     _write_shards(job, workers, planned, folder)
     for split, (info, _) in planned.items():
         info.counts_sha256 = hashlib.sha256((folder / counts_name(split)).read_bytes()).hexdigest()
@@ -270,9 +271,9 @@ def _write_shards(
             write_bytes(folder / counts_name(split), npy_bytes(counts))
 
 
-def _check_splits(infos: dict[str, SplitInfo]) -> None:
+def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
     if not infos[TRAIN].documents:
-        raise DataError("the inputs hold no text for the train split. Check the paths and the valid fraction.")
+        raise no_text(job.settings.inputs, job.reading)
     for split, info in infos.items():
         if not info.documents:
             raise DataError(

@@ -178,10 +178,7 @@ class PrepareSettings(Learning):
 
             content = tokenizer_bytes(self.tokenizer_path, remedy="Check the path.")
             kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
-        if self.vocab_list is not None:
-            from txl_dist.text.listed import read_names
-
-            kept["vocab_list"] = hashlib.sha256("\n".join(read_names(self.vocab_list)).encode()).hexdigest()
+        kept["vocab_list"] = hashlib.sha256("\n".join(self.reading(given=()).names).encode()).hexdigest()
         kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
         facts = sorted(kept.items()), self.duplicates == "ignore", __version__
         return hashlib.sha256(repr(facts).encode()).hexdigest()

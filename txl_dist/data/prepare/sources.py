@@ -82,17 +82,12 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
     """
     found: list[SourceFile] = []
     for given in map(str, inputs):
-        stream_form = _stream_form(given, settings)
-        if given == STDIN:
-            if sys.stdin is None:
-                raise DataError("stdin is closed. Pipe text into it, or give files.")
-            found.append(SourceFile(STDIN, split, stream_form, None, ""))
-        elif given.startswith(PIPE):
-            if "pipe" not in settings.allow_protocols:
-                raise DataError(
-                    f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`."
-                )
-            found.append(SourceFile(given, split, stream_form, None, ""))
+        if given == STDIN and sys.stdin is None:
+            raise DataError("stdin is closed. Pipe text into it, or give files.")
+        if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
+            raise DataError(f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`.")
+        if given == STDIN or given.startswith(PIPE):
+            found.append(SourceFile(given, split, _stream_form(given, settings), None, ""))
         else:
             files = list(_of_url(given, settings) if is_url(given) else _of_paths(given, settings))
             if not files:
@@ -164,7 +159,7 @@ def _stream_form(given: str, settings: PrepareSettings) -> Form:
     """Of stdin and commands. Raises ConfigError for ready ids in another form than JSON lines."""
     if settings.vocab_list is None:
         return "jsonl" if settings.stdin_format == "jsonl" else settings.documents
-    if settings.stdin_format != "jsonl" and (given == STDIN or given.startswith(PIPE)):
+    if settings.stdin_format != "jsonl":
         raise ConfigError(f"ready ids come from {given} as JSON lines only. Say so with --stdin-format jsonl.")
     return "ids"
 
@@ -203,9 +198,7 @@ def _paths_of(given: str, settings: PrepareSettings) -> Iterator[Path]:
     elif path.is_file():
         yield path
     elif os.path.exists(given):
-        raise DataError(
-            f"{given} is a pipe or a device, and no file. Give what comes out of it as `... | txl prepare -`."
-        )
+        raise DataError(f"{given} is a pipe or a device, no file. Give what comes out of it as `... | txl prepare -`.")
     elif glob.has_magic(given):
         matches = [Path(match) for match in sorted(glob.glob(given, recursive=True)) if os.path.isfile(match)]
         if not matches:

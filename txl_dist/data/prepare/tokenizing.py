@@ -38,7 +38,7 @@ from txl_dist.files import open_new, read_bytes, replace_file
 from txl_dist.progress import Progress
 from txl_dist.text.base import Tokenizer
 from txl_dist.text.importing import import_tokenizer
-from txl_dist.text.listed import ListedTokenizer, listed_tokenizer
+from txl_dist.text.listed import listed_tokenizer
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.text.training import DEFAULT_SUBWORDS, train_tokenizer
 
@@ -141,7 +141,7 @@ def check_in_the_way(job: Preparation, target: Path) -> None:
     try:
         corpus = open_corpus(target)
         tokenizer = corpus.tokenizer
-        is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job.settings)
+        is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job)
         is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
     except DataError:  # damaged: to prepare it again is the remedy
         return
@@ -149,12 +149,15 @@ def check_in_the_way(job: Preparation, target: Path) -> None:
         raise another_corpus(target)
 
 
-def _is_like(tokenizer: Tokenizer, settings: PrepareSettings) -> bool:
+def _is_like(tokenizer: Tokenizer, job: Preparation) -> bool:
     """Whether these settings could have made a tokenizer."""
+    settings = job.settings
     if settings.tokenizer_path is not None:
         return True
     if settings.vocab_list is not None:
-        return tokenizer.kind == ListedTokenizer.kind
+        return (
+            tokenizer.fingerprint == listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text).fingerprint
+        )
     return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
 
 
@@ -248,10 +251,11 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     if any(file.rest for file in files):
         _check_number(files, [*job.reading.shares])
         return
-    job.reading, remark = hold_out(
-        lambda: (document for _, document in _each_document(job, files, "looking for text to hold out", {TRAIN})),
-        job.reading,
-    )
+
+    def documents() -> Iterator[Document]:
+        return (document for _, document in _each_document(job, files, "looking for text to hold out", {TRAIN}))
+
+    job.reading, remark = hold_out(documents, job.reading, inputs=job.settings.inputs)
     job.remarks += [remark] if remark else []
 
 

@@ -156,7 +156,8 @@ def check_checkpoint(saved: SavedState, job: Job) -> list[str]:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {job.config.data.path} was prepared with "
             f"({theirs[:12]} and {ours[:12]}). "
-            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'}, or use another --run.dir."
+            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (ready ids with the --vocab-list "
+            "of then), or use another --run.dir."
         )
     remarks = refuse_frozen_changes(config, job.config, made=str(folder))
     if not scores_first_tokens(config, saved):

@@ -236,7 +236,7 @@ def test_random_documents_and_shares_are_cut_into_their_whole_text_with_no_text_
         reading = Reading(valid_fraction=generator.choice([0.05, 0.3, 0.5]), test_fraction=generator.choice([0, 0.2]))
         documents = [Document(f"d{i}", i, text) for i, text in enumerate(texts)]
         try:
-            reading = hold_out(lambda documents=documents: iter(documents), reading).reading
+            reading = hold_out(lambda documents=documents: iter(documents), reading, inputs=["x"]).reading
         except DataError:  # too short, or nothing but copies of ends
             num_refused += 1
             continue
@@ -282,13 +282,13 @@ def test_many_documents_are_held_out_whole_as_ever_and_the_search_ends_with_the_
     source = write_jsonl(tmp_path / "a.jsonl", [f"text {number} " * 400 for number in range(4_000)])
     read: list[str] = []
 
-    def counting(documents: Any, reading: Reading) -> Any:
+    def counting(documents: Any, reading: Reading, **given: Any) -> Any:
         def pass_over() -> Any:
             for document in documents():
                 read.append(document.where)
                 yield document
 
-        return held_out.hold_out(pass_over, reading)
+        return held_out.hold_out(pass_over, reading, **given)
 
     monkeypatch.setattr(job, "hold_out", counting)
     summary = prepare_corpus(tmp_path / "out", inputs=[source], kind="byte")

@@ -5,18 +5,27 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.helpers.jobs import job_of
+from txl_dist.config import load_config
+from txl_dist.data.prepare import documents, run
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.read.corpus import Corpus
 from txl_dist.data.read.units import text_units
-from txl_dist.errors import ConfigError, DataError, TxlError
+from txl_dist.dist import Ranks
+from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
 from txl_dist.text.base import END_OF_TEXT
+from txl_dist.text.listed import listed_tokenizer
 from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.train.checkpoint.read import check_checkpoint
+from txl_dist.train.checkpoint.soundness import read_state
 
 NAMES = ["PAD_None", "Bar_None", *(f"Position_{i}" for i in range(16)), *(f"Pitch_{i}" for i in range(60, 72)), "é🎵"]
 
@@ -127,19 +136,22 @@ BAD_LINES = {
     "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is no id",
     "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is no id",
     "[true]\n": "bad.jsonl, line 1, index 0: True is no id",
-    '["Bar_None"]\n': "bad.jsonl, line 1, index 0: Bar_None is no id",
+    '["Bar_None"]\n': "bad.jsonl, line 1, index 0: 'Bar_None' is no id",
     "[1]\n\n[]\n": "bad.jsonl, line 3: no ids",
     "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is no id",
     "17\n": "bad.jsonl, line 1: no list of ids",
     '{"ids": [1]}\n': "bad.jsonl, line 1: no list of ids.*--jsonl-field",
     "[1, 2\n": "bad.jsonl, line 1: not valid JSON",
     "[NaN]\n": "bad.jsonl, line 1",
+    '[["a\\nb"]]\n': r"bad.jsonl, line 1, index 0: ['a\nb'] is no id",
+    '["a\\nb"]\n': r"bad.jsonl, line 1, index 0: 'a\nb' is no id",
+    "[1]\n[2, \udcff]\n": "bad.jsonl, line 2: not valid JSON.*byte 0xff in position 4",
 }
 
 
 @pytest.mark.parametrize("content", BAD_LINES)
 def test_bad_lines_are_refused_by_file_line_and_index(tmp_path: Path, names: Path, content: str) -> None:
-    (tmp_path / "bad.jsonl").write_text(content)
+    (tmp_path / "bad.jsonl").write_bytes(content.encode(errors="surrogateescape"))
     assert_refused(tmp_path, names, tmp_path / "bad.jsonl", BAD_LINES[content])
 
 
@@ -170,13 +182,106 @@ def test_an_array_that_was_cut_or_is_none_is_refused(tmp_path: Path, names: Path
     assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
 
 
+BAD_HEADERS = {
+    "open bracket": b"{'descr': '<i8', 'fortran_order': False, 'shape': (20,",
+    "open quote": b"{'descr': '<i8",
+    "huge shape": b"{'descr': '<i8', 'fortran_order': False, 'shape': (%d,), }" % 10**30,
+    "deep": b"(" * 5_000 + b")" * 5_000,
+    "unary deep": b"-" * 9_000 + b"1",
+    "long": b"{'descr': '<i8', 'fortran_order': False, 'shape': (20,), }" + b" " * 20_000,
+    "unknown type": b"{'descr': 'x9', 'fortran_order': False, 'shape': (20,), }",
+    "no mapping": b"[1]",
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_an_array_with_a_damaged_header_is_refused(tmp_path: Path, names: Path, name: str) -> None:
+    header = BAD_HEADERS[name] + b"\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(160)
+    (tmp_path / "bad.npy").write_bytes(content)
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04 and no archive", b"PK\x05\x06" + bytes(18), b"text"])
+def test_an_archive_and_what_only_begins_as_one_are_no_arrays(tmp_path: Path, names: Path, content: bytes) -> None:
+    (tmp_path / "bad.npy").write_bytes(content)
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+    np.savez(tmp_path / "whole.npz", a=np.arange(9))
+    (tmp_path / "bad.npy").write_bytes((tmp_path / "whole.npz").read_bytes())
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+
+
+@pytest.mark.parametrize("name", ["one.npy", "rows.npy", "lists.jsonl"])
+def test_a_document_whose_names_are_too_long_is_refused_with_the_remedy(
+    tmp_path: Path, names: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    names.write_text("b\né\n", encoding="utf-8")  # with its blank a name has two and three bytes
+    ids = np.repeat([[0], [1]], 10_000, axis=1)
+    if name == "lists.jsonl":
+        (tmp_path / name).write_text(as_lines(ids.tolist()))
+    else:
+        np.save(tmp_path / name, ids[1] if name == "one.npy" else ids)
+    monkeypatch.setattr(documents, "LONGEST_RECORD", 30_000)
+    where = {"one.npy": name, "rows.npy": f"{name}, row 2", "lists.jsonl": f"{name}, line 2"}[name]
+    message = f"{where} holds a document of 2 GiB or more.*ids as rows of a two-dimensional array or JSON lines"
+    assert_refused(tmp_path, names, tmp_path / name, message, valid_fraction=0.0)
+    monkeypatch.setattr(documents, "LONGEST_RECORD", 30_001)
+    assert prepared(tmp_path, names, tmp_path / name, valid_fraction=0.0).splits["train"].longest == 10_001
+
+
+@pytest.mark.parametrize("settings", [{}, {"valid_fraction": 0.0}])
+def test_files_without_ids_are_named(tmp_path: Path, names: Path, settings: dict[str, Any]) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n \n\n")
+    message = f"no ids for the train split in {tmp_path / 'blank.jsonl'}."
+    assert_refused(tmp_path, names, tmp_path / "blank.jsonl", message, **settings)
+
+
+def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_path: Path, names: Path) -> None:
+    (tmp_path / "short.jsonl").write_text("[1, 1, 1, 1, 1]\n")  # names of eight characters, and their blanks
+    message = "the longest has 5 ids: its end is held out from about 223 on"
+    assert_refused(tmp_path, names, tmp_path / "short.jsonl", message)
+
+
+def test_a_list_that_is_too_short_is_refused_by_the_first_id_outside(tmp_path: Path, names: Path) -> None:
+    names.write_text("".join(f"{name}\n" for name in NAMES[:-1]), encoding="utf-8")
+    np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [4, 5, 30]]))
+    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is no id.*whose 30 names")
+
+
+@pytest.mark.parametrize("changed", [[*NAMES, "one_more"], [*NAMES[:-1], "other"], NAMES[::-1]])
+def test_a_corpus_of_another_list_in_the_way_is_refused_before_the_work(
+    tmp_path: Path, names: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str]
+) -> None:
+    source = tmp_path / "music.jsonl"
+    source.write_text(as_lines(some_documents()))
+    fingerprint = prepared(tmp_path, names, source).fingerprint
+    names.write_text("".join(f"{name}\n" for name in changed), encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "make_tokenizer", None)
+        with pytest.raises(DataError, match=r"another corpus is in [^\n]*--overwrite`\.$"):
+            prepared(tmp_path, names, source)
+    assert prepared(tmp_path, names, source, overwrite=True).fingerprint != fingerprint
+
+
+def test_a_run_does_not_go_on_with_another_list(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[3] / "golden" / "checkpoint_v2" / "step_000000016"
+    shutil.copytree(golden, tmp_path / "step")
+    state = json.loads((golden / "state.json").read_text())
+    own, longer = (listed_tokenizer(one, end_of_text=True) for one in (NAMES, [*NAMES, "one_more"]))
+    (tmp_path / "step" / "state.json").write_text(json.dumps(state | {"tokenizer_fingerprint": own.fingerprint}))
+    config, ranks = load_config(golden / "config.toml"), Ranks(0, 2, 0, torch.device("cpu"), num_threads=1)
+    assert check_checkpoint(read_state(tmp_path / "step"), job_of(config, ranks, tokenizer=own)) == []
+    with pytest.raises(CheckpointError, match=r"^[^\n]*trained with another tokenizer[^\n]*$"):
+        check_checkpoint(read_state(tmp_path / "step"), job_of(config, ranks, tokenizer=longer))
+
+
 def assert_refused(folder: Path, names: Path, source: Path, message: str, **settings: Any) -> None:
     start, _, rest = message.partition(".*")
     with pytest.raises(TxlError) as caught:
         prepared(folder, names, source, **settings)
     assert start in str(caught.value)
     assert rest in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
     assert not (folder / "out").exists()
 
 
@@ -201,6 +306,16 @@ def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path, names: Path) -> N
     assert_refused(tmp_path, tmp_path / "none.txt", tmp_path / "a.npy", "cannot read the vocabulary list")
     names.write_bytes(b"a\xff\n")
     assert_refused(tmp_path, names, tmp_path / "a.npy", "cannot read the vocabulary list")
+
+
+@pytest.mark.parametrize("which", ["list", "ids"])
+def test_a_byte_order_mark_is_no_part_of_the_first_name_or_list(tmp_path: Path, names: Path, which: str) -> None:
+    source = tmp_path / "music.jsonl"
+    source.write_text(as_lines(some_documents()))
+    fingerprint = prepared(tmp_path, names, source).fingerprint
+    marked = names if which == "list" else source
+    marked.write_bytes(b"\xef\xbb\xbf" + marked.read_bytes())
+    assert prepared(tmp_path, names, source).fingerprint == fingerprint
 
 
 @pytest.mark.parametrize(

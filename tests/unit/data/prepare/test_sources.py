@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.http import serve
-from txl_dist.data.prepare import opening, sources
+from txl_dist.data.prepare import documents, opening, sources
 from txl_dist.data.prepare.cutting import Cursor, read_parts
 from txl_dist.data.prepare.documents import (
     Document,
@@ -354,9 +354,7 @@ def test_a_closed_stdin_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
 def test_a_document_that_is_too_long_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from txl_dist.data.prepare import cutting as inputs
-
-    monkeypatch.setattr(inputs, "LONGEST_RECORD", 1000)
+    monkeypatch.setattr(documents, "LONGEST_RECORD", 1000)
     (tmp_path / "a.txt").write_text("text " * 300 + "\n" + "text\n" * 300)
     for cut in ("file", "line"):
         with pytest.raises(DataError, match=r"a\.txt holds a document of 2 GiB or more.*--documents line"):
