@@ -2,7 +2,8 @@
 
     python tools/anchors.py data/books                    what docs/anchors.csv lacks is measured, and added to it
     python tools/anchors.py data/books --split test --trial      printed, and not added
-    python tools/anchors.py --table                       the table of docs/results.md, from docs/anchors.csv
+    python tools/anchors.py --table                       the table of docs/results.md, from docs/anchors.csv, and the
+                                                          recipes' bits per byte from docs/recipes.csv
 
 The text is the one whose loss `txl evaluate --split valid` tells as bits per byte: the documents in file order, byte
 for byte as their tokens spell them. Where an end-of-text follows a document a byte FF does here, which no UTF-8 has:
@@ -31,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from recipes import COLUMNS as SCORED_COLUMNS
+from recipes import RECORDS as SCORED
 from recording import ROOT, Rows, markdown, put_table, today
 
 from txl_dist import __version__
@@ -183,8 +186,18 @@ def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_by
     )
 
 
-def table_of(rows: Sequence[Row]) -> list[str]:
-    """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte."""
+def of_recipes(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
+    """Bits per byte of the recipes (`tools/recipes.py`) by corpus and split, the whole of it scored."""
+    scored = [row for row in rows if row["bits_per_byte"]]
+    splits = [row["score"].split()[1] for row in scored]  # --split NAME
+    return {
+        (row["corpus"].split()[0], split): f"{float(row['bits_per_byte']):.3f}"
+        for row, split in zip(scored, splits, strict=True)
+    }
+
+
+def table_of(rows: Sequence[Row], *, recipes: dict[tuple[str, str], str]) -> list[str]:
+    """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte, and the recipe's."""
     texts = dict[tuple[str, str], dict[str, Row]]()
     for row in rows:
         texts.setdefault((row["sha256"], row["train_sha256"]), {})[row["anchor"].partition(" (")[0]] = row
@@ -194,8 +207,9 @@ def table_of(rows: Sequence[Row]) -> list[str]:
         one = next(iter(anchors.values()))
         sizes = (f"{int(one[name]):,}" for name in ("bytes", "train_bytes"))
         cells = (_bits(anchors[name]) if name in anchors else "" for name in names)
-        lines.append([f"{one['corpus']}, {one['split']}", *sizes, *cells])
-    return markdown(["held-out text", "bytes", "behind", *names], lines)
+        text = (one["corpus"], one["split"])
+        lines.append([", ".join(text), *sizes, *cells, recipes.get(text, "")])
+    return markdown(["held-out text", "bytes", "behind", *names, "its recipe"], lines)
 
 
 def _bits(row: Row) -> str:
@@ -242,7 +256,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from docs/anchors.csv")
     given = parser.parse_args()
     if given.table:
-        put_table(PAGE, BEGIN, table_of(Rows(RECORDS, COLUMNS).rows))
+        recipes = of_recipes(Rows(SCORED, SCORED_COLUMNS).rows)
+        put_table(PAGE, BEGIN, table_of(Rows(RECORDS, COLUMNS).rows, recipes=recipes))
     elif given.corpus is None:
         parser.error("name a corpus")
     else:

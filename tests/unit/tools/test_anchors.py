@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
-from tools import anchors
-from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, marked_text, measure, table_of
+from tools import anchors, recipes
+from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, marked_text, measure, of_recipes, table_of
 from tools.recording import Rows, table_in
 from txl_dist.errors import DataError, TxlError
 
@@ -77,8 +77,19 @@ def test_what_is_recorded_is_not_measured_again_and_a_missing_program_is_named(
     measure(corpus, split="valid", train="train", is_trial=False)
     assert recorded() == rows
     assert "copy" not in capsys.readouterr().out
-    assert table_of(rows)[2].startswith("| corpus, valid | ")
+    assert table_of(rows, recipes={})[2].startswith("| corpus, valid | ")
+    assert table_of(rows, recipes={("corpus", "valid"): "1.234"})[2].endswith(" | 1.234 |")
+
+
+def test_a_recipe_stands_beside_the_anchors_of_its_own_text() -> None:
+    row = {"corpus": "books 0123", "score": "--split valid --num-lanes 16", "bits_per_byte": "1.23456"}
+    words = row | {"corpus": "words 4567", "bits_per_byte": ""}
+    assert of_recipes([row, row | {"score": "--split test", "bits_per_byte": "1.3"}, words]) == {
+        ("books", "valid"): "1.235",
+        ("books", "test"): "1.300",
+    }
 
 
 def test_the_page_shows_the_table_of_the_records() -> None:
-    assert table_in(PAGE, BEGIN) == table_of(recorded())
+    scored = Rows(recipes.RECORDS, recipes.COLUMNS).rows
+    assert table_in(PAGE, BEGIN) == table_of(recorded(), recipes=of_recipes(scored))
