@@ -74,7 +74,7 @@ def score(flags: str, *, rows: Rows, name: str, run: Path) -> None:
         seconds=round(seconds_of(run)),
         corpus=f"{corpus.name} {corpus.fingerprint[:8]}",
         score=flags,
-        tokens=model["tokens"],
+        tokens=round(model["tokens"]),
         nats=f"{model['loss']:.4f}",
         bits_per_byte=f"{model['bits_per_byte']:.4f}" if "bits_per_byte" in model else None,
         ppl=f"{model['ppl']:.2f}",
