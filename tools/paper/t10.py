@@ -1,12 +1,13 @@
 """Table 10 of the paper: what recurrence brings at equal memory of the device.
 
-    python -m tools.paper.t10 --corpus data/stdlib                12 runs on 2 cores, 6 of them those of t6
+    python -m tools.paper.t10 --corpus data/stdlib                18 runs on 2 cores, 6 of them those of t6
     python -m tools.paper.t10 --size paper --gpus 4 --gpu h100    the commands for a cluster, and what txl plan says
     python -m tools.paper.t10 --table                             write the table of docs/paper.md
 
 A model without recurrence holds no memory and fewer keys, so its segments may be longer in as many bytes. How long, the
 prediction of `txl plan` tells (`train.footprint`): the longest segment whose rank needs no more than that of the
-recurrent trial. All have equally many steps and lanes, so that longer segments also read more text, as in the paper.
+recurrent trial. All have equally many steps and lanes, so that longer segments also read more text, as in the paper; on
+cores, where so short a training gains most by that, they are also compared after as much text in fewer steps.
 """
 
 from __future__ import annotations
@@ -47,15 +48,19 @@ def longest_segment(size: Size, *, ranks: int, vocab_size: int) -> int:
 
 
 def jobs_of(given: argparse.Namespace, size: Size) -> list[Job]:
-    """Seed by seed; what has no memory has longer segments."""
+    """Seed by seed; what has no memory has longer segments, in as many steps and (on cores) over as much text."""
     ranks = given.gpus if size.on_gpu else 1
     vocab_size = given.vocab_size if size.on_gpu else open_corpus(given.corpus).vocab_size
     lengths = {True: size.segment_len, False: longest_segment(size, ranks=ranks, vocab_size=vocab_size)}
     print(f"# {lengths[False]} tokens without a memory need as many bytes as {size.segment_len} with one as long")
+    fewer = max(1, round(size.steps * size.segment_len / lengths[False]))
+    asked = [(trial, size.steps) for trial in TRIALS]
+    if not size.on_gpu:
+        asked += [(trial, fewer) for trial in TRIALS if not trial.recurrence]
     return [
-        Job(trial, seed, lengths[trial.recurrence], size.steps)
+        Job(trial, seed, lengths[trial.recurrence], steps)
         for seed in range(1, given.seeds + 1)
-        for trial in TRIALS
+        for trial, steps in asked
     ]
 
 

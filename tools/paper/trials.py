@@ -134,7 +134,7 @@ class Job(NamedTuple):
 
     def config(self, size: Size) -> Config:
         """Its settings, but where it lies and what it reads. Raises ConfigError."""
-        return config_of(self.trial, size, segment_len=self.segment_len)
+        return config_of(self.trial, size._replace(steps=self.steps), segment_len=self.segment_len)
 
     def scorings(self, size: Size) -> dict[int, list[str]]:
         """Flags of `txl evaluate` for the attention lengths of the size and its own segment's, if they can be."""

@@ -76,6 +76,10 @@ def test_the_last_scored_token_sees_as_many_as_the_attention_length_says() -> No
     assert flags(naive, 127) == [], "without a whole segment behind it places are others than in training"
 
 
+def test_a_jobs_steps_are_those_of_its_training() -> None:
+    assert Job(t10.ALONE, 1, 91, 316).config(CORES).train.max_steps == 316
+
+
 def test_a_run_is_scored_at_the_length_of_its_own_segment_too() -> None:
     assert sorted(Job(Trial(False, "ours", "full"), 1, 91, 9).scorings(CORES)) == [64, 91, 128, 256]
 
@@ -205,6 +209,6 @@ def test_trials_are_trained_scored_and_told_once(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("| yes | ours |") == 2
-        assert done.stdout.count("| no | ours |") == 2
+        assert done.stdout.count("| no | ours |") == 4, "in as many steps, and over as much text"
     rows = Rows(tmp_path / "t10.csv", trials.COLUMNS).rows
     assert len(rows) >= len(t10.TRIALS) * len(SIZES["tiny"].lengths)
