@@ -188,12 +188,12 @@ def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_by
 
 def of_recipes(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     """Bits per byte of the recipes (`tools/recipes.py`) by corpus and split, the whole of it scored."""
-    scored = [row for row in rows if row["bits_per_byte"]]
-    splits = [row["score"].split()[1] for row in scored]  # --split NAME
-    return {
-        (row["corpus"].split()[0], split): f"{float(row['bits_per_byte']):.3f}"
-        for row, split in zip(scored, splits, strict=True)
-    }
+    scored = [row for row in rows if row["bits_per_byte"] and "--protocol" not in row["score"]]
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in scored:
+        text = (row["corpus"].split()[0], row["score"].split()[1])  # --split NAME
+        cells.setdefault(text, []).append(f"{row['recipe']} {float(row['bits_per_byte']):.3f}")
+    return {text: ", ".join(found) for text, found in cells.items()}
 
 
 def table_of(rows: Sequence[Row], *, recipes: dict[tuple[str, str], str]) -> list[str]:
@@ -209,7 +209,7 @@ def table_of(rows: Sequence[Row], *, recipes: dict[tuple[str, str], str]) -> lis
         cells = (_bits(anchors[name]) if name in anchors else "" for name in names)
         text = (one["corpus"], one["split"])
         lines.append([", ".join(text), *sizes, *cells, recipes.get(text, "")])
-    return markdown(["held-out text", "bytes", "behind", *names, "its recipe"], lines)
+    return markdown(["held-out text", "bytes", "behind", *names, "recipes"], lines)
 
 
 def _bits(row: Row) -> str:

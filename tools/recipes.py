@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from recording import ROOT, Rows, cpu, markdown, put_table, today
-from trainings import records_of, run_txl, seconds_of, side_by_side
+from trainings import commits_of, run_txl, seconds_of, side_by_side, starts_of
 
-from txl_dist.config import load_config
+from txl_dist.config import changed, load_config
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.run_files import DONE, LOG, SETTINGS
 
 RECORDS, PAGE = ROOT / "docs/recipes.csv", ROOT / "docs/results.md"
@@ -49,7 +49,10 @@ COLUMNS = (
 def train(name: str, *, ranks: int, precision: str) -> Path:
     """Its run, to the end, from where it stopped. Raises RuntimeError if it does not get there."""
     recipe = ROOT / f"configs/{name}.toml"
-    run = Path(load_config(recipe).run.dir).resolve()
+    wanted = changed(load_config(recipe), {"engine.precision": precision})
+    run = Path(wanted.run.dir).resolve()
+    if (run / SETTINGS).exists() and load_config(run / SETTINGS) != wanted:
+        raise ConfigError(f"{run} was begun with other settings than {recipe.name} has. Move it away.")
     if not (run / DONE).exists():
         launcher = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(recipe)]
         if code := subprocess.run([*launcher, "--engine.precision", precision], check=False).returncode:
@@ -62,7 +65,7 @@ def score(flags: str, *, rows: Rows, name: str, run: Path) -> None:
     result = run / f"score-{flags.replace(' ', '_').replace('--', '')}.json"
     run_txl("evaluate", run, *flags.split(), "--json", result)
     model = json.loads(result.read_text(encoding="utf-8"))["model"]
-    config, start = load_config(run / SETTINGS), next(one for one in records_of(run) if one.get("event") == "start")
+    config, start = load_config(run / SETTINGS), starts_of(run)[-1]
     corpus = open_corpus(Path(config.data.path))
     rows.add(
         recipe=name,
@@ -78,7 +81,7 @@ def score(flags: str, *, rows: Rows, name: str, run: Path) -> None:
         nats=f"{model['loss']:.4f}",
         bits_per_byte=f"{model['bits_per_byte']:.4f}" if "bits_per_byte" in model else None,
         ppl=f"{model['ppl']:.2f}",
-        commit=start["commit"],
+        commit=commits_of(run),
         cpu=cpu(),
         date=today(),
     )
@@ -116,8 +119,10 @@ def main() -> None:
     try:
         for name in given.names:
             run = train(name, ranks=given.ranks, precision=given.precision)
-            steps = str(load_config(run / SETTINGS).train.max_steps)
-            known = {row["score"] for row in rows.rows if (row["recipe"], row["steps"]) == (name, steps)}
+            config = load_config(run / SETTINGS)
+            facts = {"recipe": name, "precision": given.precision, "steps": str(config.train.max_steps)}
+            facts["seed"] = str(config.run.seed)
+            known = {row["score"] for row in rows.rows if facts.items() <= row.items()}
             missing = [flags for flags in SCORES[name] if flags not in known]
             side_by_side(partial(score, rows=rows, name=name, run=run), missing, jobs=given.ranks)
     except (TxlError, RuntimeError) as error:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,8 +77,25 @@ def seconds_of(run: Path) -> float:
     return sum(times[-1] - times[0] for times in starts)
 
 
+def starts_of(run: Path) -> list[dict[str, Any]]:
+    """What it has written of each of its starts. Raises CommandError if there was none."""
+    found = [record for record in records_of(run) if record.get("event") == "start"]
+    if not found:
+        raise CommandError(f"{run} has not been started")
+    return found
+
+
+def commits_of(run: Path) -> str:
+    """Of the code that trained it, one behind another if it went on with other code."""
+    return " ".join(dict.fromkeys(str(start.get("commit", ""))[:7] for start in starts_of(run)))
+
+
 def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:
     """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised."""
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(work, items):
-            pass
+        try:
+            for one in as_completed([pool.submit(work, item) for item in items]):
+                one.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -28,7 +28,6 @@ from tools.paper.trials import (
     Trial,
     add_record_flags,
     begin_of,
-    named,
     require_own_records,
 )
 from tools.recording import Rows, markdown, origin, put_table
@@ -44,7 +43,7 @@ GROUP = (
     Trial(False, "absolute", "half"),
 )
 ABOUT = ("corpus", "recurrence", "positions", "loss", "segment", "steps", "targets", "contexts")
-COLUMNS = (*ABOUT, "seed", "r", "recl", "or_more", "commit", "cpu", "date")
+COLUMNS = (*ABOUT, "settings", "seed", "r", "recl", "or_more", "commit", "cpu", "date")
 CONTEXTS = {
     "tiny": ("--step", "4", "--max-context", "12", "--num-tokens", "5"),
     "cores": ("--step", "32", "--max-context", "512"),
@@ -62,21 +61,17 @@ def measure(seed: int, *, rows: Rows, folder: Path, size: Size, flags: Sequence[
     runs = runs_of(seed, folder=folder, size=size)
     if not (settings := runs[0] / "config.toml").is_file():
         raise ConfigError(f"{runs[0]} is no run. Train table 6 first: python -m tools.paper.t6")
-    lengths = {"segment": str(size.segment_len), "steps": str(size.steps), "seed": str(seed)}
-    lengths["corpus"] = named(open_corpus(Path(load_config(settings).data.path)))
-    if any(lengths.items() <= row.items() for row in rows.rows):
+    corpus = open_corpus(Path(load_config(settings).data.path))
+    known = [Job(trial, seed, size.segment_len, size.steps).words(size, corpus=corpus) for trial in GROUP]
+    if all(any(words.items() <= row.items() for row in rows.rows) for words in known):
         return
     result = folder / f"recl-{size.segment_len}-{size.steps}-{seed}.json"
     run_txl("recl", *runs, *flags, "--json", result)
     found = json.loads(result.read_text(encoding="utf-8"))
-    contexts = f"{found['contexts'][0]} to {found['contexts'][-1]}"
+    facts = {"targets": found["targets"], "contexts": f"{found['contexts'][0]} to {found['contexts'][-1]}"}
     rows.add_all(
-        trial.words
-        | lengths
-        | {"targets": found["targets"], "contexts": contexts, "r": r}
-        | {"recl": one["context"], "or_more": int(one["or_more"])}
-        | origin()
-        for trial, model in zip(GROUP, found["models"], strict=True)
+        words | facts | {"r": r, "recl": one["context"], "or_more": int(one["or_more"])} | origin()
+        for words, model in zip(known, found["models"], strict=True)
         for r, one in model["recl"].items()
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
-from tools.trainings import flags_of, run_txl, seconds_of, side_by_side, train
+from tools.trainings import commits_of, flags_of, run_txl, seconds_of, side_by_side, train
 from txl_dist.config import Config, changed, check_config, flat, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
@@ -186,7 +186,8 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
         result = run / f"attention_{length}.json"
         run_txl("evaluate", run, "--num-lanes", 16, *flags, "--json", result)
         nats = json.loads(result.read_text(encoding="utf-8"))["model"]["loss"]
-        rows.add(**words, attention=length, nats=f"{nats:.5f}", train_s=f"{seconds_of(run):.1f}", **origin())
+        about = origin() | {"commit": commits_of(run), "train_s": f"{seconds_of(run):.1f}"}
+        rows.add(**words, attention=length, nats=f"{nats:.5f}", **about)
 
 
 def take_over(others: Sequence[dict[str, str]], rows: Rows, *, wanted: Sequence[dict[str, str]]) -> None:
@@ -296,5 +297,8 @@ def go(
 
 def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """A trial's rows belong into no table of the repository: ends the program if they would go there."""
-    if given.size == "tiny" and given.csv == parser.get_default("csv"):
+    is_own = given.csv.resolve() == parser.get_default("csv").resolve()
+    if given.size == "tiny" and is_own:
         parser.error("--size tiny tries the program: name a file for its records by --csv")
+    if given.table and not is_own:
+        parser.error("--table writes docs/paper.md, from the repository's own records: leave --csv out")
