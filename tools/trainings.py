@@ -86,8 +86,9 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
 
 
 def commits_of(run: Path) -> str:
-    """Of the code that trained it, one behind another if it went on with other code."""
-    return " ".join(dict.fromkeys(str(start.get("commit", ""))[:7] for start in starts_of(run)))
+    """Of the code that trained it, shortened as `recording.commit` is; several if it went on with other code."""
+    told = [str(start.get("commit", "")) for start in starts_of(run)]
+    return " ".join(dict.fromkeys(one[:7] + "+" * one.endswith("-dirty") for one in told))
 
 
 def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:

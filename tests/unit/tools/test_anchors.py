@@ -84,6 +84,8 @@ def test_what_is_recorded_is_not_measured_again_and_a_missing_program_is_named(
 def test_a_recipe_stands_beside_the_anchors_of_its_own_text() -> None:
     row = {"recipe": "a", "corpus": "books 0123", "score": "--split valid --num-lanes 16", "bits_per_byte": "1.23456"}
     words = row | {"corpus": "words 4567", "bits_per_byte": ""}
+    pieces = row | {"recipe": "b", "corpus": "classic-books-bpe 89ab"}
+    assert of_recipes([pieces]) == {("classic-books", "valid"): "b 1.235"}
     assert of_recipes([row, row | {"score": "--split test", "bits_per_byte": "1.3"}, words]) == {
         ("books", "valid"): "a 1.235",
         ("books", "test"): "a 1.300",
