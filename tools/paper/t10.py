@@ -55,7 +55,7 @@ def jobs_of(given: argparse.Namespace, size: Size) -> list[Job]:
     print(f"# {lengths[False]} tokens without a memory need as many bytes as {size.segment_len} with one as long")
     fewer = max(1, round(size.steps * size.segment_len / lengths[False]))
     asked = [(trial, size.steps) for trial in TRIALS]
-    if not size.on_gpu:
+    if not size.on_gpu and fewer < size.steps:
         asked += [(trial, fewer) for trial in TRIALS if not trial.recurrence]
     return [
         Job(trial, seed, lengths[trial.recurrence], steps)
