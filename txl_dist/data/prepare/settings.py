@@ -178,7 +178,8 @@ class PrepareSettings(Learning):
 
             content = tokenizer_bytes(self.tokenizer_path, remedy="Check the path.")
             kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
-        kept["vocab_list"] = hashlib.sha256("\n".join(self.reading(given=()).names).encode()).hexdigest()
+        if self.vocab_list is not None:
+            kept["vocab_list"] = hashlib.sha256("\n".join(self.reading(given=()).names).encode()).hexdigest()
         kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
         facts = sorted(kept.items()), self.duplicates == "ignore", __version__
         return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -155,9 +155,8 @@ def _is_like(tokenizer: Tokenizer, job: Preparation) -> bool:
     if settings.tokenizer_path is not None:
         return True
     if settings.vocab_list is not None:
-        return (
-            tokenizer.fingerprint == listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text).fingerprint
-        )
+        ours = listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text)
+        return tokenizer.fingerprint == ours.fingerprint
     return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
 
 
