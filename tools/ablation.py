@@ -23,7 +23,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from measuring import interleaved
 from recording import ROOT, Rows, markdown, put_table, spread
 from switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from trainers import Sizes, zipf_segments
-from trainings import records_in
+from trainings import records_in, side_by_side
 from trainings import train as make_run
 
 from txl_dist.config import changed
@@ -234,13 +234,8 @@ def main() -> None:
     measure_costs(records, rounds=arguments.rounds)
     for runs in phases(records, list(corpora)):
         missing = [run for run in runs if not records.has(run)]
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(
-                pool.map(
-                    lambda run: train(run, records, corpora=corpora, folder=arguments.runs, seconds=arguments.seconds),
-                    missing,
-                )
-            )
+        work = partial(train, records=records, corpora=corpora, folder=arguments.runs, seconds=arguments.seconds)
+        side_by_side(work, missing, jobs=arguments.jobs)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
 from trainings import ENVIRONMENT, records_in, run_txl
 
 from txl_dist.config import Config, changed, config_to_toml, load_config
@@ -163,7 +163,7 @@ def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recip
         raise TxlError(f"{out} has no unbroken run to compare with. Name its folder by --out, or take its rows out.")
     place = out / run.replace(" ", "_")
     died = train(changed(config, {"run.dir": str(place)}), kills, place=place)
-    shared = {"recipe": recipe, "steps": config.train.max_steps, "commit": commit(), "cpu": cpu(), "date": today()}
+    shared = {"recipe": recipe, "steps": config.train.max_steps} | origin()
     rows = [
         Record(run, "evaluated", step, RANKS, f"{one['loss']:.6f}", **shared)  # type: ignore[arg-type]
         for step, one in sorted(records_in(place, "eval").items())

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
-from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
 from trainings import ENVIRONMENT, records_in, run_txl
 
 from txl_dist.config import Config, config_to_toml, load_config
@@ -428,11 +428,8 @@ def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> 
     common = {
         "settings": settings_of(size),
         "data": open_corpus(corpus).fingerprint[:12],
-        "commit": commit(),
-        "cpu": cpu(),
         "torch": version("torch"),
-        "date": today(),
-    }
+    } | origin()
     rows = []
     for program, step, wall, busy, loss in score_pair(size, corpus=corpus, place=place):
         numbers = {"seconds": round(wall, 2), "cpu_seconds": round(busy, 2), "held_out_nats": round(loss, 5)}

@@ -19,54 +19,52 @@ from functools import partial
 from pathlib import Path
 
 from recording import ROOT, Rows, cpu, markdown, put_table, today
-from trainings import commits_of, run_txl, seconds_of, side_by_side, starts_of
+from trainings import CommandError, commits_of, flags_of, named, run_txl, seconds_of, side_by_side, starts_of
 
-from txl_dist.config import changed, load_config
+from txl_dist.config import Config, changed, load_config
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.run_files import DONE, LOG, SETTINGS
 
 RECORDS, PAGE = ROOT / "docs/recipes.csv", ROOT / "docs/results.md"
 BEGIN = "<!-- table: python tools/recipes.py --table -->"
+_CHARACTERS = (
+    "--split valid --num-lanes 1 --memory-len 256",
+    "--split valid --protocol nanogpt --segment-len 256",
+)
 SCORES = {
-    "tinyshakespeare_cpu": (
-        "--split valid --num-lanes 1 --memory-len 256",
-        "--split valid --protocol nanogpt --segment-len 256",
-    ),
+    "tinyshakespeare_cpu": _CHARACTERS,
+    "tinyshakespeare_cpu_2h": _CHARACTERS,
     "wikitext2_cpu": ("--split valid --num-lanes 1", "--split test --num-lanes 1"),
     "books_bytes_cpu": ("--split valid --num-lanes 16", "--split test --num-lanes 16"),
     "books_bpe_cpu": ("--split valid --num-lanes 16", "--split test --num-lanes 16"),
     "stdlib_cpu": ("--split valid --num-lanes 16",),
 }
-"""Flags of `txl evaluate`, per recipe; those that its header tells first."""
-SCORES["tinyshakespeare_cpu_2h"] = SCORES["tinyshakespeare_cpu"]
+"""Flags of `txl evaluate`, per recipe; those that its header tells are among them."""
 COLUMNS = (
     *("recipe", "parameters", "seed", "ranks", "precision", "steps", "seconds", "corpus", "score", "tokens", "nats"),
     *("bits_per_byte", "ppl", "commit", "cpu", "date"),
 )
 
 
-def train(name: str, *, ranks: int, precision: str) -> Path:
-    """Its run, to the end, from where it stopped. Raises RuntimeError if it does not get there."""
-    recipe = ROOT / f"configs/{name}.toml"
-    wanted = changed(load_config(recipe), {"engine.precision": precision})
-    run = Path(wanted.run.dir).resolve()
-    if (run / SETTINGS).exists() and load_config(run / SETTINGS) != wanted:
+def train(recipe: Path, config: Config, *, ranks: int) -> None:
+    """The run with these settings, to its end, from where it stopped. Raises TxlError if it does not get there."""
+    run = Path(config.run.dir)
+    if (run / SETTINGS).exists() and load_config(run / SETTINGS) != config:
         raise ConfigError(f"{run} was begun with other settings than {recipe.name} has. Move it away.")
     if not (run / DONE).exists():
         launcher = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(recipe)]
-        if code := subprocess.run([*launcher, "--engine.precision", precision], check=False).returncode:
-            raise RuntimeError(f"{name} ended with {code}; its log says why: {run / LOG}")
-    return run
+        if code := subprocess.run([*launcher, *flags_of(config, base=recipe)], check=False).returncode:
+            raise CommandError(f"{recipe.name} ended with {code}; its log says why: {run / LOG}")
 
 
-def score(flags: str, *, rows: Rows, name: str, run: Path) -> None:
-    """Score the run, and add the row. Raises RuntimeError if that fails."""
+def score(flags: str, *, rows: Rows, name: str, config: Config) -> None:
+    """Score the run of these settings, and add the row. Raises TxlError if that fails."""
+    run = Path(config.run.dir)
     result = run / f"score-{flags.replace(' ', '_').replace('--', '')}.json"
     run_txl("evaluate", run, *flags.split(), "--json", result)
     model = json.loads(result.read_text(encoding="utf-8"))["model"]
-    config, start = load_config(run / SETTINGS), starts_of(run)[-1]
-    corpus = open_corpus(Path(config.data.path))
+    start = starts_of(run)[-1]
     rows.add(
         recipe=name,
         parameters=start["parameters"],
@@ -75,7 +73,7 @@ def score(flags: str, *, rows: Rows, name: str, run: Path) -> None:
         precision=config.engine.precision,
         steps=config.train.max_steps,
         seconds=round(seconds_of(run)),
-        corpus=f"{corpus.name} {corpus.fingerprint[:8]}",
+        corpus=named(open_corpus(Path(config.data.path))),
         score=flags,
         tokens=round(model["tokens"]),
         nats=f"{model['loss']:.4f}",
@@ -118,14 +116,15 @@ def main() -> None:
     rows = Rows(RECORDS, COLUMNS)
     try:
         for name in given.names:
-            run = train(name, ranks=given.ranks, precision=given.precision)
-            config = load_config(run / SETTINGS)
+            recipe = ROOT / f"configs/{name}.toml"
+            config = changed(load_config(recipe), {"engine.precision": given.precision})
+            train(recipe, config, ranks=given.ranks)
             facts = {"recipe": name, "precision": given.precision, "steps": str(config.train.max_steps)}
             facts["seed"] = str(config.run.seed)
             known = {row["score"] for row in rows.rows if facts.items() <= row.items()}
             missing = [flags for flags in SCORES[name] if flags not in known]
-            side_by_side(partial(score, rows=rows, name=name, run=run), missing, jobs=given.ranks)
-    except (TxlError, RuntimeError) as error:
+            side_by_side(partial(score, rows=rows, name=name, config=config), missing, jobs=given.ranks)
+    except TxlError as error:
         sys.exit(str(error))
     if given.table:
         put_table(PAGE, BEGIN, table_of(rows.rows))

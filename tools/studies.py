@@ -26,13 +26,12 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from recording import ROOT, append_rows, commit, cpu, markdown, picture, put_table, read_rows, spread, today
-from trainings import flags_of, records_in, run_txl
+from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
+from trainings import flags_of, records_in, run_txl, side_by_side
 
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import open_corpus
@@ -151,9 +150,7 @@ def measure(name: str, *, variant: str, corpus: Path, seed: int, steps: int, out
         parameters=parameters_outside_tables(config),
         curve=" ".join(f"{row['step']}:{row['loss']:.4f}" for row in evaluated),
         by_position=" ".join(f"{loss:.4f}" for loss in evaluated[-1]["loss_by_position"]),
-        commit=commit(),
-        cpu=cpu(),
-        date=today(),
+        **origin(),
     )
 
 
@@ -276,18 +273,19 @@ def main() -> None:
         if given.trial or (given.study, group, variant, seed) not in known
     ]
 
-    def run(one: tuple[str, Path, int]) -> Record:
+    def run(one: tuple[str, Path, int]) -> None:
         variant, corpus, seed = one
         row = measure(given.study, variant=variant, corpus=corpus, seed=seed, steps=steps, out=out, trial=given.trial)
         print(f"{row.study}, {row.corpus}, {row.variant}, seed {row.seed}: {row.nats:.4f} nats", flush=True)
-        if not given.trial:
+        if given.trial:
+            rows.append(row)
+        else:
             append_rows(RECORDS, Record._fields, [row])
-        return row
 
-    with ThreadPoolExecutor(given.jobs) as pool:
-        rows = list(pool.map(run, missing))
-    if given.trial:
-        print("\n".join(table_of(rows)))
+    rows: list[Record] = []
+    side_by_side(run, missing, jobs=given.jobs)
+    if rows:
+        print("\n".join(table_of(ordered(rows))))
 
 
 if __name__ == "__main__":

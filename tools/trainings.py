@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from txl_dist.config import Config, flat, load_config
+from txl_dist.data.read.corpus import Corpus
 from txl_dist.errors import TxlError
 
 _Item = TypeVar("_Item")
@@ -89,6 +90,11 @@ def commits_of(run: Path) -> str:
     """Of the code that trained it, shortened as `recording.commit` is; several if it went on with other code."""
     told = [str(start.get("commit", "")) for start in starts_of(run)]
     return " ".join(dict.fromkeys(one[:7] + "+" * one.endswith("-dirty") for one in told))
+
+
+def named(corpus: Corpus) -> str:
+    """How rows tell a corpus: its name and the begin of its fingerprint."""
+    return f"{corpus.name} {corpus.fingerprint[:8]}"
 
 
 def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
-from tools.trainings import commits_of, flags_of, run_txl, seconds_of, side_by_side, train
+from tools.trainings import commits_of, flags_of, named, run_txl, seconds_of, side_by_side, train
 from txl_dist.config import Config, changed, check_config, flat, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
@@ -156,11 +156,6 @@ class Job(NamedTuple):
 def _mark(config: Config) -> str:
     """The begin of a hash of all settings."""
     return hashlib.sha256(json.dumps(dict(flat(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
-
-
-def named(corpus: Corpus) -> str:
-    """How the rows tell a corpus: its name and the begin of its fingerprint."""
-    return f"{corpus.name} {corpus.fingerprint[:8]}"
 
 
 def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> None:
