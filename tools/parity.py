@@ -2,7 +2,7 @@
 
     python tools/parity.py data/tinyshakespeare data/wikitext-2 --original DIR     measure what docs/parity.csv lacks
     python tools/parity.py data/tinyshakespeare --original DIR --check             20 steps without dropout: the same?
-    python tools/parity.py --table           the table of docs/results.md and docs/parity.svg, from docs/parity.csv
+    python tools/parity.py --table           the tables of docs/results.md and docs/parity.svg, from docs/parity.csv
 
 DIR is the folder `pytorch` of their code. A pair is one seed on one corpus:
 
@@ -15,6 +15,9 @@ DIR is the folder `pytorch` of their code. A pair is one seed on one corpus:
 Both run on one thread and take turns of some seconds, the other one stopped meanwhile, so a busy machine slows both
 alike. Two clocks count a program's own turns: seconds by the wall, and seconds of processor, which is what the table
 shows. Both begin behind the first step, and hold what either program does while it trains, saving its weights too.
+
+With `--steps`, fewer than those of the sizes: what theirs comes to when its schedule is planned for the seconds that
+ours takes for all of them. The second table sets the one beside the other.
 
 A pair that is recorded is not run again. One that was trained but not scored is scored; one that was stopped while it
 trained begins anew, as their program cannot go on with its memory. Training is at most an epoch long: there their
@@ -53,6 +56,7 @@ from txl_dist.infer.bundle import load_bundle
 
 RECORDS, PAGE, PLOT = ROOT / "docs/parity.csv", ROOT / "docs/results.md", ROOT / "docs/parity.svg"
 BEGIN = "<!-- table: python tools/parity.py --table -->"
+BEGIN_EQUAL_SECONDS = "<!-- table: python tools/parity.py --table (equal seconds) -->"
 LEAST_SEEDS = 3
 TURN_S = 5.0
 NUM_POINTS = 5
@@ -521,10 +525,53 @@ def table_of(records: Sequence[Record]) -> list[str]:
     return markdown(_HEAD, lines)
 
 
+_HEAD_EQUAL_SECONDS = (
+    "corpus", "pairs", "original's steps, of", "its seconds to those of txl_dist", "original, nats", "txl_dist, nats",
+    "original behind, nats",
+)  # fmt: skip
+
+
+def equal_seconds_table(records: Sequence[Record]) -> list[str]:
+    """Markdown: theirs planned for fewer steps beside ours planned for more, of the same weights at the start.
+
+    Its seconds are those of its own longer runs, which ours took turns with, as far as so many of their steps.
+    """
+    groups = pairs_of(records)
+    lines = []
+    for (shorter, theirs), (longer, ours) in itertools.permutations(groups.items(), 2):
+        steps, of = theirs[0].theirs[-1].step, ours[0].ours[-1].step
+        if told_but_steps(shorter) != told_but_steps(longer) or steps >= of:
+            continue
+        planned = {pair.theirs[-1].seed: pair.theirs[-1].held_out_nats for pair in theirs}
+        both = [(planned[pair.ours[-1].seed], pair) for pair in ours if pair.ours[-1].seed in planned]
+        if not both:
+            continue
+        pace = statistics.fmean(pair.theirs[-1].cpu_seconds / pair.ours[-1].cpu_seconds for _, pair in both)
+        reached = [pair.ours[-1].held_out_nats for _, pair in both]
+        cells = [
+            f"{shorter[0]}, rate {rate_of(ours[0].ours[-1]):g}",
+            str(len(both)),
+            f"{steps}, {of}",
+            f"{steps / of * pace:.3f}",
+            spread([loss for loss, _ in both], digits=4),
+            spread(reached, digits=4),
+            spread([loss - our_loss for (loss, _), our_loss in zip(both, reached, strict=True)], digits=4, sign="+"),
+        ]
+        lines.append(cells)
+    return markdown(_HEAD_EQUAL_SECONDS, lines) if lines else []
+
+
+def told_but_steps(key: tuple[str, str, str]) -> tuple[str, str, str]:
+    """Of a corpus, settings and data."""
+    corpus, settings, data = key
+    return corpus, " ".join(word for word in settings.split() if not word.startswith("max_steps=")), data
+
+
 def write_table() -> None:
-    """Put the table into docs/results.md, and draw docs/parity.svg."""
+    """Put the tables into docs/results.md, and draw docs/parity.svg."""
     records = read_records()
     put_table(PAGE, BEGIN, table_of(records) if records else [])
+    put_table(PAGE, BEGIN_EQUAL_SECONDS, equal_seconds_table(records))
     if records:
         draw(records, out=PLOT)
 
@@ -554,7 +601,7 @@ def main() -> None:
     parser.add_argument("corpora", type=Path, nargs="*", help=f"folders of txl prepare named {', '.join(SIZES)}")
     parser.add_argument("--original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the pairs")
-    parser.add_argument("--steps", type=int, default=0, help="others than those of the sizes, for a trial")
+    parser.add_argument("--steps", type=int, default=0, help="others than those of the sizes")
     parser.add_argument("--out", type=Path, default=Path("runs/parity"), help="folder of the runs")
     parser.add_argument("--trial", action="store_true", help="print the points, and add none to docs/parity.csv")
     parser.add_argument("--check", action="store_true", help="20 small steps without dropout: are the losses the same?")

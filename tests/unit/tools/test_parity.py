@@ -141,8 +141,30 @@ def test_a_loss_that_is_never_reached_and_too_few_pairs_are_said() -> None:
     assert found["at most 0.01 nats apart"] == "fewer than 3 pairs"
 
 
-def test_the_page_shows_the_table_of_the_records() -> None:
-    assert table_in(PAGE, BEGIN) == (table_of(parity.read_records()) if parity.read_records() else [])
+def test_theirs_planned_for_fewer_steps_stands_beside_ours_of_all_by_the_same_weights() -> None:
+    def told(rows: list[Record], steps: int) -> list[Record]:
+        return [row._replace(settings=f"lr=0.001 max_steps={steps}") for row in rows]
+
+    longer = [row for seed in (1, 2) for row in told(pair(seed, apart=-0.01 * seed), 20)]
+    shorter = [row for seed in (1, 3) for row in told(curve("original", seed, [(7.0, 3.5)]), 10)]
+    shorter += [row for seed in (1, 3) for row in told(curve("txl_dist", seed, [(4.0, 3.4)]), 10)]
+    lines = parity.equal_seconds_table([*shorter, *longer])
+    assert len(lines) == 3
+    found = dict(zip(parity._HEAD_EQUAL_SECONDS, cells(lines[2]), strict=True))
+    assert found["pairs"] == "1", "of the other seeds one side is missing"
+    assert found["original's steps, of"] == "10, 20"
+    assert found["its seconds to those of txl_dist"] == "1.000"  # half of 20.0, beside 10.0
+    assert found["original behind, nats"] == "+0.5100"  # 3.5, and 2.99
+    assert parity.equal_seconds_table(longer) == []
+    assert parity.equal_seconds_table([*(row for row in shorter if row.seed == 3), *longer]) == [], "no seed of both"
+    other_data = [row._replace(data="e") for row in shorter]
+    assert parity.equal_seconds_table([*other_data, *longer]) == []
+
+
+def test_the_page_shows_the_tables_of_the_records() -> None:
+    records = parity.read_records()
+    assert table_in(PAGE, BEGIN) == (table_of(records) if records else [])
+    assert table_in(PAGE, parity.BEGIN_EQUAL_SECONDS) == parity.equal_seconds_table(records)
 
 
 @pytest.mark.slow
