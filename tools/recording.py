@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from txl_dist.errors import TxlError
+
 ROOT = Path(__file__).parents[1]
 END = "<!-- end of table -->"
 """Behind a table in a page; before it stands a comment with the command that writes it."""
@@ -27,17 +29,21 @@ _WRITING = threading.RLock()
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 
+class RecordsError(TxlError, ValueError):
+    """A file of records, or a row for it, has other columns than the program writes."""
+
+
 def read_rows(path: Path, kind: type[_Record]) -> list[_Record]:
     """The records of a CSV, whose fields are str, int or float; none if there is no such file.
 
-    Raises ValueError if it has other columns.
+    Raises RecordsError if it has other columns.
     """
     kinds = get_type_hints(kind)
     return [kind(**{name: kinds[name](row[name]) for name in kinds}) for row in _words_in(path, list(kinds))]
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Add rows, and the head if they are the first. Raises ValueError if the file has other columns."""
+    """Add rows, and the head if they are the first. Raises RecordsError if the file has other columns."""
     with _WRITING:
         head = [] if _has_head(path, columns) else [columns]
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -59,7 +65,10 @@ def _has_head(path: Path, columns: Sequence[str]) -> bool:
     with path.open(encoding="utf-8", newline="") as file:
         found = next(csv.reader(file), [])
     if found and found != list(columns):
-        raise ValueError(f"{path} has the columns {', '.join(found)}, not {', '.join(columns)}.")
+        raise RecordsError(
+            f"{path} has the columns {', '.join(found)}, not {', '.join(columns)}. "
+            "Another version wrote it: take its rows over by hand, or move it away."
+        )
     return bool(found)
 
 
@@ -72,14 +81,14 @@ class Rows:
     """A CSV with these columns, whose rows are words by column; runs made side by side may add to it."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """Raises ValueError if the file has other columns."""
+        """Raises RecordsError if the file has other columns."""
         self.path, self.columns = path, tuple(columns)
         self.rows = _words_in(path, columns)
 
     def add(self, **row: object) -> None:
         """Append a row, None and what is missing as empty words; it is on disk when this returns.
 
-        Raises ValueError for a name that is no column.
+        Raises RecordsError for a name that is no column.
         """
         self.add_all([row])
 
@@ -87,7 +96,7 @@ class Rows:
         """The same of several at once, so that a program that is killed has recorded all of them or none."""
         rows = list(rows)
         if unknown := {name for row in rows for name in row} - {*self.columns}:
-            raise ValueError(f"{self.path} has no column {', '.join(sorted(unknown))}.")
+            raise RecordsError(f"{self.path} has no column {', '.join(sorted(unknown))}.")
         given = [{name: row.get(name) for name in self.columns} for row in rows]
         values = [{name: "" if value is None else str(value) for name, value in row.items()} for row in given]
         with _WRITING:

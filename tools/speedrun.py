@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from recording import ROOT, append_rows, commit, cpu, markdown, put_table, read_rows, spread, today
+from recording import ROOT, append_rows, markdown, origin, put_table, read_rows, spread
+from trainings import run_txl
 
 from txl_dist.config import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
 from txl_dist.data.read.corpus import open_corpus
@@ -159,11 +160,10 @@ def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
     scored = place
     if entry.folder:
         (weights,) = place.glob("*/*/model.pt")
-        scored, vocab = place / "bundle", str(corpus / "tokenizer.json")
-        _txl("import", str(weights), str(scored), "--format", "original", "--vocab", vocab, log=place / "import.log")
+        scored = place / "bundle"
+        run_txl("import", weights, scored, "--format", "original", "--vocab", corpus / "tokenizer.json")
     results = place / "speedrun.json"
-    words = ("--data", str(corpus), *EVALUATION, "--json", str(results))
-    _txl("evaluate", str(scored), *words, log=place / "evaluate.log")
+    run_txl("evaluate", scored, "--data", corpus, *EVALUATION, "--json", results)
     found = json.loads(results.read_text(encoding="utf-8"))["model"]
     return Record(
         entry=entry.name,
@@ -174,11 +174,9 @@ def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
         held_out_nats=round(found["loss"], 5),
         bits_per_byte=round(found["bits_per_byte"], 5),
         corpus=open_corpus(corpus).fingerprint[:12],
-        commit=commit(),
-        cpu=cpu(),
         torch=version("torch"),
         others=round(known["others_s"] / known["seconds"], 2),
-        date=today(),
+        **origin(),
     )
 
 
@@ -217,10 +215,6 @@ def _others_seconds() -> float:
     cores, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
     busy = cores.user + cores.system + cores.nice + cores.irq + cores.softirq + cores.steal
     return float(busy - children.ru_utime - children.ru_stime)
-
-
-def _txl(*words: str, log: Path) -> None:
-    _run([sys.executable, "-m", "txl_dist", *words], log=log)
 
 
 def read_records() -> list[Record]:

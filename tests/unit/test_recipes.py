@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import txl_dist
+from tests.helpers.recipes import CONFIGS, header
 from txl_dist.cli import VERBS, main
 from txl_dist.config import Config, check_config, config_changes, load_config, plan_batch
 from txl_dist.data.prepare.named import NAMED
@@ -21,7 +21,6 @@ from txl_dist.model.flops import count_parameters
 from txl_dist.sections import TrainSection
 from txl_dist.train.preflight import remarks
 
-CONFIGS = Path(txl_dist.__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 RECIPES = [name for name in NAMES if name not in ("quickstart", "modern_quickstart", "mine")]
 
@@ -68,13 +67,6 @@ OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib")
 
 OPTIONAL = ("stages", "memory_lens", "first_memory", "half_loss")
 """Of a batch: what few runs ask for."""
-
-
-def header(name: str) -> str:
-    lines = (CONFIGS / f"{name}.toml").read_text(encoding="ascii").splitlines()
-    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    assert max(map(len, lines)) <= 120
-    return "\n".join(lines[:end])
 
 
 def recipe(name: str) -> Config:
@@ -150,6 +142,7 @@ def test_a_header_says_what_to_expect_on_what_in_which_time_and_how(name: str) -
     parts = ["Expected", "Hardware", "Duration", "Command"] + (["Parameters"] if name in RECIPES else [])
     for part in parts:
         assert re.search(rf"^# {part}:", header(name), flags=re.MULTILINE), part
+    assert max(map(len, header(name).splitlines())) <= 120
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -7,16 +7,11 @@ import shlex
 
 import pytest
 
+from tests.helpers.recipes import header
 from tools.recipes import BEGIN, COLUMNS, PAGE, RECORDS, SCORES, as_told, table_of
-from tools.recording import ROOT, Rows, table_in
+from tools.recording import Rows, table_in
 
 ROWS = Rows(RECORDS, COLUMNS).rows
-
-
-def header(name: str) -> str:
-    """Of a recipe, a comment a line."""
-    lines = (ROOT / f"configs/{name}.toml").read_text(encoding="ascii").splitlines()
-    return "\n".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
 def test_the_page_shows_the_table_of_the_records() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.recording import END, Rows, append_rows, picture, put_table, read_rows, spread, table_in
+from tools.recording import END, RecordsError, Rows, append_rows, picture, put_table, read_rows, spread, table_in
 
 
 class Measured(NamedTuple):
@@ -34,14 +34,14 @@ def test_a_file_of_other_columns_is_refused_by_name_and_stays_as_it_is(tmp_path:
         lambda: append_rows(path, Measured._fields, [Measured("b", 1, 2.5)]),
         lambda: Rows(path, Measured._fields),
     ):
-        with pytest.raises(ValueError, match=r"records\.csv has the columns name, seconds, seed, not name"):
+        with pytest.raises(RecordsError, match=r"records\.csv has the columns name, seconds, seed, not name"):
             use()
     assert path.read_text() == "name,seconds,seed\na,0.5,1\n"
 
 
 def test_a_word_that_is_no_column_is_refused_and_nothing_is_added(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "records.csv", Measured._fields)
-    with pytest.raises(ValueError, match=r"records\.csv has no column secnds"):
+    with pytest.raises(RecordsError, match=r"records\.csv has no column secnds"):
         rows.add(name="a", secnds=1.0)
     assert rows.rows == []
     assert not rows.path.exists()
