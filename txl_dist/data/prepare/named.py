@@ -171,7 +171,8 @@ def _prove(name: str, member: Member, path: Path) -> None:
         found = sha256_of_file(path)
         if found != member.sha256:
             raise DataError(
-                f"{path} is not that of {name}: its sha256 is {found}, not {member.sha256}. Give the archive instead."
+                f"{path} is not that of {name}: its sha256 is {found}, not {member.sha256}. Give the archive instead, "
+                "or name the files in place of the corpus if it is another text."
             )
     elif member.num_tokens:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:

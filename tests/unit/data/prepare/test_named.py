@@ -19,6 +19,8 @@ import pytest
 
 from txl_dist.data.prepare import named
 from txl_dist.data.prepare.named import NAMED, Member, NamedCorpus, materialise
+from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.training import train_tokenizer
 
@@ -148,6 +150,20 @@ def test_wikitext_has_the_vocabulary_and_the_tokens_of_the_original() -> None:
     theirs = original_ids(train, add_eos=True)
     assert set(tokenizer.symbols) == set(theirs)
     assert [tokenizer.symbols[i] for i in tokenizer.encode(train)] == theirs
+
+
+def test_the_files_of_wikitext_alone_make_the_corpus_that_its_name_makes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = {f"wikitext-2/wiki.{split}.tokens": content * 40 for split, content in WORDS.items()}
+    members = tuple(replace(member, sha256=sha256(files[member.name])) for member in NAMED["wikitext-2"].members)
+    stand_in(monkeypatch, "wikitext-2", b"", members=members)
+    train, valid, test = (save(tmp_path / Path(name).name, content) for name, content in files.items())
+    prepare_corpus(tmp_path / "by-name", inputs=("wikitext-2",), source=str(tmp_path))
+    words = {"kind": "word", "end_of_text": False}
+    prepare_corpus(tmp_path / "by-files", inputs=(train,), valid_inputs=(valid,), test_inputs=(test,), **words)
+    by_name, by_files = (open_corpus(tmp_path / folder) for folder in ("by-name", "by-files"))
+    assert by_name.fingerprint == by_files.fingerprint
 
 
 def test_files_without_a_known_checksum_are_proven_by_the_published_number_of_words(
