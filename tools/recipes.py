@@ -4,8 +4,8 @@
     python tools/recipes.py --table                             the table of docs/results.md, from docs/recipes.csv
 
 The corpus is prepared before, as the recipe's header says. Seconds are those of training, its evaluations and
-checkpoints (`trainings.seconds_of`). Scores are made side by side, each on one thread; what has its row is not made
-again.
+checkpoints (`trainings.seconds_of`). Scores are made side by side, each on one thread. What has its row, of the same
+settings and corpus, is not made again, nor is a run trained whose scores all have theirs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from recording import ROOT, Rows, cpu, markdown, put_table, today
-from trainings import CommandError, commits_of, flags_of, named, run_txl, seconds_of, side_by_side, starts_of
+from trainings import CommandError, commits_of, flags_of, mark_of, named, run_txl, seconds_of, side_by_side, starts_of
 
 from txl_dist.config import Config, changed, load_config
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.run_files import DONE, LOG, SETTINGS
 
@@ -42,8 +42,8 @@ SCORES = {
 }
 """Flags of `txl evaluate`, per recipe; those that its header tells are among them."""
 COLUMNS = (
-    *("recipe", "parameters", "seed", "ranks", "precision", "steps", "seconds", "corpus", "score", "tokens", "nats"),
-    *("bits_per_byte", "ppl", "commit", "cpu", "date"),
+    *("recipe", "parameters", "seed", "ranks", "precision", "steps", "seconds", "settings", "corpus", "score"),
+    *("tokens", "nats", "bits_per_byte", "ppl", "commit", "cpu", "date"),
 )
 
 
@@ -55,10 +55,26 @@ def train(recipe: Path, config: Config, *, ranks: int) -> None:
     if not (run / DONE).exists():
         launcher = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(recipe)]
         if code := subprocess.run([*launcher, *flags_of(config, base=recipe)], check=False).returncode:
-            raise CommandError(f"{recipe.name} ended with {code}; its log says why: {run / LOG}")
+            log = f", and in {run / LOG}" if (run / LOG).exists() else ""
+            raise CommandError(f"{recipe.name} ended with {code}: why stands above{log}.")
 
 
-def score(flags: str, *, rows: Rows, name: str, config: Config) -> None:
+def corpus_of(recipe: Path, config: Config) -> Corpus:
+    """What it reads. Raises ConfigError if nobody has prepared it."""
+    folder = Path(config.data.path)
+    if not folder.exists():
+        raise ConfigError(f"{folder}, which {recipe.name} reads, is not there. Its header says how to prepare it.")
+    return open_corpus(folder)
+
+
+def words_of(name: str, config: Config, *, corpus: Corpus) -> dict[str, str]:
+    """Of a run's rows: what must be alike for a row to be of it."""
+    facts = {"recipe": name, "seed": config.run.seed, "precision": config.engine.precision}
+    facts |= {"steps": config.train.max_steps, "settings": mark_of(config), "corpus": named(corpus)}
+    return {column: str(fact) for column, fact in facts.items()}
+
+
+def score(flags: str, *, rows: Rows, words: dict[str, str], config: Config) -> None:
     """Score the run of these settings, and add the row. Raises TxlError if that fails."""
     run = Path(config.run.dir)
     result = run / f"score-{flags.replace(' ', '_').replace('--', '')}.json"
@@ -66,14 +82,10 @@ def score(flags: str, *, rows: Rows, name: str, config: Config) -> None:
     model = json.loads(result.read_text(encoding="utf-8"))["model"]
     start = starts_of(run)[-1]
     rows.add(
-        recipe=name,
+        **words,
         parameters=start["parameters"],
-        seed=config.run.seed,
         ranks=start["ranks"],
-        precision=config.engine.precision,
-        steps=config.train.max_steps,
         seconds=round(seconds_of(run)),
-        corpus=named(open_corpus(Path(config.data.path))),
         score=flags,
         tokens=round(model["tokens"]),
         nats=f"{model['loss']:.4f}",
@@ -83,6 +95,20 @@ def score(flags: str, *, rows: Rows, name: str, config: Config) -> None:
         cpu=cpu(),
         date=today(),
     )
+
+
+def bring(name: str, *, rows: Rows, precision: str, ranks: int) -> None:
+    """Train a recipe and add the rows of its scores, as far as they are missing. Raises TxlError."""
+    recipe = ROOT / f"configs/{name}.toml"
+    config = changed(load_config(recipe), {"engine.precision": precision})
+    words = words_of(name, config, corpus=corpus_of(recipe, config))
+    known = {row["score"] for row in rows.rows if words.items() <= row.items()}
+    missing = [flags for flags in SCORES[name] if flags not in known]
+    if not missing:
+        print(f"{name}: all its scores, of these settings on this corpus, stand in {rows.path}")
+        return
+    train(recipe, config, ranks=ranks)
+    side_by_side(partial(score, rows=rows, words=words, config=config), missing, jobs=ranks)
 
 
 def as_told(row: dict[str, str]) -> str:
@@ -113,17 +139,12 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.names) - set(SCORES):
         parser.error(f"{', '.join(sorted(unknown))}: no recipe that is scored here. There are {', '.join(SCORES)}")
-    rows = Rows(RECORDS, COLUMNS)
+    if not (given.names or given.table):
+        parser.error("name a recipe, or --table")
     try:
+        rows = Rows(RECORDS, COLUMNS)
         for name in given.names:
-            recipe = ROOT / f"configs/{name}.toml"
-            config = changed(load_config(recipe), {"engine.precision": given.precision})
-            train(recipe, config, ranks=given.ranks)
-            facts = {"recipe": name, "precision": given.precision, "steps": str(config.train.max_steps)}
-            facts["seed"] = str(config.run.seed)
-            known = {row["score"] for row in rows.rows if facts.items() <= row.items()}
-            missing = [flags for flags in SCORES[name] if flags not in known]
-            side_by_side(partial(score, rows=rows, name=name, config=config), missing, jobs=given.ranks)
+            bring(name, rows=rows, precision=given.precision, ranks=given.ranks)
     except TxlError as error:
         sys.exit(str(error))
     if given.table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -95,6 +96,11 @@ def commits_of(run: Path) -> str:
 def named(corpus: Corpus) -> str:
     """How rows tell a corpus: its name and the begin of its fingerprint."""
     return f"{corpus.name} {corpus.fingerprint[:8]}"
+
+
+def mark_of(config: Config) -> str:
+    """How rows tell settings: the begin of a hash of all of them."""
+    return hashlib.sha256(json.dumps(dict(flat(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:

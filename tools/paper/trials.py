@@ -10,7 +10,6 @@ all of theirs, or the places in what is remembered would be others than in train
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
-from tools.trainings import commits_of, flags_of, named, run_txl, seconds_of, side_by_side, train
-from txl_dist.config import Config, changed, check_config, flat, load_config
+from tools.trainings import commits_of, flags_of, mark_of, named, run_txl, seconds_of, side_by_side, train
+from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.ops.plan.hardware import Cluster, find_gpu
@@ -144,18 +143,13 @@ class Job(NamedTuple):
 
     def name(self, size: Size) -> str:
         """Of its folder, in which no run with other settings goes on."""
-        return f"{self.trial.name}-{self.segment_len}-{self.steps}-{_mark(self.config(size))}-{self.seed}"
+        return f"{self.trial.name}-{self.segment_len}-{self.steps}-{mark_of(self.config(size))}-{self.seed}"
 
     def words(self, size: Size, *, corpus: Corpus) -> dict[str, str]:
         """Of its rows: what must be alike for a row to be of this job."""
         numbers = {"seed": self.seed, "segment": self.segment_len, "steps": self.steps}
         told = {name: str(number) for name, number in numbers.items()}
-        return self.trial.words | told | {"settings": _mark(self.config(size)), "corpus": named(corpus)}
-
-
-def _mark(config: Config) -> str:
-    """The begin of a hash of all settings."""
-    return hashlib.sha256(json.dumps(dict(flat(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
+        return self.trial.words | told | {"settings": mark_of(self.config(size)), "corpus": named(corpus)}
 
 
 def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> None:
