@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,10 +53,12 @@ def told(points: Sequence[tuple[int, float]], *, parameters: int) -> float:
     return float(np.exp(offset + slope * np.log(parameters)))
 
 
-def predict(records: Sequence[Record], *, parameters: int) -> list[Prediction]:
-    """For each corpus of the study of sizes. Raises ConfigError if a size or two seeds are missing."""
+def predict(records: Sequence[Record], *, parameters: int, settled: Collection[str] = ()) -> list[Prediction]:
+    """For each corpus of the study of sizes but the settled. Raises ConfigError if a size or two seeds are missing."""
     smaller, found = list(STUDIES["sizes"].variants), []
     for corpus, group in _measured(records).items():
+        if corpus in settled:
+            continue
         by_seed: dict[int, dict[str, Record]] = {}
         for row in group:
             by_seed.setdefault(row.seed, {})[row.variant] = row
@@ -67,8 +69,19 @@ def predict(records: Sequence[Record], *, parameters: int) -> list[Prediction]:
         sizes = " ".join(str(whole[0][name].parameters) for name in smaller)
         mean, deviation = round(statistics.fmean(losses), 4), round(statistics.stdev(losses), 4)
         found.append(Prediction(corpus, len(whole), sizes, parameters, mean, deviation, commit(), today()))
-    if not found:
-        raise ConfigError("the study of sizes has no records: python tools/studies.py sizes --corpus DIR.")
+    return found
+
+
+def settled_of(records: Sequence[Record], predictions: Sequence[Prediction]) -> dict[str, str]:
+    """Of which corpora nothing can be told any more, and why."""
+    known = {one.corpus for one in predictions}
+    trained = {told_on(row) for row in records if row.study == "larger"}
+    found = {}
+    for corpus, group in _measured(records).items():
+        if corpus in known:
+            found[corpus] = f"told already in {RECORDS}, and what is told stays"
+        elif told_on(group[0]) in trained:
+            found[corpus] = "the larger model is trained, so what is told now is no prediction"
     return found
 
 
@@ -92,23 +105,25 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tell", action="store_true", help="write docs/prediction.csv; refused once the larger is trained"
+        "--tell",
+        action="store_true",
+        help="write docs/prediction.csv, of corpora whose larger model is not yet trained",
     )
     parser.add_argument("--table", action="store_true", help="write the table of docs/results.md")
     given = parser.parse_args()
     records = read_rows(STUDIED, Record)
     if given.tell:
-        if any(row.study == "larger" for row in records):
-            raise ConfigError("the larger model is trained: what is told now is no prediction.")
         (variant,) = STUDIES["larger"].variants
         larger = config_of(STUDIES["larger"], variant, corpus=Path(), vocab_size=100_000, seed=1, steps=1, place=Path())
-        rows = predict(records, parameters=parameters_outside_tables(larger))
-        known = {row.corpus for row in read_rows(RECORDS, Prediction)}
-        new = [row for row in rows if row.corpus not in known]
+        if not _measured(records):
+            raise ConfigError("the study of sizes has no records: python tools/studies.py sizes --corpus DIR.")
+        settled = settled_of(records, read_rows(RECORDS, Prediction))
+        reasons = [f"{corpus}: {why}." for corpus, why in settled.items()]
+        if settled.keys() == _measured(records).keys():
+            raise ConfigError(" ".join([*reasons, "Make the study of sizes of another corpus."]))
+        new = predict(records, parameters=parameters_outside_tables(larger), settled=settled)
         append_rows(RECORDS, Prediction._fields, new)
-        print(*new, sep="\n")
-        if twice := [row.corpus for row in rows if row.corpus in known]:
-            raise ConfigError(f"{', '.join(twice)}: told already in {RECORDS}, and what is told stays.")
+        print(*reasons, *new, sep="\n")
     elif given.table:
         put_table(PAGE, BEGIN, table_of(read_rows(RECORDS, Prediction), records))
     else:

@@ -141,6 +141,12 @@ def test_what_is_told_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     append_rows(studied, Record._fields, sizes(4.0))
     prediction.main()
     append_rows(studied, Record._fields, [one._replace(corpus="other") for one in sizes(3.0)])
-    with pytest.raises(ConfigError, match=r"^text: told already in .*prediction\.csv"):
+    append_rows(studied, Record._fields, [one._replace(steps=18) for one in sizes(3.0)])
+    prediction.main()
+    append_rows(studied, Record._fields, [one._replace(corpus="late") for one in sizes(3.0)])
+    append_rows(studied, Record._fields, [row("larger", "width 224", 1, 1.5)._replace(corpus="late")])
+    with pytest.raises(
+        ConfigError, match=r"^text: told already in .*prediction\.csv.* late: the larger model is trained"
+    ):
         prediction.main()
-    assert [one.corpus for one in read_rows(told, prediction.Prediction)] == ["text", "other"]
+    assert [one.corpus for one in read_rows(told, prediction.Prediction)] == ["text", "other", "text, 18 steps"]
