@@ -21,7 +21,6 @@ counted, as it is not in papers; a primed program is of no use without the train
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import shutil
 import subprocess
@@ -35,19 +34,17 @@ from typing import NamedTuple
 from recipes import COLUMNS as SCORED_COLUMNS
 from recipes import RECORDS as SCORED
 from recording import ROOT, Rows, markdown, put_table, today
+from texts import mark_of_text, marked_text
 
 from txl_dist import __version__
 from txl_dist.config import Config, changed
-from txl_dist.data.read.corpus import Corpus, Split, open_corpus
+from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.read.units import text_units
-from txl_dist.errors import DataError, TxlError
+from txl_dist.errors import TxlError
 from txl_dist.ops.evaluate.scoring import score_baselines
 
 RECORDS, PAGE = ROOT / "docs/anchors.csv", ROOT / "docs/results.md"
 BEGIN = "<!-- table: python tools/anchors.py --table -->"
-END_OF_DOCUMENT = b"\xff"
-SAME_TEXT = {"classic-books-bpe": "classic-books"}
-"""Corpora of a text that is recorded by another name: bits per byte do not ask for the tokens."""
 
 
 class Compressor(NamedTuple):
@@ -112,34 +109,6 @@ Row = dict[str, str]
 COLUMNS = (*Texts._fields, *Figure._fields, "date")
 
 
-def marked_text(split: Split) -> bytes:
-    """The text of a split as compressors get it: FF in the place of each end-of-text.
-
-    Raises DataError if it is not what bits per byte are told of, or holds an FF itself.
-    """
-    if problem := text_units([split], mask_documents=False).problem:
-        raise DataError(f"{problem}: there are no bits per byte to set anchors beside. Prepare it in bytes.")
-    corpus, marks = split.corpus, 0
-    parts = list[bytes]()
-    for document in split.each_document():
-        ids = document.tolist()
-        is_ended = ids[-1] == corpus.end_of_text
-        parts.append(_spelled(ids[:-1] if is_ended else ids, corpus) + END_OF_DOCUMENT * is_ended)
-        marks += is_ended
-    text = b"".join(parts)
-    if (text.count(END_OF_DOCUMENT), len(text)) != (marks, split.text_bytes + marks):
-        raise DataError(
-            f"{corpus.name} ({split.name}) has {len(text) - marks:,} bytes, {text.count(END_OF_DOCUMENT) - marks} of "
-            f"them FF, and its index says {split.text_bytes:,}, of UTF-8. Prepare it again, from text."
-        )
-    return text
-
-
-def _spelled(ids: list[int], corpus: Corpus) -> bytes:
-    spellings = corpus.tokenizer.spellings
-    return corpus.tokenizer.decode(ids).encode() if spellings is None else b"".join([spellings[i] for i in ids])
-
-
 def compressed_size(command: str, text: bytes) -> int:
     """Bytes that a command with a window makes of a text. Raises TxlError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -188,30 +157,33 @@ def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_by
     )
 
 
-def of_recipes(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
-    """Bits per byte of the recipes (`tools/recipes.py`) by corpus and split, the whole of it scored."""
-    scored = [row for row in rows if row["bits_per_byte"] and "--protocol" not in row["score"]]
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in scored:
-        corpus = row["corpus"].split()[0]
-        text = (SAME_TEXT.get(corpus, corpus), row["score"].split()[1])  # --split NAME
-        cells.setdefault(text, []).append(f"{row['recipe']} {float(row['bits_per_byte']):.3f}")
+def kind_of(anchor: str) -> str:
+    """Its name without its constant."""
+    return anchor.partition(" (")[0]
+
+
+def of_recipes(rows: Sequence[Row]) -> dict[str, str]:
+    """Bits per byte of the recipes (`tools/recipes.py`), by the text that was scored, the whole of it."""
+    cells: dict[str, list[str]] = {}
+    for row in rows:
+        if row["text"]:
+            cells.setdefault(row["text"], []).append(f"{row['recipe']} {float(row['bits_per_byte']):.3f}")
     return {text: ", ".join(found) for text, found in cells.items()}
 
 
-def table_of(rows: Sequence[Row], *, recipes: dict[tuple[str, str], str]) -> list[str]:
+def table_of(rows: Sequence[Row], *, recipes: dict[str, str]) -> list[str]:
     """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte, and the recipe's."""
     texts = dict[tuple[str, str], dict[str, Row]]()
     for row in rows:
-        texts.setdefault((row["sha256"], row["train_sha256"]), {})[row["anchor"].partition(" (")[0]] = row
+        anchors = texts.setdefault((row["sha256"], row["train_sha256"]), {})
+        anchors.setdefault(kind_of(row["anchor"]), row)  # of other tokens of the same text: those counted first
     names = ["order 0", "bigram", *(compressor.name for compressor in COMPRESSORS)]
     lines = []
     for anchors in texts.values():
         one = next(iter(anchors.values()))
         sizes = (f"{int(one[name]):,}" for name in ("bytes", "train_bytes"))
         cells = (_bits(anchors[name]) if name in anchors else "" for name in names)
-        text = (one["corpus"], one["split"])
-        lines.append([", ".join(text), *sizes, *cells, recipes.get(text, "")])
+        lines.append([f"{one['corpus']}, {one['split']}", *sizes, *cells, recipes.get(one["sha256"], "")])
     return markdown(["held-out text", "bytes", "behind", *names, "recipes"], lines)
 
 
@@ -223,15 +195,14 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
     """Print each figure that is not recorded yet, and record it unless it is a trial. Raises TxlError."""
     held_out, primer = (marked_text(corpus.split(name)) for name in (split, train))
     num_bytes, train_bytes = (corpus.split(name).text_bytes for name in (split, train))
-    sums = (hashlib.sha256(text).hexdigest()[:12] for text in (held_out, primer))
+    sums = map(mark_of_text, (held_out, primer))
     texts = Texts(corpus.name, split, corpus.split(split).documents, num_bytes, next(sums), train_bytes, next(sums))
     records = Rows(RECORDS, COLUMNS)
     same = [row for row in records.rows if (row["sha256"], row["train_sha256"]) == (texts.sha256, texts.train_sha256)]
     known = set[str]() if is_trial else {row["anchor"] for row in same}
+    counted_before = set[tuple[str, str]]() if is_trial else {(kind_of(row["anchor"]), row["command"]) for row in same}
 
     def tell(figure: Figure) -> None:
-        if figure.anchor in known:
-            return
         cold = "" if figure.cold is None else f"{figure.cold:.4f}"
         print(f"{figure.anchor:<18} {cold:>7} {figure.primed:>7.4f}", flush=True)
         if not is_trial:
@@ -239,7 +210,8 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
 
     print(f"{'':<18} {'cold':>7} {'primed':>7}  bits per byte of {corpus.name} ({split}), {num_bytes:,} bytes")
     for figure in counted(corpus, split=split, train=train):
-        tell(figure)
+        if (kind_of(figure.anchor), figure.command) not in counted_before:
+            tell(figure)
     for compressor in COMPRESSORS:
         if compressor.name in known:
             continue

@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 
 from recording import ROOT, Rows, cpu, markdown, put_table, today
+from texts import mark_of_text, marked_text
 from trainings import CommandError, commits_of, flags_of, mark_of, named, run_txl, seconds_of, side_by_side, starts_of
 
 from txl_dist.config import Config, changed, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.run_files import DONE, LOG, SETTINGS
 
 RECORDS, PAGE = ROOT / "docs/recipes.csv", ROOT / "docs/results.md"
@@ -43,7 +44,7 @@ SCORES = {
 """Flags of `txl evaluate`, per recipe; those that its header tells are among them."""
 COLUMNS = (
     *("recipe", "parameters", "seed", "ranks", "precision", "steps", "seconds", "settings", "corpus", "score"),
-    *("tokens", "nats", "bits_per_byte", "ppl", "commit", "cpu", "date"),
+    *("tokens", "nats", "bits_per_byte", "ppl", "text", "commit", "cpu", "date"),
 )
 
 
@@ -91,10 +92,22 @@ def score(flags: str, *, rows: Rows, words: dict[str, str], config: Config) -> N
         nats=f"{model['loss']:.4f}",
         bits_per_byte=f"{model['bits_per_byte']:.4f}" if "bits_per_byte" in model else None,
         ppl=f"{model['ppl']:.2f}",
+        text=text_of(config, flags),
         commit=commits_of(run),
         cpu=cpu(),
         date=today(),
     )
+
+
+def text_of(config: Config, flags: str) -> str:
+    """Mark of the text that was scored; empty if it was a part of it, or if tokens are not all of it."""
+    if "--protocol" in flags:
+        return ""
+    corpus, split = open_corpus(Path(config.data.path)), flags.split()[1]  # --split NAME
+    try:
+        return mark_of_text(marked_text(corpus.split(split)))
+    except DataError:
+        return ""
 
 
 def bring(name: str, *, rows: Rows, precision: str, ranks: int) -> None:

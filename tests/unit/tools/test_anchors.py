@@ -8,8 +8,11 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tools import anchors, recipes
-from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, marked_text, measure, of_recipes, table_of
+from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, measure, of_recipes, table_of
 from tools.recording import Rows, table_in
+from tools.texts import mark_of_text, marked_text
+from txl_dist.config import Config, changed
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import DataError, TxlError
 
 NEW = ["\u00ff is no mark, nor are bytes like \u4e2d's", ""]
@@ -40,7 +43,7 @@ def test_where_tokens_say_no_end_of_documents_no_mark_does(tmp_path: Path) -> No
 
 def test_text_that_tokens_do_not_give_back_is_refused(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=[f"{i}  two blanks\n" for i in range(30)], kind="word")
-    with pytest.raises(DataError, match=r"do not come back.*Prepare it in bytes"):
+    with pytest.raises(DataError, match=r"do not come back.*tokenizer that loses nothing"):
         marked_text(corpus.split("valid"))
 
 
@@ -78,18 +81,42 @@ def test_what_is_recorded_is_not_measured_again_and_a_missing_program_is_named(
     assert recorded() == rows
     assert "copy" not in capsys.readouterr().out
     assert table_of(rows, recipes={})[2].startswith("| corpus, valid | ")
-    assert table_of(rows, recipes={("corpus", "valid"): "1.234"})[2].endswith(" | 1.234 |")
+    assert table_of(rows, recipes={rows[0]["sha256"]: "1.234"})[2].endswith(" | 1.234 |")
 
 
-def test_a_recipe_stands_beside_the_anchors_of_its_own_text() -> None:
-    row = {"recipe": "a", "corpus": "books 0123", "score": "--split valid --num-lanes 16", "bits_per_byte": "1.23456"}
-    words = row | {"corpus": "words 4567", "bits_per_byte": ""}
-    pieces = row | {"recipe": "b", "corpus": "classic-books-bpe 89ab"}
-    assert of_recipes([pieces]) == {("classic-books", "valid"): "b 1.235"}
-    assert of_recipes([row, row | {"score": "--split test", "bits_per_byte": "1.3"}, words]) == {
-        ("books", "valid"): "a 1.235",
-        ("books", "test"): "a 1.300",
+def test_other_tokens_of_a_known_text_are_counted_anew_and_compressed_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anchors, "RECORDS", tmp_path / "anchors.csv")
+    monkeypatch.setattr(anchors, "COMPRESSORS", (Compressor("copy", "cat", ""),))
+    texts = random_texts(count=60)
+    for kind in ("byte", "char", "byte", "char"):
+        if not (tmp_path / kind).exists():
+            tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind, all_splits=True)
+        measure(open_corpus(tmp_path / kind), split="valid", train="train", is_trial=False)
+    rows = recorded()
+    assert [anchors.kind_of(row["anchor"]) for row in rows] == ["order 0", "bigram", "copy", "order 0", "bigram"]
+    assert table_of(rows, recipes={}) == table_of(rows[:3], recipes={}), "the table shows what came first"
+
+
+def test_a_recipe_stands_beside_the_anchors_of_the_very_text_that_it_was_scored_on(tmp_path: Path) -> None:
+    row = {"recipe": "a", "score": "--split valid --num-lanes 16", "bits_per_byte": "1.23456", "text": "0123"}
+    lossy = row | {"recipe": "c", "bits_per_byte": "", "text": ""}
+    other = row | {"recipe": "d", "bits_per_byte": "1.3", "text": "4567"}
+    found = of_recipes([row, row | {"recipe": "b", "bits_per_byte": "1.2"}, lossy, other])
+    assert found == {"0123": "a 1.235, b 1.200", "4567": "d 1.300"}
+    texts = ["one text", "and another text"] * 30
+    in_bytes, in_pieces = (
+        tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind, valid_fraction=0.3) for kind in ("byte", "bpe")
+    )
+    marks = {
+        recipes.text_of(changed(Config(), {"data.path": str(one.folder)}), "--split valid --num-lanes 16")
+        for one in (in_bytes, in_pieces)
     }
+    assert marks == {mark_of_text(marked_text(in_bytes.split("valid")))}
+    words = tiny_corpus(tmp_path, name="word", texts=texts, kind="word", valid_fraction=0.3, lower_case=True)
+    of_words = changed(Config(), {"data.path": str(words.folder)})
+    assert recipes.text_of(of_words, "--split valid --protocol nanogpt") == ""
 
 
 def test_the_page_shows_the_table_of_the_records() -> None:

@@ -1,0 +1,44 @@
+"""The text of a split, byte for byte, for what asks for no tokens."""
+
+from __future__ import annotations
+
+import hashlib
+
+from txl_dist.data.read.corpus import Corpus, Split
+from txl_dist.data.read.units import text_units
+from txl_dist.errors import DataError
+
+END_OF_DOCUMENT = b"\xff"
+
+
+def marked_text(split: Split) -> bytes:
+    """The text of a split as compressors get it: FF in the place of each end-of-text.
+
+    Raises DataError if it is not what bits per byte are told of, or holds an FF itself.
+    """
+    if problem := text_units([split], mask_documents=False).problem:
+        raise DataError(f"{problem}: bits per byte want text, and a tokenizer that loses nothing of it, as byte is.")
+    corpus, marks = split.corpus, 0
+    parts = list[bytes]()
+    for document in split.each_document():
+        ids = document.tolist()
+        is_ended = ids[-1] == corpus.end_of_text
+        parts.append(_spelled(ids[:-1] if is_ended else ids, corpus) + END_OF_DOCUMENT * is_ended)
+        marks += is_ended
+    text = b"".join(parts)
+    if (text.count(END_OF_DOCUMENT), len(text)) != (marks, split.text_bytes + marks):
+        raise DataError(
+            f"{corpus.name} ({split.name}) has {len(text) - marks:,} bytes, {text.count(END_OF_DOCUMENT) - marks} of "
+            f"them FF, and its index says {split.text_bytes:,}, of UTF-8. Prepare it again, from text."
+        )
+    return text
+
+
+def _spelled(ids: list[int], corpus: Corpus) -> bytes:
+    spellings = corpus.tokenizer.spellings
+    return corpus.tokenizer.decode(ids).encode() if spellings is None else b"".join([spellings[i] for i in ids])
+
+
+def mark_of_text(text: bytes) -> str:
+    """How rows tell a text: the begin of its hash."""
+    return hashlib.sha256(text).hexdigest()[:12]
