@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
-from trainings import flags_of, records_in, run_txl, side_by_side
+from trainings import cutoffs_below, flags_of, records_in, run_txl, side_by_side
 
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import open_corpus
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.model.transformer_xl import TransformerXL
 
 RECORDS, PAGE = ROOT / "docs/studies.csv", ROOT / "docs/results.md"
@@ -121,7 +121,10 @@ def config_of(
     values |= {"train.max_steps": steps, "run.seed": seed, "run.dir": str(place), "data.path": str(corpus)}
     values |= {"eval.every_steps": max(1, steps // NUM_EVALUATIONS), "eval.max_tokens": EVALUATED_TOKENS}
     values |= {"checkpoint.every_steps": 0, "metrics.tensorboard": False, "metrics.sample_every_steps": 0}
-    values["model.cutoffs"] = tuple(one for one in base.model.cutoffs if one < vocab_size)  # none for bytes
+    values["model.cutoffs"] = cutoffs_below(base.model.cutoffs, vocab_size=vocab_size)
+    if study is STUDIES["softmax"] and not values["model.cutoffs"]:
+        least = min(base.model.cutoffs)
+        raise ConfigError(f"{corpus} has {vocab_size} ids, and cutoffs begin at {least}: both softmaxes are one model.")
     config = changed(base, values | study.variants[variant])
     check_config(config)
     return config
@@ -263,6 +266,8 @@ def main() -> None:
     if not (given.study and given.corpus):
         parser.error("name a study and a corpus")
     steps, out = given.steps or STUDIES[given.study].steps, given.out.resolve()
+    if steps < 2:  # the first one is not timed
+        parser.error("--steps wants 2 at least")
     corpora = {path: (path.name, open_corpus(path).fingerprint[:12], steps) for path in map(Path.resolve, given.corpus)}
     known = {(row.study, told_on(row), row.variant, row.seed) for row in read_rows(RECORDS, Record)}
     missing = [

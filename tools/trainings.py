@@ -98,6 +98,11 @@ def named(corpus: Corpus) -> str:
     return f"{corpus.name} {corpus.fingerprint[:8]}"
 
 
+def cutoffs_below(cutoffs: Iterable[int], *, vocab_size: int) -> tuple[int, ...]:
+    """Those that a vocabulary of so many ids has; none for bytes, which have a plain softmax."""
+    return tuple(one for one in cutoffs if one < vocab_size)
+
+
 def mark_of(config: Config) -> str:
     """How rows tell settings: the begin of a hash of all of them."""
     return hashlib.sha256(json.dumps(dict(flat(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]

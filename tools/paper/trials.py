@@ -18,12 +18,22 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tools.recording import ROOT, Rows, markdown, origin, put_table, spread
-from tools.trainings import commits_of, flags_of, mark_of, named, run_txl, seconds_of, side_by_side, train
+from tools.trainings import (
+    commits_of,
+    cutoffs_below,
+    flags_of,
+    mark_of,
+    named,
+    run_txl,
+    seconds_of,
+    side_by_side,
+    train,
+)
 from txl_dist.config import Config, changed, check_config, load_config
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.ops.plan.hardware import Cluster, find_gpu
-from txl_dist.ops.plan.plan import Question, make_plan
+from txl_dist.ops.plan.plan import Plan, Question, make_plan
 from txl_dist.ops.plan.text import plan_lines
 
 PAGE = ROOT / "docs/paper.md"
@@ -210,19 +220,25 @@ def begin_of(program: str) -> str:
 
 
 def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_size: int, out: str) -> Iterator[str]:
-    """The commands of the paper's size, and what `txl plan` says of each trial; nothing is run."""
+    """The commands of the paper's size, as `txl plan` chooses for each trial, and what it says; nothing is run.
+
+    Raises ConfigError for GPUs that cannot be.
+    """
     question = Question(cluster=Cluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
-    recipe, told = size.recipe.relative_to(ROOT), set[tuple[Trial, int]]()
+    recipe, plans = size.recipe.relative_to(ROOT), dict[tuple[Trial, int], Plan]()
     for job in jobs:
-        config, run = job.config(size), f"{out}/{job.name(size)}"
-        if (key := (job.trial, job.segment_len)) not in told:
-            told.add(key)
+        config, run, key = job.config(size), f"{out}/{job.name(size)}", (job.trial, job.segment_len)
+        if key not in plans:
+            plans[key] = make_plan(config, question=question)
             yield f"\n# {', '.join(f'{name} {word}' for name, word in job.trial.words.items())}: txl plan says"
+            yield from (f"#   {note}" for note in plans[key].notes)
             wanted = ("choose:", "step:", "run:", "  GiB per GPU:", "nothing fits")
-            yield from (f"#   {line.strip()}" for line in plan_lines(make_plan(config, question=question))
-                        if line.startswith(wanted))  # fmt: skip
-        flags = " ".join([*flags_of(config, base=size.recipe), "--run.dir", run, "--run.seed", str(job.seed)])
-        yield f"deepspeed --num_gpus {gpus} --module txl_dist train {recipe} {flags}"
+            yield from (f"#   {line.strip()}" for line in plan_lines(plans[key]) if line.startswith(wanted))
+        if (chosen := plans[key].chosen) is None:
+            continue
+        flags = " ".join([*flags_of(config, base=size.recipe), *chosen.flags])
+        launcher = f"deepspeed --num_gpus {plans[key].gpus_used} --module txl_dist train {recipe}"
+        yield f"{launcher} {flags} --run.dir {run} --run.seed {job.seed}"
         for words in job.scorings(size).values():
             yield f"txl evaluate {run} --split test --num-lanes 10 {' '.join(words)}"
 
@@ -262,26 +278,33 @@ def go(
     program has recorded in `known` of the same jobs is taken over."""
     given = parser.parse_args()
     require_own_records(parser, given)
-    rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
-    size = size._replace(steps=given.steps or size.steps)
-    if given.table:
-        put_table(PAGE, begin_of(program), table_of(rows.rows))
-        return
-    if size.on_gpu:
-        facts = {"gpus": given.gpus, "gpu": given.gpu, "vocab_size": given.vocab_size, "out": str(given.out)}
-        print("\n".join(on_a_cluster(jobs(given, size), size=size, **facts)))
-        return
-    if given.corpus is None:
+    if given.corpus is None and given.size != "paper" and not given.table:
         parser.error("--corpus is needed: name a prepared corpus, for instance data/stdlib")
     try:
-        corpus, out, wanted = open_corpus(given.corpus.resolve()), given.out.resolve(), jobs(given, size)
-        if known is not None:
-            words = [job.words(size, corpus=corpus) for job in wanted]
-            take_over(Rows(known, COLUMNS).rows, rows, wanted=words)
-        side_by_side(partial(measure, rows=rows, size=size, corpus=corpus, out=out), wanted, jobs=given.jobs)
+        rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
+        size = size._replace(steps=given.steps or size.steps)
+        if given.table:
+            put_table(PAGE, begin_of(program), table_of(rows.rows))
+        elif size.on_gpu:
+            facts = {"gpus": given.gpus, "gpu": given.gpu, "vocab_size": given.vocab_size, "out": str(given.out)}
+            print("\n".join(on_a_cluster(jobs(given, size), size=size, **facts)))
+        else:
+            corpus, out = open_corpus(given.corpus.resolve()), given.out.resolve()
+            size = fitted(size, vocab_size=corpus.vocab_size)
+            wanted = jobs(given, size)
+            if known is not None:
+                words = [job.words(size, corpus=corpus) for job in wanted]
+                take_over(Rows(known, COLUMNS).rows, rows, wanted=words)
+            side_by_side(partial(measure, rows=rows, size=size, corpus=corpus, out=out), wanted, jobs=given.jobs)
+            print("\n".join(table_of(rows.rows)))
     except (TxlError, RuntimeError) as error:
         sys.exit(str(error))
-    print("\n".join(table_of(rows.rows)))
+
+
+def fitted(size: Size, *, vocab_size: int) -> Size:
+    """The same for a corpus with so many ids: those of bytes, say, are less than the recipe's cutoffs."""
+    cutoffs = changed(load_config(size.recipe), size.changes).model.cutoffs
+    return size._replace(changes=size.changes | {"model.cutoffs": cutoffs_below(cutoffs, vocab_size=vocab_size)})
 
 
 def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

@@ -20,12 +20,13 @@ from tools.paper.trials import (
     Trial,
     begin_of,
     config_of,
+    fitted,
     on_a_cluster,
     scoring,
 )
 from tools.recording import ROOT, Rows, table_in
 from tools.trainings import flags_of, side_by_side
-from txl_dist.config import Config, check_config, load_config
+from txl_dist.config import Config, changed, check_config, load_config, plan_batch
 from txl_dist.data.read.corpus import open_corpus
 
 CORES, PAPER = SIZES["cores"], SIZES["paper"]
@@ -189,15 +190,40 @@ def test_flags_make_the_same_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_for_a_cluster_come_with_the_plan() -> None:
+@pytest.mark.parametrize(("gpus", "used"), [(4, 4), (8, 6)])
+def test_the_commands_for_a_cluster_are_those_of_the_plan_that_stands_above(gpus: int, used: int) -> None:
     jobs = [Job(t6.TRIALS[0], seed, PAPER.segment_len, PAPER.steps) for seed in (1, 2)]
-    lines = list(on_a_cluster(jobs, size=PAPER, gpus=4, gpu="h100", vocab_size=267_735, out="runs"))
-    assert [line for line in lines if line.startswith("deepspeed")] == [
-        "deepspeed --num_gpus 4 --module txl_dist train configs/wt103_base.toml --train.segment_len 128 "
-        f"--train.memory_len 128 --run.dir runs/{job.name(PAPER)} --run.seed {job.seed}"
+    lines = list(on_a_cluster(jobs, size=PAPER, gpus=gpus, gpu="h100", vocab_size=267_735, out="runs"))
+    (chosen,) = (line.removeprefix("#   choose: ") for line in lines if line.startswith("#   choose: "))
+    commands = [line for line in lines if line.startswith("deepspeed")]
+    assert commands == [
+        f"deepspeed --num_gpus {used} --module txl_dist train configs/wt103_base.toml --train.segment_len 128 "
+        f"--train.memory_len 128 {chosen} --run.dir runs/{job.name(PAPER)} --run.seed {job.seed}"
         for job in jobs
     ]
+    words = commands[0].partition("wt103_base.toml ")[2].replace("--", "").split()
+    config = changed(load_config(PAPER.recipe), dict(zip(words[::2], map(as_value, words[1::2]), strict=True)))
+    assert plan_batch(config.train, world_size=used).num_microbatches >= 1
+    assert ("does not divide among 8 GPUs" in "".join(lines)) == (used < gpus)
     assert sum(line.startswith("#   step: ") for line in lines) == 1, "once a trial"
+
+
+def as_value(word: str) -> Any:
+    return int(word) if word.isdigit() else word
+
+
+def test_cutoffs_are_those_that_the_corpus_has() -> None:
+    assert fitted(CORES, vocab_size=4096).changes["model.cutoffs"] == (512, 2048)
+    assert config_of(t6.TRIALS[0], fitted(CORES, vocab_size=4096)) == config_of(t6.TRIALS[0], CORES), "the recorded"
+    assert fitted(CORES, vocab_size=2048).changes["model.cutoffs"] == (512,)
+    assert fitted(CORES, vocab_size=257).changes["model.cutoffs"] == ()
+
+
+def test_a_cluster_that_cannot_be_is_one_line() -> None:
+    for words in (("t6", "--gpu", "foo"), ("t10", "--gpus", "8")):
+        command = [sys.executable, "-m", f"tools.paper.{words[0]}", "--size", "paper", *words[1:]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
 
 
 @pytest.mark.slow

@@ -35,6 +35,13 @@ def test_every_variant_can_be_started_on_its_ranks(name: str, variant: str, tmp_
     assert parameters_outside_tables(config) > 100_000
 
 
+def test_a_model_is_not_compared_with_itself(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 257 ids, and cutoffs begin at 512: both softmaxes are one model"):
+        config_of(
+            STUDIES["softmax"], "adaptive", corpus=tmp_path, vocab_size=257, seed=1, steps=70, place=tmp_path / "run"
+        )
+
+
 def test_variants_stand_beside_the_first_by_seed() -> None:
     losses = {("memory 0", 1): 4.0, ("memory 0", 2): 5.0, ("memory 64", 1): 3.5, ("memory 64", 2): 4.7}
     _, _, first, second = table_of([row("memory", name, seed, nats) for (name, seed), nats in losses.items()])
@@ -86,7 +93,7 @@ def test_a_run_has_a_folder_of_its_own_and_the_last_record_of_a_step_counts(
     corpus = tiny_corpus(tmp_path).folder
     for steps, trial in ((50, True), (50, False), (300, False)):
         one = studies.measure(
-            "softmax", variant="full", corpus=corpus, seed=1, steps=steps, out=tmp_path / "runs", trial=trial
+            "norm", variant="post-norm", corpus=corpus, seed=1, steps=steps, out=tmp_path / "runs", trial=trial
         )
         assert (one.steps, one.curve, one.by_position) == (steps, "2:3.0000", "3.0000")
     assert len(set(places)) == 3
