@@ -28,13 +28,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
-from trainings import ENVIRONMENT, records_in, run_txl
+from trainings import ENVIRONMENT, named, records_in, run_txl
 
 from txl_dist.config import Config, changed, config_to_toml, load_config
+from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.run_files import list_checkpoints, step_of
 
@@ -57,6 +58,8 @@ class Record(NamedTuple):
     value: str
     recipe: str
     steps: int
+    corpus: str
+    seed: int
     commit: str
     cpu: str
     date: str
@@ -163,27 +166,29 @@ def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recip
         raise TxlError(f"{out} has no unbroken run to compare with. Name its folder by --out, or take its rows out.")
     place = out / run.replace(" ", "_")
     died = train(changed(config, {"run.dir": str(place)}), kills, place=place)
-    shared = {"recipe": recipe, "steps": config.train.max_steps} | origin()
+    shared: dict[str, Any] = {"recipe": recipe, "steps": config.train.max_steps, "seed": config.run.seed}
+    shared |= {"corpus": named(open_corpus(config.data.path))} | origin()
     rows = [
-        Record(run, "evaluated", step, RANKS, f"{one['loss']:.6f}", **shared)  # type: ignore[arg-type]
+        Record(run, "evaluated", step, RANKS, f"{one['loss']:.6f}", **shared)
         for step, one in sorted(records_in(place, "eval").items())
     ]
     digests = {"losses": hashlib.sha256(json.dumps(losses_of(place)).encode()).hexdigest()}
     digests["weights"] = weights_of(place)
-    rows += [Record(run, kind, config.train.max_steps, RANKS, value, **shared) for kind, value in digests.items()]  # type: ignore[arg-type]
-    rows += [Record(run, "killed", kill.step, kill.ranks, str(step), **shared) for kill, step in died]  # type: ignore[arg-type]
+    rows += [Record(run, kind, config.train.max_steps, RANKS, value, **shared) for kind, value in digests.items()]
+    rows += [Record(run, "killed", kill.step, kill.ranks, str(step), **shared) for kill, step in died]
     if run in (KILLED, MOVED):
         said = compare(place, base=out / UNBROKEN)
-        rows.append(Record(run, "same", config.train.max_steps, RANKS, said, **shared))  # type: ignore[arg-type]
+        rows.append(Record(run, "same", config.train.max_steps, RANKS, said, **shared))
     return rows
 
 
 def groups_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
-    """Rows by recipe and steps, which are named behind the first group only, and by run."""
+    """Rows by recipe, steps and corpus, which are named behind the first group only, and by run."""
     found: dict[str, dict[str, list[Record]]] = {}
     for row in records:
-        is_first = (row.recipe, row.steps) == (records[0].recipe, records[0].steps)
-        what = "" if is_first else f", {row.recipe}, {row.steps} steps"
+        about = (row.recipe, row.steps, row.corpus)
+        is_first = about == (records[0].recipe, records[0].steps, records[0].corpus)
+        what = "" if is_first else f", {row.recipe}, {row.steps} steps, {row.corpus}"
         found.setdefault(what, {}).setdefault(row.run, []).append(row)
     return found
 
@@ -249,17 +254,23 @@ def main() -> None:
         parser.error("name a recipe and a corpus")
     if given.kills < 3:  # two of them, not the first, change the number of ranks
         parser.error("--kills wants 3 at least")
-    # Neither a try nor a run of other steps may stand beside another's unbroken run.
-    out = given.out.resolve() / f"{given.recipe.stem}-{given.steps}{'-trial' if given.trial else ''}"
+    if given.steps < 10 * given.kills:  # each dies behind a step of its own, near neither end
+        parser.error(f"--steps {given.steps} is too few for {given.kills} kills")
+    corpus = open_corpus(given.data)
+    # Neither a try nor a run of other steps or another text may stand beside another's unbroken run.
+    words = [given.recipe.stem, str(given.steps), corpus.fingerprint[:8], *(["trial"] if given.trial else [])]
+    out = given.out.resolve() / "-".join(words)
     out.mkdir(parents=True, exist_ok=True)
     every = {"eval.every_steps": given.steps // NUM_EVALUATIONS, "checkpoint.every_steps": SAVE_EVERY}
     every |= {"metrics.log_every_steps": 1, "metrics.sample_every_steps": 0, "train.max_steps": given.steps}
     base = changed(load_config(given.recipe), {**every, "data.path": str(given.data.resolve())})
     seeds = {name: given.seed for name in (UNBROKEN, KILLED, MOVED)}
     seeds |= {f"seed {seed}": seed for seed in range(given.seed + 1, given.seed + 1 + given.more_seeds)}
-    known = set() if given.trial else {(row.run, row.recipe, row.steps) for row in read_rows(RECORDS, Record)}
+    records = [] if given.trial else read_rows(RECORDS, Record)
+    known = {(row.run, row.recipe, row.steps, row.corpus) for row in records}
     for run, seed in seeds.items():
-        if (run, given.recipe.stem, given.steps) in known:
+        if (run, given.recipe.stem, given.steps, named(corpus)) in known:
+            print(f"{run}: recorded in {RECORDS}")
             continue
         kills = kills_of(run, steps=given.steps, count=given.kills, seed=given.seed)
         config = changed(base, {"run.seed": seed})

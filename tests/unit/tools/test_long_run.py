@@ -98,37 +98,37 @@ def test_of_a_run_that_went_on_the_last_record_of_a_step_counts_and_a_torn_line_
     assert records_of(tmp_path / "run")[-1]["loss"] == 1.0
 
 
-def test_runs_of_other_steps_stand_beside_their_own_unbroken_run() -> None:
+def test_runs_of_other_steps_or_texts_stand_beside_their_own_unbroken_run() -> None:
     rows = [
-        Record(run, "evaluated", steps, 2, value, recipe, steps, "c", "cpu", "2026-11-23")
-        for run, value, recipe, steps in (
-            (UNBROKEN, "4.0", "recipe", 100),
-            (UNBROKEN, "3.0", "recipe", 200),
-            ("seed 2", "3.5", "recipe", 200),
-            ("seed 2", "4.1", "recipe", 100),
-            (UNBROKEN, "2.0", "other", 100),
+        Record(run, "evaluated", steps, 2, value, recipe, steps, corpus, 1, "c", "cpu", "2026-11-23")
+        for run, value, recipe, steps, corpus in (
+            (UNBROKEN, "4.0", "recipe", 100, "text 01"),
+            (UNBROKEN, "3.0", "recipe", 200, "text 01"),
+            ("seed 2", "3.5", "recipe", 200, "text 01"),
+            ("seed 2", "4.1", "recipe", 100, "text 01"),
+            (UNBROKEN, "2.0", "recipe", 100, "text 02"),
         )
     ]
     _, _, *lines = table_of(rows)
     assert [line.split(" | ")[::3] for line in lines[:5]] == [
         ["| unbroken", "4.0000"],
         ["| seed 2", "4.1000"],
-        ["| unbroken, recipe, 200 steps", "3.0000"],
-        ["| seed 2, recipe, 200 steps", "3.5000"],
-        ["| unbroken, other, 100 steps", "2.0000"],
+        ["| unbroken, recipe, 200 steps, text 01", "3.0000"],
+        ["| seed 2, recipe, 200 steps, text 01", "3.5000"],
+        ["| unbroken, recipe, 100 steps, text 02", "2.0000"],
     ]
     assert "+0.1000 at the end" in lines[1]
     assert "+0.5000 at the end" in lines[3]
     assert lines[6::2] == [
         "Unbroken runs of all seeds: 4.0500 +- 0.0707.",
-        "Unbroken runs of all seeds, recipe, 200 steps: 3.2500 +- 0.3536.",
-        "Unbroken runs of all seeds, other, 100 steps: 2.0000.",
+        "Unbroken runs of all seeds, recipe, 200 steps, text 01: 3.2500 +- 0.3536.",
+        "Unbroken runs of all seeds, recipe, 100 steps, text 02: 2.0000.",
     ]
 
 
 def test_the_table_has_a_row_per_run_with_its_kills_and_the_seeds_beside_them() -> None:
     def row(run: str, kind: str, step: int, value: str, ranks: int = 2) -> Record:
-        return Record(run, kind, step, ranks, value, "recipe", 100, "c", "cpu", "2026-11-23")
+        return Record(run, kind, step, ranks, value, "recipe", 100, "text 01", 1, "c", "cpu", "2026-11-23")
 
     records = [
         *(row(UNBROKEN, "evaluated", step, value) for step, value in ((50, "5.0"), (100, "4.0"))),
