@@ -152,7 +152,7 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
         unpacked = f", of the file in it {only.sha256}" if only is not None and only.sha256 != corpus.sha256 else ""
         raise DataError(
             f"{origin} is not {name}: its sha256 is {found}, that of {corpus.urls[0]} is {corpus.sha256}{unpacked}. "
-            "Fetch it again."
+            "Fetch it again, or name the file in place of the corpus if it is another text."
         )
 
 

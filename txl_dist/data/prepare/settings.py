@@ -93,19 +93,19 @@ class PrepareSettings(Learning):
         learning = [name for name in ("kind", *self.learning(), "all_splits") if getattr(self, name) != _default(name)]
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
-                f"{', '.join(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
+                f"{_flags(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
                 "Leave them out, or leave the file out to train a tokenizer."
             )
         of_text = [*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "source"]
         unused = [name for name in of_text if name != "end_of_text" and getattr(self, name) != _default(name)]
         if self.vocab_list is not None and (unused or self.name is not None):
             raise ConfigError(
-                f"{', '.join(unused) or self.name} has no meaning with ready ids, whose vocabulary is a list "
+                f"{_flags(unused) or self.name} has no meaning with ready ids, whose vocabulary is a list "
                 f"({self.vocab_list}). Leave it out, or leave the list out to prepare text."
             )
         if self.name is not None and any(getattr(self, name) != _default(name) for name in _HELD_OUT):
             raise ConfigError(
-                f"the named corpus {self.name} has splits of its own. Leave out {', '.join(_HELD_OUT)}, or give the "
+                f"the named corpus {self.name} has splits of its own. Leave out {_flags(_HELD_OUT)}, or give the "
                 "paths of its files."
             )
         if self.source and self.name is None:
@@ -183,6 +183,13 @@ class PrepareSettings(Learning):
         kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
         facts = sorted(kept.items()), self.duplicates == "ignore", __version__
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _flags(names: Sequence[str]) -> str:
+    """As the command line has them."""
+    own = {"kind": "tokenizer", "tokenizer_path": "tokenizer_file", "source": "from"}
+    own |= {f"{split}_inputs": split for split in (VALID, TEST)}
+    return ", ".join(f"--{own.get(name, name).replace('_', '-')}" for name in names)
 
 
 def _default(name: str) -> Any:

@@ -324,7 +324,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name_or_list(tmp_path: Path, 
 )
 def test_settings_of_text_are_refused_beside_a_list(tmp_path: Path, names: Path, settings: dict[str, Any]) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
-    message = f"{next(iter(settings))} has no meaning with ready ids"
+    flag = next(iter(settings)).replace("_", "-").replace("kind", "tokenizer")
+    message = f"--{flag} has no meaning with ready ids"
     assert_refused(tmp_path, names, tmp_path / "a.npy", message, **settings)
 
 
