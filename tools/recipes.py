@@ -80,7 +80,7 @@ def score(flags: str, *, rows: Rows, words: dict[str, str], config: Config) -> N
     run = Path(config.run.dir)
     result = run / f"score-{flags.replace(' ', '_').replace('--', '')}.json"
     run_txl("evaluate", run, *flags.split(), "--json", result)
-    model = json.loads(result.read_text(encoding="utf-8"))["model"]
+    (model,) = json.loads(result.read_text(encoding="utf-8")).values()  # by the name of its protocol
     start = starts_of(run)[-1]
     rows.add(
         **words,
