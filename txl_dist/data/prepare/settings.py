@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from txl_dist import __version__
 from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
@@ -74,14 +74,13 @@ class PrepareSettings(Learning):
 
     def check(self) -> None:
         """Raises ConfigError for settings that are impossible, or would have no effect."""
-        fractions = {"valid_fraction": self.valid_fraction, "test_fraction": self.test_fraction}
-        for name, value in fractions.items():
-            if not 0 <= value < 1:
+        for name in ("valid_fraction", "test_fraction"):
+            if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
-                    f"{name}={value} must be at least 0 and below 1. Give the share of documents to hold out, "
-                    "for instance 0.05, or 0 for no held-out split."
+                    f"{name}={getattr(self, name)} must be at least 0 and below 1. Give the share of documents to "
+                    "hold out, for instance 0.05, or 0 for no held-out split."
                 )
-        if sum(fractions.values()) >= 1:
+        if self.valid_fraction + self.test_fraction >= 1:
             raise ConfigError("valid_fraction and test_fraction leave nothing to train on: together stay below 1.")
         self.check_given([split for split in (VALID, TEST) if getattr(self, f"{split}_inputs")])
         if not 0 < self.tokenizer_fraction <= 1:
@@ -90,22 +89,22 @@ class PrepareSettings(Learning):
             raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
         if min(self.num_workers, self.part_bytes) < 0:
             raise ConfigError("num_workers and part_bytes must be 0 or more; 0 lets the program choose.")
-        learning = [name for name in ("kind", *self.learning(), "all_splits") if getattr(self, name) != _default(name)]
+        learning = self._changed("kind", *self.learning(), "all_splits")
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
                 f"{_flags(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
                 "Leave them out, or leave the file out to train a tokenizer."
             )
-        of_text = [*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "source"]
-        unused = [name for name in of_text if name != "end_of_text" and getattr(self, name) != _default(name)]
+        of_text = {*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "source"}
+        unused = self._changed(*sorted(of_text - {"end_of_text"}))
         if self.vocab_list is not None and (unused or self.name is not None):
             raise ConfigError(
                 f"{_flags(unused) or self.name} has no meaning with ready ids, whose vocabulary is a list "
                 f"({self.vocab_list}). Leave it out, or leave the list out to prepare text."
             )
-        if self.name is not None and any(getattr(self, name) != _default(name) for name in _HELD_OUT):
+        if self.name is not None and (held_out := self._changed(*_HELD_OUT)):
             raise ConfigError(
-                f"the named corpus {self.name} has splits of its own. Leave out {_flags(_HELD_OUT)}, or give the "
+                f"the named corpus {self.name} has splits of its own. Leave out {_flags(held_out)}, or give the "
                 "paths of its files."
             )
         if self.source and self.name is None:
@@ -139,11 +138,11 @@ class PrepareSettings(Learning):
         is_own_kind = self.kind in ("auto", own.get("kind"))
         if self.tokenizer_path is not None or not is_own_kind:  # its own tokenizer's settings do not fit another
             own = {name: value for name, value in own.items() if name == "documents"}
-        own = {name: value for name, value in own.items() if getattr(self, name) == _default(name)}
+        own = {"kind": "bpe"} | own
+        own = {name: own[name] for name in own if name not in self._changed(*own)}
         if self.name is not None:  # its splits are its own
             own |= {"valid_fraction": 0.0, "test_fraction": 0.0}
-        completed = dataclasses.replace(self, **own)
-        return completed if completed.kind != "auto" else dataclasses.replace(completed, kind="bpe")
+        return dataclasses.replace(self, **own)
 
     def reading(self, *, given: Collection[str]) -> Reading:
         """How documents are read; splits that have files `given` for them take none from train. Raises DataError for a
@@ -162,7 +161,7 @@ class PrepareSettings(Learning):
         """Raises ConfigError if a share is asked for of a split that has files of its own."""
         for split in (VALID, TEST):
             name = f"{split}_fraction"
-            if split in given and getattr(self, name) not in (0, _default(name)):
+            if split in given and getattr(self, name) and self._changed(name):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} has no meaning beside given text for the split {split}. Leave it "
                     "out; or, where the names of files say so, train on all of them with `--ignore-split-names`."
@@ -171,8 +170,8 @@ class PrepareSettings(Learning):
     def stamp(self) -> str:
         """Hash of everything that changes the parts of a preparation, but for the content of the inputs."""
         left_out = {"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"}
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        kept = {name: str(value) for name, value in values.items() if name not in left_out}
+        names = {field.name for field in dataclasses.fields(self)} - left_out
+        kept = {name: str(getattr(self, name)) for name in names}
         if self.tokenizer_path is not None:
             from txl_dist.text.tokenizer import tokenizer_bytes
 
@@ -184,13 +183,12 @@ class PrepareSettings(Learning):
         facts = sorted(kept.items()), self.duplicates == "ignore", __version__
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
+    def _changed(self, *names: str) -> list[str]:
+        """Those that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != getattr(PrepareSettings, name)]
+
 
 def _flags(names: Sequence[str]) -> str:
     """As the command line has them."""
-    own = {"kind": "tokenizer", "tokenizer_path": "tokenizer_file", "source": "from"}
-    own |= {f"{split}_inputs": split for split in (VALID, TEST)}
-    return ", ".join(f"--{own.get(name, name).replace('_', '-')}" for name in names)
-
-
-def _default(name: str) -> Any:
-    return getattr(PrepareSettings, name)
+    own = {"kind": "tokenizer", "tokenizer_path": "tokenizer-file", "source": "from"}
+    return ", ".join(f"--{own.get(name, name.removesuffix('_inputs')).replace('_', '-')}" for name in names)
