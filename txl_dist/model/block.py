@@ -9,6 +9,7 @@ Shapes: B lanes, T segment, M memory, K = M + T, D model width, N heads, H head 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +92,9 @@ class Block(nn.Module):
         if not self.gives_values and self.attention.takes_products(normed):
             context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
             return self.finish(hidden_BTD, context), first_value_BKNH
-        key_value_BK2NH = _joined(
+        key, value = _Joined.apply(  # type: ignore[no-untyped-call]
             self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
         )
-        key, value = key_value_BK2NH.unbind(2)  # two slices would have two gradients filled with zeros
         key, value = self.attention.finished(key, value, _last(first_value_BKNH, key.shape[1]))
         context = self.attention(normed, key_BKNH=key, value_BKNH=value, distances=distances, visible=visible)
         return self.finish(hidden_BTD, context), value if self.gives_values else first_value_BKNH
@@ -139,9 +139,22 @@ def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
     return first_value_BSNH[:, -num_positions:]
 
 
-def _joined(past_BM2NH: Tensor, new_BT2NH: Tensor) -> Tensor:
-    """key_value_BK2NH, laid out as attention will read it, since a copy is made anyway: on a CPU by heads, on a GPU by
-    positions, whose kernels take keys that lie apart."""
-    if past_BM2NH.is_cuda:
-        return torch.cat([past_BM2NH, new_BT2NH], dim=1)
-    return torch.cat([x.permute(2, 3, 0, 1, 4) for x in (past_BM2NH, new_BT2NH)], dim=3).permute(2, 3, 0, 1, 4)
+class _Joined(torch.autograd.Function):
+    """(key, value) [B, K, N, H] of the memory, then of the segment, laid out as attention will read them, since a copy
+    is made anyway: on a CPU by heads, on a GPU by positions, whose kernels take keys that lie apart.
+
+    Their gradients are copied once, into the order of the products: autograd would join both first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, past_BM2NH: Tensor, new_BT2NH: Tensor) -> tuple[Tensor, ...]:
+        ctx.lengths = past_BM2NH.shape[1], new_BT2NH.shape[1]
+        if past_BM2NH.is_cuda:
+            return torch.cat([past_BM2NH, new_BT2NH], dim=1).unbind(2)
+        by_heads = torch.cat([x.permute(2, 3, 0, 1, 4) for x in (past_BM2NH, new_BT2NH)], dim=3)
+        return by_heads.permute(2, 3, 0, 1, 4).unbind(2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        d_key, d_value = (gradient.split(ctx.lengths, dim=1) for gradient in gradients)
+        return tuple(torch.stack(pair, dim=2) for pair in zip(d_key, d_value, strict=True))

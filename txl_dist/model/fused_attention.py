@@ -224,7 +224,7 @@ class _RelativeAttention(torch.autograd.Function):
                 context_XbH = torch.bmm(weights_Xbk, heads.value_XKH[:, :k])
                 context_NBTH[group, :, i:j] = context_XbH.unflatten(0, (-1, context_BTNH.shape[0]))
                 kept += [probabilities_Xbk, keep_Xbk] if keeps else []
-        ctx.save_for_backward(*inputs, context_BTNH, *kept)
+        ctx.save_for_backward(*inputs, *kept)
         ctx.dropout = dropout
         return context_BTNH
 
@@ -232,22 +232,21 @@ class _RelativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_context_BTNH: Tensor) -> tuple[Tensor | None, ...]:
         saved_tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them then
-        inputs, (context_BTNH, *kept) = _Inputs(*saved_tensors[:7]), saved_tensors[7:]
+        inputs, kept = _Inputs(*saved_tensors[:7]), saved_tensors[7:]
         gradients, buffer, blocks, dropout = _Gradients(inputs), _ShiftBuffer(inputs), inputs.blocks(), ctx.dropout
         saved = iter(zip(kept[::2], kept[1::2], strict=True))
-        # The mean gradient of a query's weights, needed to go through a softmax, without the weights.
-        dtype = at_least_fp32(context_BTNH.dtype)
-        mean_BTN1 = (d_context_BTNH * context_BTNH).sum(-1, keepdim=True, dtype=dtype)
+        through_softmax = torch.ops.aten._softmax_backward_data.out
         for group in inputs.groups():
             heads, d_value_XKH = inputs.heads(group), gradients.value_NBKH[group].flatten(0, 1)
-            d_context_XTH, mean_XT1 = (_head_major(x[:, :, group]).flatten(0, 1) for x in (d_context_BTNH, mean_BTN1))
+            d_context_XTH = _head_major(d_context_BTNH[:, :, group]).flatten(0, 1)
             # The last block comes first: it sees all keys, and so begins the sums.
             for block, (probabilities_Xbk, keep_Xbk) in reversed([(block, next(saved)) for block in blocks]):
                 (i, j, k), beta = block, int(block is not blocks[-1])
                 weights_Xbk, d_context_XbH = _dropped(probabilities_Xbk, keep_Xbk, dropout), d_context_XTH[:, i:j]
                 _add_product(d_value_XKH[:, :k], weights_Xbk.transpose(1, 2), d_context_XbH, beta=beta)
                 d_weights_Xbk = torch.bmm(d_context_XbH, heads.value_XKH[:, :k].transpose(1, 2))
-                d_scores_Xbk = _dropped(d_weights_Xbk, keep_Xbk, dropout).sub_(mean_XT1[:, i:j]).mul_(probabilities_Xbk)
+                d_scores_Xbk = _dropped(d_weights_Xbk, keep_Xbk, dropout)
+                through_softmax(d_scores_Xbk, probabilities_Xbk, -1, d_scores_Xbk.dtype, grad_input=d_scores_Xbk)
                 gradients.add(d_scores_Xbk, heads, group, block, views=buffer.views(block, heads), beta=beta)
         return (*gradients.scaled(), None, None, None)
 
