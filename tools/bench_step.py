@@ -146,7 +146,8 @@ class Older:
 
     def __init__(self, commit: str, sizes: Sizes, *, folder: Path) -> None:
         file = folder / "sizes.json"
-        told = sizes._asdict() | {"model": sizes.model.model_dump(mode="json")}
+        # What is not asked for is left out: an older section need not know it.
+        told = sizes._asdict() | {"model": sizes.model.model_dump(mode="json", exclude_defaults=True)}
         file.write_text(json.dumps(told), encoding="utf-8")
         checkout = unpacked(commit, folder, parts=("txl_dist", "tools"))
         self._process = subprocess.Popen(
