@@ -68,7 +68,7 @@ BUDGETS = {
     "top": 1864,
     "text": 841,
     "data": 4325,
-    "model": 2185,
+    "model": 2197,
     "infer": 1980,
     "convert": 1910,
     "train": 4782,

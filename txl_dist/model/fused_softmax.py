@@ -37,8 +37,8 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
 """As many logits in a chunk at most, where that allows for more tokens."""
 ALIGNMENT = 16
 """Rows of logits begin at multiples of this: cuBLAS is slow with odd leading dimensions."""
-CACHED_LOGITS = 2**17
-"""On a CPU as many logits become their gradient at a time, of one token at least: they stay in the cache meanwhile."""
+CACHED_LOGITS = {"cpu": 2**17, "cuda": 2**62}
+"""As many become their gradient at a time, of one token at least: on a CPU they stay in the cache meanwhile."""
 KERNEL_TILE = 4096
 """Logits that a program of the Triton kernel holds at a time, by eight warps: of one row, or of several short ones."""
 
@@ -247,7 +247,7 @@ def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor,
 
 def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> Tensor:
     """Put share * (softmax - one-hot target) where the logits are; returns the losses, [c]."""
-    num_rows = len(logits_cV) if logits_cV.is_cuda else max(1, CACHED_LOGITS // logits_cV.shape[1])
+    num_rows = max(1, CACHED_LOGITS["cuda" if logits_cV.is_cuda else "cpu"] // logits_cV.shape[1])
     pieces = (x.split(num_rows) for x in (logits_cV, targets_c1, share_c1))
     return torch.cat([_rows_into_gradient(*rows) for rows in zip(*pieces, strict=True)])
 

@@ -304,7 +304,7 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
 def _as_on_gpu(step: MicroStep) -> Iterator[None]:
     """Logits in as large chunks as on a GPU, torch's dropout, and what the kernels of rows make, though not by them:
     tensors without storage are on none."""
-    sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS)
+    sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS, fused_softmax.CACHED_LOGITS)
     before, draws, runs, start = [size["cpu"] for size in sizes], dropout.torch_draws, rows.runs, rows.start
     try:
         for size in sizes:
