@@ -51,5 +51,9 @@ def test_its_cells_run_and_show_what_they_say(tmp_path: Path) -> None:
     assert bits["model"] < bits["memory off"] < bits["bigram"]
     nats = {name: float(value) for name, value in re.findall(r"^(fresh|remembered) +(\d\.\d+)$", printed, re.M)}
     assert nats["remembered"] < nats["fresh"]
-    assert "banana" in printed
+    surprises = [float(value) for value in re.findall(r"^ *(\d+\.\d+) nats: ['\"]", printed, re.M)]
+    (mean,) = (float(value) for value in re.findall(r"^ *(\d+\.\d+) nats per token in all$", printed, re.M))
+    assert len(surprises) == 5
+    assert surprises == sorted(surprises, reverse=True)
+    assert surprises[-1] > mean
     assert (tmp_path / "first_steps/turn.safetensors").is_file()
