@@ -166,6 +166,19 @@ def test_in_half_precision_many_chunks_add_up_as_one(monkeypatch: pytest.MonkeyP
         assert (found[1][key] - expected).norm() <= torch.finfo(torch.bfloat16).eps * expected.norm(), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_become_gradients_in_pieces_as_they_do_at_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    softmax = tiny_model(dtype=dtype, **VARIANTS["div_2"]).softmax
+    _, (loss, at_once) = both(softmax, dtype=dtype)
+    monkeypatch.setitem(fused_softmax.CACHED_LOGITS, "cpu", 1)  # a token at a time
+    _, (loss_of_pieces, in_pieces) = both(softmax, dtype=dtype)
+    torch.testing.assert_close(loss_of_pieces, loss)
+    for key, expected in at_once.items():
+        torch.testing.assert_close(in_pieces[key], expected, msg=key)
+
+
 def test_small_weights_leave_no_gradient_to_vanish_in_fp16() -> None:
     softmax = tiny_model(dtype=torch.float16, **VARIANTS["div_1"]).softmax
     hidden_BTD = hidden_states(LANES, SEGMENT_LEN, 12, dtype=torch.float16).requires_grad_()

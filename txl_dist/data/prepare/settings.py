@@ -139,7 +139,7 @@ class PrepareSettings(Learning):
         if self.tokenizer_path is not None or not is_own_kind:  # its own tokenizer's settings do not fit another
             own = {name: value for name, value in own.items() if name == "documents"}
         own = {"kind": "bpe"} | own
-        own = {name: own[name] for name in own if name not in self._changed(*own)}
+        own = {name: own[name] for name in own.keys() - self._changed(*own)}
         if self.name is not None:  # its splits are its own
             own |= {"valid_fraction": 0.0, "test_fraction": 0.0}
         return dataclasses.replace(self, **own)
