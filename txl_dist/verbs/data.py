@@ -62,7 +62,7 @@ def _reindex(arguments: PrepareArguments) -> None:
     from txl_dist.log import start_logging
     from txl_dist.progress import Progress
 
-    known = ("inputs", "out", "tokenizer_path", "overwrite", "reindex")
+    known = ("inputs", "out", "tokenizer_path", "ignore_split_names", "overwrite", "reindex")
     others = [field for field in dataclasses.fields(arguments) if field.name not in known]
     unused = [field.name for field in others if getattr(arguments, field.name) != field.default]
     if unused or arguments.tokenizer_path is None:
@@ -76,6 +76,7 @@ def _reindex(arguments: PrepareArguments) -> None:
             arguments.out,
             inputs=arguments.inputs,
             tokenizer_path=arguments.tokenizer_path,
+            ignore_split_names=arguments.ignore_split_names,
             overwrite=arguments.overwrite,
             on_bytes=progress.advance,
         )

@@ -108,7 +108,7 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
 
 def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
     """The split and the number of a shard. Raises DataError naming the shards that there are."""
-    wanted = name if name.endswith(".tar") else f"{name}.tar"
+    wanted = name if name.lower().endswith(".tar") else f"{name}.tar"
     known = [(split, index, shard.name) for split in corpus.splits.values() for index, shard in enumerate(split.shards)]
     for split, index, shard in known:
         if shard == wanted:

@@ -5,8 +5,8 @@ are read once from front to back, all of them before anything of an older index 
 
 - Tars are those of webdataset: `KEY.npy` holds ids, `KEY.docs.npy` the starts where several documents share a sample;
   other members are ignored. See tars.py for what is refused.
-- `train-000007.tar` belongs to the split `train`; a name without a number at its end too. Inside a split the tars
-  come in the order of their numbers.
+- A tar's name says its split, as a text file's name does (split_names.py): `valid.tar`, `test_000.tar`. Every name of
+  a held-out split holds out; all other tars are train. Inside a split the tars are in the order of their numbers.
 - The ids must be those of the tokenizer, one of ours or a foreign one, which keeps its ids: each is checked against
   the vocabulary.
 
@@ -41,7 +41,8 @@ from txl_dist.data.format import (
     index_of,
     npy_bytes,
 )
-from txl_dist.data.prepare.documents import count_characters, text_bytes_of
+from txl_dist.data.prepare.documents import SPLITS, TRAIN, count_characters, text_bytes_of
+from txl_dist.data.prepare.split_names import splits_of_paths
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.storage.places import MappedPayload
 from txl_dist.errors import DataError
@@ -50,11 +51,8 @@ from txl_dist.text.base import Tokenizer
 from txl_dist.text.foreign import ADDED, ForeignTokenizer
 from txl_dist.text.importing import open_tokenizer
 
-UNNUMBERED = "train"
-"""Split of a tar whose name has no number."""
 MAX_SAMPLE_LEN = (1 << 32) - 1
 """A record counts tokens in 32 bits."""
-_NUMBERED = re.compile(r"(?P<split>.+)-(?P<number>\d+)\.tar")
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 _TEMPORARY = ".idx.reindexed"
 _PIECE_LEN = 1 << 22
@@ -71,10 +69,12 @@ class ReindexSummary:
     """Documents whose last id is not end-of-text: they run into the next one."""
     num_without_tokens: int
     """Tars that hold no tokens and are left out."""
+    remarks: tuple[str, ...] = ()
+    """Sentences on the splits that names say."""
 
     def lines(self) -> list[str]:
         """For people: the corpus, then what was not taken from the tars."""
-        lines = corpus_lines(corpus_facts(self.corpus))
+        lines = [*corpus_lines(corpus_facts(self.corpus)), *self.remarks]
         lines += [f"members ignored: {count:,} {suffix}" for suffix, count in sorted(self.ignored.items())]
         if self.num_without_tokens:
             lines.append(f"{self.num_without_tokens:,} tars without tokens are left out")
@@ -88,17 +88,20 @@ def reindex_corpus(
     *,
     inputs: Sequence[str | Path] = (),
     tokenizer_path: str | Path,
+    ignore_split_names: bool = False,
     overwrite: bool = False,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> ReindexSummary:
     """Make a corpus of the tars in a folder, or of some of them.
 
-    `inputs` are tars in this folder, or the folder itself; none means all. `on_bytes` hears what was read.
+    `inputs` are tars in this folder, or the folder itself; none means all. With `ignore_split_names` all of them are
+    train. `on_bytes` hears what was read.
+
     Raises DataError, and leaves everything as it was, if a tar is damaged or holds something else than ids below the
     vocabulary of the tokenizer, or if an index is there and may not be overwritten.
     """
     target = Path(folder)
-    splits = find_tars(target, inputs)
+    splits, remarks = split_tars(find_tars(target, inputs), ignore_names=ignore_split_names)
     if (target / INDEX_NAME).exists() and not overwrite:
         raise DataError(f"{target} has an {INDEX_NAME} already. Replace it, and the records, with `--overwrite`.")
     tokenizer = _open_tokenizer(tokenizer_path)
@@ -116,42 +119,64 @@ def reindex_corpus(
         ignored=dict(scan.ignored),
         num_unended=scan.num_unended,
         num_without_tokens=scan.num_without_tokens,
+        remarks=tuple(remarks),
     )
 
 
 def bytes_of_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> int:
     """What `reindex_corpus` reads, in all. Raises DataError as `find_tars` does."""
-    return sum(path.stat().st_size for paths in find_tars(folder, inputs).values() for path in paths)
+    return sum(path.stat().st_size for path in find_tars(folder, inputs))
 
 
-def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> dict[str, list[Path]]:
-    """Split -> its tars, in order. Raises DataError if there is none, or one that lies elsewhere or is compressed."""
+def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
+    """The tars, in the order of the numbers in their names.
+
+    Raises DataError if there is none, or one that lies elsewhere or is compressed.
+    """
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder. Name the one in which the tars lie.")
     given = [Path(path) for path in inputs]
     if given == [] or [path.resolve() for path in given] == [folder.resolve()]:
-        given = sorted(path for path in folder.iterdir() if ".tar" in path.name or path.suffix == ".tgz")
-        given = [path for path in given if not path.name.startswith(".") and path.suffix in (".tar", *_COMPRESSED)]
-    found: dict[str, list[tuple[int, Path]]] = {}
+        named = [path for path in sorted(folder.iterdir()) if re.search(r"\.(tar|tgz)", path.name, re.IGNORECASE)]
+        given = [path for path in named if not path.name.startswith(".") and _suffix(path) in (".tar", *_COMPRESSED)]
+    found = set()
     for path in given:
         if path.resolve().parent != folder.resolve():
             raise DataError(
                 f"{path} does not lie in {folder}. An index stands beside its tars, which are not copied: name as "
                 "output the folder in which they lie."
             )
-        if path.suffix != ".tar":
-            remedy = (
-                f"unpack it first, for instance `gunzip {path}`" if path.suffix in _COMPRESSED else "name .tar files"
-            )
+        if _suffix(path) != ".tar":
+            is_compressed = _suffix(path) in _COMPRESSED
+            remedy = f"unpack it first, for instance `gunzip {path}`" if is_compressed else "name .tar files"
             raise DataError(f"{path} is no plain tar, so that records could point into it: {remedy}.")
         if not path.is_file():
             raise DataError(f"cannot read {path}: it is not there, or no file. Check the path.")
-        match = _NUMBERED.fullmatch(path.name)
-        split, number = (match["split"], int(match["number"])) if match else (UNNUMBERED, 0)
-        found.setdefault(split, []).append((number, folder / path.name))
+        found.add(folder / path.name)
     if not found:
         raise DataError(f"{folder} has no .tar file. Name the folder in which the tars lie.")
-    return {split: [path for _, path in sorted(set(tars))] for split, tars in sorted(found.items())}
+    return sorted(found, key=lambda path: (_natural(path.name), path.name))
+
+
+def split_tars(tars: Sequence[Path], *, ignore_names: bool = False) -> tuple[dict[str, list[Path]], list[str]]:
+    """(split -> its tars in their order, sentences on that for people), for tars of one folder."""
+    if ignore_names:
+        return {TRAIN: list(tars)}, []
+    paths = [str(path) for path in tars]
+    (splits,), remarks = splits_of_paths([(str(tars[0].parent), paths)], holds_out_doubtful=True)
+    found: dict[str, list[Path]] = {}
+    for path, split in zip(tars, splits, strict=True):
+        found.setdefault(split, []).append(path)
+    return dict(sorted(found.items())), remarks
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts names by the numbers in them: x-9 before x-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _open_tokenizer(path: str | Path) -> Tokenizer:
@@ -189,6 +214,8 @@ def _remove_temporaries(folder: Path) -> None:
 def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
     # Without its old index the folder is no corpus until the new one is whole.
     (folder / INDEX_NAME).unlink(missing_ok=True)
+    for name in SPLITS:  # the new names may say other splits
+        (folder / counts_name(name)).unlink(missing_ok=True)
     for path in folder.glob(f"*{_TEMPORARY}"):
         path.rename(path.with_name(path.name.removesuffix(_TEMPORARY) + ".idx"))
     for name, content in scan.counts_files.items():

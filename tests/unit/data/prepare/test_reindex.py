@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.corpora import random_texts, tiny_corpus
 from txl_dist.cli import main
 from txl_dist.data.check.verify import strangers, verify_corpus
-from txl_dist.data.prepare.reindex import find_tars, reindex_corpus
+from txl_dist.data.prepare.reindex import find_tars, reindex_corpus, split_tars
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import DataError
 from txl_dist.text.characters import CharTokenizer
@@ -250,25 +250,22 @@ def test_documents_that_do_not_end_and_tars_without_tokens_are_counted(tmp_path:
 
 def test_tars_are_found_by_name_and_those_elsewhere_or_compressed_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "tars"
-    names = ["train-2.tar", "train-10.tar", "my-valid-000.tar", "other.tar", "test-1.tar", "valid-1.tar", "._x.tar"]
+    names = ["other.tar", "TRAIN-3.TAR", "train-2.tar", "train-10.tar", "._x.tar"]
     for name in names:
         write_tar(folder / name, [])
     (folder / "notes.txt").write_text("")
-    found = {split: [path.name for path in paths] for split, paths in find_tars(folder).items()}
-    assert found == {
-        "train": ["other.tar", "train-2.tar", "train-10.tar"],
-        "valid": ["valid-1.tar"],
-        "test": ["test-1.tar"],
-        "my-valid": ["my-valid-000.tar"],
-    }
+    (folder / "train-2.tar.idx").write_text("")
+    assert [path.name for path in find_tars(folder)] == ["TRAIN-3.TAR", "other.tar", "train-2.tar", "train-10.tar"]
     assert find_tars(folder, [folder]) == find_tars(folder)
-    assert find_tars(folder, [folder / "test-1.tar"]) == {"test": [folder / "test-1.tar"]}
+    assert find_tars(folder, [folder / "train-2.tar"]) == [folder / "train-2.tar"]
     elsewhere = write_tar(tmp_path / "train-1.tar", [])
     with pytest.raises(DataError, match=r"does not lie in .* name as output the folder"):
         find_tars(folder, [elsewhere])
-    write_tar(folder / "train-3.tar.gz", [])
-    with pytest.raises(DataError, match=r"train-3\.tar\.gz is no plain tar.*gunzip"):
-        find_tars(folder)
+    for name in ("train-3.tar.gz", "train-3.TAR.GZ", "train-3.tgz"):
+        compressed = write_tar(folder / name, [])
+        with pytest.raises(DataError, match=rf"{name} is no plain tar.*gunzip"):
+            find_tars(folder)
+        compressed.unlink()
     with pytest.raises(DataError, match="no folder"):
         find_tars(elsewhere)
     with pytest.raises(DataError, match=r"cannot read .*train-99\.tar"):
@@ -276,6 +273,56 @@ def test_tars_are_found_by_name_and_those_elsewhere_or_compressed_are_refused(tm
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no \.tar file"):
         find_tars(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        *[(f"{word}{number}.tar", "valid") for word in ("valid", "validation", "val", "dev") for number in ("", "_0")],
+        *[(f"{word}.tar", "valid") for word in ("eval", "evaluation", "heldout", "held-out-00", "holdout_3", "devset")],
+        *[(name, "valid") for name in ("my-valid-000.tar", "VAL-00.tar", "Dev.TAR", "wiki.valid.tar", "dev_clean.tar")],
+        *[
+            (name, "test")
+            for name in ("test_000.tar", "test.tar", "test0.tar", "Test.000.tar", "TEST-0.TAR", "tst.tar")
+        ],
+        *[(name, "test") for name in ("test-00000-of-00032.tar", "test-00000-of-00001-6fbcb5959cd8d5bf.tar")],
+        *[(name, "test") for name in ("wiki-test-001.tar", "testing-0.tar", "tests.tar", "test_shard_0001.tar")],
+        *[(name, "train") for name in ("train.tar", "shard-000000.tar", "00000.tar", "wiki-0.tar", "latest-1.tar")],
+        *[(name, "train") for name in ("training_000.tar", "train-00000-of-00032.tar", "contest.tar", "devices.tar")],
+    ],
+)
+def test_a_tar_belongs_to_the_split_that_its_name_says_by_the_rule_of_text(
+    tmp_path: Path, name: str, split: str
+) -> None:
+    for others in (["shard-000001.tar"], ["train-000001.tar", "train-000002.tar"]):
+        splits, said = split_tars([tmp_path / each for each in (name, *others)])
+        assert [found for found, tars in splits.items() if tmp_path / name in tars] == [split]
+        assert (f"not trained on: {tmp_path}/{name}." in "".join(said)) == (split != "train")
+
+
+def test_held_out_tars_are_not_trained_on_unless_names_are_ignored_and_the_command_says_which(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tars"
+    for name in ("train-000000.tar", "valid.tar", "test_000.tar"):
+        write_tar(folder / name, [("a.npy", npy([0, END]))])
+    words = ["prepare", "--reindex", "--out", str(folder), "--tokenizer-file", str(tokenizer)]
+    assert main(words) == 0
+    assert f"valid by name, not trained on: {folder}/valid.tar. To train on all: --ignore-split-names" in (
+        capsys.readouterr().out
+    )
+    splits = open_corpus(folder).splits
+    names = {name: [shard.name for shard in split.shards] for name, split in splits.items()}
+    assert names == {"train": ["train-000000.tar"], "valid": ["valid.tar"], "test": ["test_000.tar"]}
+    assert main([*words, "--overwrite", "--ignore-split-names"]) == 0
+    assert len(open_corpus(folder).split("train").shards) == 3
+    assert strangers(open_corpus(folder)) == []
+
+
+def test_a_folder_of_tars_may_have_any_name(tmp_path: Path) -> None:
+    for name in ("test", "eval_tars", "train"):
+        splits, _ = split_tars([tmp_path / name / "shard-0.tar", tmp_path / name / "shard-1.tar"])
+        assert list(splits) == ["train"]
 
 
 def test_a_compressed_tar_under_the_name_of_a_plain_one_is_refused(tmp_path: Path, tokenizer: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import list_sources
-from txl_dist.data.prepare.split_names import split_by_name
+from txl_dist.data.prepare.split_names import split_by_name, splits_of_paths
 from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
 
@@ -92,7 +92,15 @@ HELD, SAID, SILENT = "held out, and said", "trained on, and said", "trained on"
 BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
     # held out by themselves
     **dict.fromkeys(("test/b.txt", "Test.txt", "dev2.txt", "validation-00.txt", "v1.test.txt"), (HELD, HELD)),
+    **dict.fromkeys(("eval.jsonl", "evaluation/b.txt", "EVAL_00.txt", "tst2013.txt", "newstest2014.txt"), (HELD, HELD)),
+    **dict.fromkeys(("heldout.txt", "held_out.txt", "held-out/b.txt", "holdout/b.txt", "HeldOut.txt"), (HELD, HELD)),
+    **dict.fromkeys(("test-v1.1.jsonl", "dev_part2.txt", "val-chunk-3.txt", "valid_10k.txt"), (HELD, HELD)),
     "valid/test_notes.txt": (HELD, HELD),
+    # as hubs number and partition
+    **dict.fromkeys(("c4-validation.00000-of-00008.jsonl.gz", "wiki-test-00000-of-00001.parquet"), (HELD, HELD)),
+    **dict.fromkeys(("test-00000-of-00001-6fbcb5959cd8d5bf.parquet", "TEST_0_of_8.txt"), (HELD, HELD)),
+    **dict.fromkeys(("test-00000-0b1c9d52-7a4e-4d3b-9f00-1a2b3c4d5e6f.c000.jsonl", "testing-1-of-2.txt"), (HELD, HELD)),
+    **dict.fromkeys(("split=test/part-0.txt", "default/validation/0000.parquet", "data/dev/x/y/0.txt"), (HELD, HELD)),
     # the like of train
     **dict.fromkeys(("test_data/b.txt", "test set/b.txt", "test-set-2/b.txt", "Test Data/b.txt"), (SAID, HELD)),
     **dict.fromkeys(("testset.txt", "testData.txt", "TestSet/b.txt", "TESTSET/b.txt", "testdata/b.txt"), (SAID, HELD)),
@@ -100,20 +108,21 @@ BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
     **dict.fromkeys(
         ("dev_set.txt", "valSet/b.txt", "testsplit/b.txt", "test_corpus.txt", "dev texts/b.txt"), (SAID, HELD)
     ),
-    **dict.fromkeys(("eval.jsonl", "evaluation/b.txt", "Eval_data.txt", "tst2013.txt"), (SAID, HELD)),
-    **dict.fromkeys(("heldout.txt", "held_out.txt", "held-out/b.txt", "holdout/b.txt", "HeldOut.txt"), (SAID, HELD)),
-    # another word with it: only beside its like
-    **dict.fromkeys(("test-clean/b.txt", "dev-clean/b.txt", "test-other/b.txt", "my_test/b.txt"), (SAID, SAID)),
-    **dict.fromkeys(("validation_matched.jsonl", "a.dev-b.txt", "wikiTest.txt", "newsEval/b.txt"), (SAID, SAID)),
+    "Eval_data.txt": (SAID, HELD),
+    # another word with it: only where something is named train
+    **dict.fromkeys(("test-clean/b.txt", "dev-clean/b.txt", "test-other/b.txt", "my_test/b.txt"), (SAID, HELD)),
+    **dict.fromkeys(("validation_matched.jsonl", "a.dev-b.txt", "wikiTest.txt", "newsEval/b.txt"), (SAID, HELD)),
     **dict.fromkeys(("train/test_notes.txt", "train_test/b.txt", "test-clean/train.txt"), (SAID, SAID)),
     # of code bases too
     **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "development.md"), (SILENT, HELD)),
     **dict.fromkeys(("tests_unit/b.txt", "docs/development_notes.md"), (SILENT, SILENT)),
+    **dict.fromkeys(("test_model.py", "loader_test.py"), (SAID, SAID)),
     # no name of a split
     **dict.fromkeys(("latest.txt", "contest.txt", "attest.txt", "protest/b.txt", "detest.txt"), (SILENT, SILENT)),
     **dict.fromkeys(("testament.txt", "invalid.txt", "developer.txt", "device/b.txt", "value.txt"), (SILENT, SILENT)),
     **dict.fromkeys(("evaluate.py", "evaluator/b.py", "trainer.txt", "dataset.txt", "medieval.txt"), (SILENT, SILENT)),
     **dict.fromkeys(("latestData.txt", "greatest hits/b.txt", "set.txt"), (SILENT, SILENT)),
+    **dict.fromkeys(("part-00000-of-00032.parquet", "shard_000.jsonl", "00000000.txt"), (SILENT, SILENT)),
 }
 
 
@@ -173,6 +182,27 @@ def test_files_given_one_by_one_count_beside_each_other_as_the_shell_expands_a_p
     assert splits_of(f"{tmp_path}/t*.txt")[0]["test"] == {"test.txt"}
     assert splits_of(f"{tmp_path}/**/*.txt")[0]["test"] == {"test.txt", "test/a.txt"}
     assert splits_of(tmp_path / "train.txt") == ({"train": {"train.txt"}, "valid": set(), "test": set()}, "")
+
+
+def test_files_given_one_by_one_from_folders_of_splits_keep_them(tmp_path: Path) -> None:
+    names = ["data/train/0.txt", "data/train/1.txt", "data/test/0.txt", "data/dev/0.txt"]
+    laid_out(tmp_path, *names)
+    splits, _ = splits_of(*(tmp_path / name for name in names))
+    assert splits == {"train": set(names[:2]), "valid": {"data/dev/0.txt"}, "test": {"data/test/0.txt"}}
+    splits, said = splits_of(tmp_path / "data/dev/0.txt")
+    assert (splits["train"], said) == ({"data/dev/0.txt"}, "")  # of one input the name counts, and not where it lies
+
+
+def test_a_name_with_more_words_is_held_out_below_a_folder_with_train_in_it_and_not_beside_one(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "a/train.txt", "a/deep/my_test.txt", "b/my_test.txt")
+    splits, said = splits_of(data)
+    assert splits == {"train": {"a/train.txt", "b/my_test.txt"}, "valid": set(), "test": {"a/deep/my_test.txt"}}
+    assert f"though named like held-out text: {data}/b/my_test.txt." in said
+
+
+def test_unit_tests_of_a_program_named_train_are_text_as_before(tmp_path: Path) -> None:
+    code = laid_out(tmp_path / "code", "train.py", "model.py", "test_model.py", "tests/model_test.py")
+    assert splits_of(code)[0]["train"] == {"train.py", "model.py", "test_model.py", "tests/model_test.py"}
 
 
 def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
@@ -247,3 +277,11 @@ def test_names_count_below_urls_too(tmp_path: Path) -> None:
     named = split_by_name([(f"file://{data}", list_sources([f"file://{data}"], PrepareSettings(()), split="train"))])
     splits = {Path(file.path).name: file.split for file in named.files[0]}
     assert splits == {"train.txt": "train", "dev.txt": "valid", "latest.txt": "train"}
+
+
+@pytest.mark.parametrize("query", ["", "?download=true", "?split=test&x=dev", "#test"])
+def test_urls_given_one_by_one_count_beside_each_other_without_what_they_ask(query: str) -> None:
+    base = "https://hub.example/resolve/main/data"
+    urls = [f"{base}/{name}{query}" for name in ("train-0.txt", "test%20set/0.txt", "val-00000-of-00001.txt", "x.txt")]
+    splits = splits_of_paths([(url, [url]) for url in urls]).splits
+    assert splits == [["train"], ["test"], ["valid"], ["train"]]
