@@ -81,8 +81,11 @@ PATHS: list[tuple[str, str]] = [
 """The wrong kind of path."""
 
 SETTINGS: list[tuple[str, str]] = [
-    ("evaluate r --memory-len 1e3", "--memory-len 1e3: it takes no such value .tokens of memory; -1 means as trained"),
-    ("recl r --r half", "--r half: it takes no such value .shares of the targets"),
+    (
+        "evaluate r --memory-len 1e3",
+        "--memory-len 1e3: it must be whole numbers .tokens of memory; -1 means",
+    ),
+    ("recl r --r half", "--r half: it must be numbers .shares of the targets"),
     ("train e.toml --train.num-lanes 0", "--train.num-lanes 0: it must be a whole number, 1 or more .rows of the"),
     ("train e.toml --train.num-lanes 1000000000000", "1 or more and at most 1,048,576 .rows of the global batch"),
     ("train e.toml --train.num_lanes -3", "--train.num-lanes -3: it must be a whole number, 1 or more"),
@@ -149,7 +152,7 @@ FLAGS: list[tuple[str, str]] = [
     ("generate bundles/x --seed -1", "--seed -1: it must be 0 or more"),
     ("generate bundles/x --memory-len -2", "--memory-len -2: it must be 0 or more tokens, or -1"),
     ("generate bundles/x --stop=", "it must be strings that are not empty"),
-    ("generate bundles/x --tokens a", "--tokens a: .*ids of a text to continue"),
+    ("generate bundles/x --tokens a", "--tokens a: it must be whole numbers .ids of a text to continue"),
     ("generate bundles/x --prompt a --tokens 1", "--prompt and --tokens both give prompts. Give one of them"),
     ("generate bundles/x --file e.toml --jsonl e.toml", "--file and --jsonl both give prompts"),
     ("generate bundles/x --save-memory m --num-samples 2", "--save-memory keeps the memory of one text"),

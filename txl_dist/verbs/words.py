@@ -1,17 +1,12 @@
-"""How a verb reads its words: tyro makes flags and help of a signature; what it refuses becomes one line.
+"""How a command reads its words: tyro makes flags and help of a signature; what it refuses becomes one line.
 
-The line says what is wrong, what was asked for, and what was probably meant. It is made of tyro's own message and of
-the verb's help, which both are public; a message of an unknown form is told as it stands, in a line all the same.
+The line says what is wrong, where, and what was probably meant. `tyro_events` says what tyro refuses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
-import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,24 +17,29 @@ from txl_dist.config import choices_of, explain_flag, lower, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import did_you_mean
+from txl_dist.verbs.tyro_events import (
+    Argument,
+    InvalidChoice,
+    InvalidValue,
+    MissingArguments,
+    Refusal,
+    UnknownWords,
+    WordsRefusedError,
+    list_arguments,
+    run_tyro,
+)
 
-_RULE, _SIDE = "\u2500", "\u2502"
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LEAST_OF_A_NAME = 3
 """Characters of a flag that a longer, unknown one is taken for: --output-folder for --out."""
-_NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
     """What tyro makes of the words; a function is not called yet. Raises ConfigError, in one line, for wrong ones."""
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(target, prog=prog, args=words, **options)
-    except SystemExit as stop:
-        if not stop.code:
-            raise  # the help was asked for
-    raise ConfigError(_explain(_said(said.getvalue()), list(words), flags=_flags(target, **options), prog=prog))
+        return run_tyro(target, words, prog=prog, **options)
+    except WordsRefusedError as error:
+        arguments = list_arguments(target, default=options.get("default", tyro.MISSING_NONPROP))
+        raise ConfigError(_explain(error.refusal, words, arguments=arguments, prog=prog)) from None
 
 
 def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
@@ -108,29 +108,28 @@ def _spelt(name: str) -> str:
     return f"{flag} ({name})" if "." in name and "_" in name else flag
 
 
-def _explain(said: str, words: list[str], *, flags: dict[str, str], prog: str) -> str:
-    known = list(flags)
-    refuse_slips(words, known, prog=prog)
-    if strays := _between(said, "Unrecognized options: ", "$"):
-        return _of_strays(strays.split(", "), words, known=known, prog=prog)
-    if missing := _between(said, "Missing from .*?: ", "$"):
-        return _of_missing(missing, words, flags=flags, prog=prog)
-    flag = (_between(said, "for argument '", "'") or _between(said, "Error parsing ", ": ")).split("/")[0]
-    values, own = _values_of(flag, words), _between(said, r"Error parsing .*?: ", "$")
-    if choices := re.findall("'(.*?)'", said.partition("Expected one of")[2]):
-        value = " ".join(values)
-        return f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}"
-    if flag.startswith("--"):
-        return _of_value(flag, values, flags=flags, own=own)
-    if flag and own:
-        return _of_settings(words) or own
-    return said.rstrip(".") + f". See {prog} --help."
+def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argument], prog: str) -> str:
+    """The message for words that tyro refused. `arguments`: what the command takes."""
+    known = [_name(spelling) for argument in arguments for spelling in argument.names]
+    refuse_slips(words, [*known, "help"], prog=prog)
+    match refusal:
+        case UnknownWords():
+            return _unknown_words(refusal.words, words, known=known, prog=prog)
+        case MissingArguments():
+            return _missing(refusal.arguments, words, prog=prog)
+        case InvalidChoice():
+            where, choices = " ".join([*refusal.argument.names[:1], refusal.value]), refusal.argument.choices
+            return f"{where}: it can be {', '.join(choices)}.{did_you_mean(refusal.value, choices)}"
+        case InvalidValue():
+            return _invalid_value(refusal.argument, words)
+        case _:
+            return _settings_out_of_range(words) or f"{refusal.reason.rstrip('.')}. See {prog} --help."
 
 
-def _of_strays(strays: list[str], words: list[str], *, known: Sequence[str], prog: str) -> str:
-    word = strays[0]
-    if _name(word) in known and "=" not in word and strays[1:]:
-        return f"{word} {strays[1]} lacks its dashes. Write --{_name(word).replace('_', '-')} {strays[1]}."
+def _unknown_words(unknown: Sequence[str], words: Sequence[str], *, known: Sequence[str], prog: str) -> str:
+    word = unknown[0]
+    if _name(word) in known and "=" not in word and unknown[1:]:
+        return f"{word} {unknown[1]} lacks its dashes. Write --{_name(word).replace('_', '-')} {unknown[1]}."
     at = words.index(word) if word in words else 0
     return _stray_word(word, known, prog=prog, has_flag=at > 0 and words[at - 1].startswith("--"))
 
@@ -140,87 +139,51 @@ def _name(word: str) -> str:
     return word.partition("=")[0].lstrip("-").replace("-", "_")
 
 
-def _of_missing(missing: str, words: list[str], *, flags: dict[str, str], prog: str) -> str:
-    """The required arguments that were not given; `--out` may stand there without its name."""
+def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) -> str:
+    """Required arguments that were not given; a folder for --out may have been given without its flag."""
     wanted = []
-    for one in re.split(r"\s*\(required\)\s*", missing.strip())[:-1]:
-        name, _, text = one.strip().partition("  ")
-        text = " ".join(text.split()).rstrip(".")
-        wanted.append(f"{name} ({lower(text)})" if name.startswith("--") else lower(text))
+    for argument in missing:
+        meaning = lower(argument.help.rstrip("."))
+        wanted.append(f"{argument.names[0]} {argument.metavar} ({meaning})" if argument.names else meaning)
     places = [
         word
         for before, word in zip(["", *words], words, strict=False)
         if not word.startswith("-") and not (before.startswith("--") and "=" not in before)
     ]
-    hint = f" Did you mean --out {places[-1]}?" if "--out" in missing and len(places) > 1 else ""
+    lacks_out = any("--out" in argument.names for argument in missing)
+    hint = f" Did you mean --out {places[-1]}?" if lacks_out and len(places) > 1 else ""
     return f"missing: {'; '.join(wanted)}.{hint or f' See {prog} --help.'}"
 
 
-def _of_value(flag: str, values: list[str], *, flags: dict[str, str], own: str = "") -> str:
+def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
     """A flag whose value is missing, or is nothing that it takes."""
-    name = flag.removeprefix("--").replace("-", "_")
-    if name in setting_names():
-        return explain_flag(name, values)
-    meaning = flags.get(name, "").rstrip(".")
-    in_brackets = f" ({lower(meaning)})" if meaning else ""
+    flag = argument.names[0] if argument.names else argument.metavar
+    values = _values_of(flag, words)
+    if _name(flag) in setting_names():
+        return explain_flag(_name(flag), values)
+    meaning = f" ({lower(argument.help.rstrip('.'))})" if argument.help else ""
     if not values:
-        return f"{flag} needs a value{in_brackets}."
-    number = re.search(r"(?:could not convert string to|invalid literal for) (int|float)", own)
-    what = f"it must be {_NUMBERS[number[1]]}" if number else own or "it needs more values"
-    if "valid parse" in own:  # tyro's words for a flag that takes several
-        what = "it takes no such value"
-    return f"{flag} {' '.join(values)}: {what}{in_brackets}."
+        return f"{flag} needs a value{meaning}."
+    if argument.value_kind == "text":
+        return f"{flag} {' '.join(values)}: it takes no such value{meaning}."
+    rule = f"{argument.value_kind}s" if argument.takes == "many" else f"a {argument.value_kind}"
+    return f"{flag} {' '.join(values)}: it must be {rule}{meaning}."
 
 
-def _of_settings(words: list[str]) -> str:
+def _settings_out_of_range(words: Sequence[str]) -> str:
     """Every setting among the words whose value is out of range, a line each."""
     given = [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) in setting_names()]
     lines = [explain_flag(_name(flag), _values_of(flag, words)) for flag in given]
     return "\n".join(dict.fromkeys(filter(None, lines)))
 
 
-def _values_of(flag: str, words: list[str]) -> list[str]:
+def _values_of(flag: str, words: Sequence[str]) -> list[str]:
     """What stands behind a flag, in either spelling; the last time it is given."""
     values: list[str] = []
     for number, word in enumerate(words):
         name, is_joined, value = word.partition("=")
         if name.replace("_", "-") == flag.replace("_", "-"):
-            rest = words[number + 1 :]
+            rest = list(words[number + 1 :])
             end = next((at for at, later in enumerate(rest) if later.startswith("--")), len(rest))
             values = [value] if is_joined else rest[:end]
     return values
-
-
-def _between(text: str, before: str, behind: str) -> str:
-    found = re.search(f"(?:{before})(.*?)(?:{behind})", text, re.DOTALL)
-    return found[1].strip() if found else ""
-
-
-def _said(box: str) -> str:
-    """What a box says above its first rule, in one line; columns stay two blanks apart."""
-    lines = _ANSI.sub("", box).splitlines()
-    # A terminal without such characters has a title and a rule in place of the sides.
-    lines = [line.strip(_SIDE)[1:] for line in lines if line.startswith(_SIDE)] or lines[2:]
-    upper = itertools.takewhile(lambda line: line.strip(f" {_RULE}-"), lines)
-    joined = "".join(f"{'  ' if line.startswith('    ') else ' '}{line.strip()}" for line in upper)
-    return joined.strip() or "the command line cannot be understood"
-
-
-def _flags(target: Any, **options: Any) -> dict[str, str]:
-    """Per flag, by its name with underscores, what the help says of it."""
-    help_text, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "80"  # wider help has columns side by side
-    with contextlib.redirect_stdout(help_text), contextlib.suppress(SystemExit):
-        tyro.cli(target, args=["--help"], **{**options, "return_unknown_args": False})
-    os.environ.pop("COLUMNS")
-    if columns is not None:
-        os.environ["COLUMNS"] = columns
-    inner = re.sub(f"^{_SIDE}|{_SIDE}$", " ", _ANSI.sub("", help_text.getvalue()), flags=re.MULTILINE)
-    # A flag stands at the left, behind a short one perhaps; its text behind two blanks or below, farther in.
-    found = re.findall(r"^ {1,3}(?:-\w, )?(--\w.*(?:\n {5,}\S.*)*)", inner, flags=re.MULTILINE)
-    flags: dict[str, str] = {}
-    for one in found:
-        head, _, text = " ".join(one.split("\n", 1)).partition("  ")
-        text = re.sub(r"\s*\((default|required|repeatable).*", "", " ".join(text.split()))
-        flags |= {name.replace("-", "_"): text for name in re.findall(r"--([\w.-]+)", head)}
-    return flags
