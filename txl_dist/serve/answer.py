@@ -19,6 +19,9 @@ from txl_dist.serve.schema import CompletionRequest
 from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.text.base import Tokenizer
 
+PADDED_BYTES = 64
+"""Of an event of a stream with `include_obfuscation`: sizes are multiples of this."""
+
 
 class ClientGoneError(Exception):
     """Nobody reads the answer any more."""
@@ -135,7 +138,9 @@ class Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Pieces of texts as they come; those of a text that came together are one. Raises ClientGoneError."""
-        wants_usage = self._order.stream_options is not None and self._order.stream_options.include_usage
+        options = self._order.stream_options
+        wants_usage = options is not None and options.include_usage
+        make_event = _padded_event if options is not None and options.include_obfuscation else _event
         beside = {"usage": None} if wants_usage else {}
         try:
             while not self._has_ended:
@@ -143,7 +148,7 @@ class Answer:
                 chunks = []
                 for choice in changed.values():
                     if choice.text or choice.finish_reason or (choice.logprobs and choice.logprobs["tokens"]):
-                        chunks.append(_event({**self._head, "choices": [choice.told()], **beside}))
+                        chunks.append(make_event({**self._head, "choices": [choice.told()], **beside}))
                     choice.text, choice.logprobs = "", None
                 if chunks:
                     yield b"".join(chunks)
@@ -239,3 +244,9 @@ def num_tokens_of(prompt: Prompt) -> int:
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, allow_nan=False).encode() + b"\n\n"
+
+
+def _padded_event(content: dict[str, Any]) -> bytes:
+    """An event with a field `obfuscation` of random characters, so that its size is a multiple of PADDED_BYTES."""
+    num_missing = -len(_event({**content, "obfuscation": ""})) % PADDED_BYTES
+    return _event({**content, "obfuscation": secrets.token_hex(PADDED_BYTES)[:num_missing]})

@@ -16,6 +16,30 @@ from txl_dist.suggest import did_you_mean
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _LONGEST = 1000
+FOREIGN_FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_tokens_to_sample": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "input": "prompt",
+    "inputs": "prompt",
+    "text": "prompt",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "top_logprobs": "logprobs",
+    "typical_p": "top_p",
+}
+"""Names that other programs have for a field, and ours."""
+CHAT_FIELDS = {
+    *("messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format"),
+    *("modalities", "audio", "prediction", "reasoning", "reasoning_effort", "verbosity", "web_search_options"),
+    *("instructions", "conversation", "previous_response_id", "moderation"),
+}
+"""Fields of chat completions and responses, which have no meaning for a base model."""
 
 
 class RefusalError(Exception):
@@ -57,13 +81,21 @@ def of_validation(error: ValidationError, *, known: Mapping[str, FieldInfo]) -> 
         message = f"{param}: unknown field {str(first['loc'][-1])!r}. Leave it out."
         return RefusalError(400, message, param=param, code="unknown_parameter")
     if first["type"] == "extra_forbidden":
-        names = sorted(known)
-        hint = did_you_mean(param, names)
-        message = f"unknown field {param!r}.{hint} There are {', '.join(names)}."
-        return RefusalError(400, message, param=param, code="unknown_parameter")
+        return RefusalError(400, _unknown_field(param, known=sorted(known)), param=param, code="unknown_parameter")
     about = known[param].description or "" if param in known else ""
     reason = f"n{about[1:]} Leave it out" if about.startswith("Not supported") else _reason(first)
     return RefusalError(400, f"{param}: {reason}.", param=param, code="invalid_value")
+
+
+def _unknown_field(name: str, *, known: list[str]) -> str:
+    if name in CHAT_FIELDS:
+        return (
+            f"unknown field {name!r}: it is for chat models. A base model continues a text. Leave the field out, "
+            "and give the text as `prompt`."
+        )
+    meant = FOREIGN_FIELDS.get(name)
+    hint = f" Its name here is {meant}." if meant in known else did_you_mean(name, known)
+    return f"unknown field {name!r}.{hint} There are {', '.join(known)}."
 
 
 def _reason(found: ErrorDetails) -> str:

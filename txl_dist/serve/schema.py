@@ -47,6 +47,9 @@ class StreamOptions(_Request):
     """How a stream ends."""
 
     include_usage: bool = Field(False, description="One more chunk at the end, with the usage.")
+    include_obfuscation: bool = Field(
+        False, description="Random characters in each chunk, so that its size does not give its text away."
+    )
 
 
 class CompletionRequest(_Request):
@@ -66,7 +69,14 @@ class CompletionRequest(_Request):
         [], description="The text ends before the first of these."
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text.")
-    user: str = Field("", description="Taken, and not used.")
+    user: str = Field("", description="Accepted without effect.")
+    metadata: dict[str, Any] = Field({}, description="Accepted without effect.")
+    store: bool = Field(False, description="Accepted without effect: no completion is stored.")
+    safety_identifier: str = Field("", description="Accepted without effect.")
+    service_tier: str = Field("", description="Accepted without effect: there is one tier.")
+    prompt_cache_key: str = Field("", description="Accepted without effect: memories are named by `memory`.")
+    prompt_cache_options: dict[str, Any] = Field({}, description="Accepted without effect.")
+    prompt_cache_retention: str = Field("", description="Accepted without effect.")
     suffix: str = Field("", max_length=0, description="Not supported: nothing can be put into a text.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported, but for the value of n.")
     presence_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: there is repetition_penalty.")

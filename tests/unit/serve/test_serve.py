@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import importlib.util
+import inspect
 import itertools
 import json
 import re
@@ -30,7 +31,7 @@ from tests.helpers.served import Served, served, wait_until
 from txl_dist.cli import main
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.language_model import LanguageModel
-from txl_dist.serve import gate
+from txl_dist.serve import answer, gate, refusals, schema
 from txl_dist.serve.listening import listen
 from txl_dist.serve.server import Server
 from txl_dist.serve.settings import Serving
@@ -257,6 +258,104 @@ def test_fields_that_openai_knows_and_that_change_nothing_are_taken(server: Serv
     harmless = {"user": "me", "best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0, "model": None}
     plain = server.complete(TEXT, **GREEDY).json["choices"]
     assert server.complete(TEXT, **GREEDY, **harmless, frequency_penalty=0.0).json["choices"] == plain
+
+
+WITH_OPENAIS_CLIENT: dict[str, list[tuple[Any, str]]] = {
+    "model": [("tiny", ""), ("gpt-3.5-turbo-instruct", "there is no model")],
+    "prompt": [("a", ""), (["a", "b"], ""), ([1, 2], ""), ([[1], [2, 3]], ""), (None, ""), ([], "the list is empty")],
+    "best_of": [(None, ""), (1, ""), (3, "best_of is not supported")],
+    "echo": [(None, ""), (True, ""), (False, "")],
+    "frequency_penalty": [(None, ""), (0, ""), (0.5, "frequency_penalty: not supported"), (-2, "not supported")],
+    "logit_bias": [(None, ""), ({}, ""), ({"5": -100}, "logit_bias: not supported")],
+    "logprobs": [(None, ""), (0, ""), (5, ""), (100, "logprobs: 100 are asked for")],
+    "max_tokens": [(None, ""), (1, ""), (10**6, "max_tokens: 1,000,000 are asked for")],
+    "n": [(None, ""), (2, ""), (0, "n: input should be greater than or equal to 1")],
+    "presence_penalty": [(None, ""), (0, ""), (2, "presence_penalty: not supported")],
+    "seed": [(None, ""), (0, ""), (2**62, ""), (-1, "seed: input should be greater than or equal to 0")],
+    "stop": [(None, ""), ("a", ""), (["a", "b"], ""), ("", "stop: string should have at least 1 character")],
+    "stream": [(None, ""), (False, "")],
+    "stream_options": [(None, ""), ({"include_usage": True}, "stream_options are for streams")],
+    "suffix": [(None, ""), ("", ""), ("b", "suffix: not supported")],
+    "temperature": [(None, ""), (0, ""), (2, ""), (-1, "temperature: input should be greater")],
+    "top_p": [(None, ""), (0.5, ""), (2, "top_p: input should be less than or equal to 1")],
+    "user": [("me", "")],
+    "extra_headers": [({"X-Request-Id": "1"}, "")],
+    "extra_query": [({"api-version": "2024-02-01"}, "")],
+    "extra_body": [
+        ({"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "me"}, ""),
+        ({"prompt_cache_key": "a", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "a"}}, ""),
+        ({"max_completion_tokens": 5}, "unknown field 'max_completion_tokens'. Its name here is max_tokens."),
+        ({"n_predict": 5}, "unknown field 'n_predict'. Its name here is max_tokens."),
+        ({"inputs": "a"}, "unknown field 'inputs'. Its name here is prompt."),
+        ({"top_logprobs": 5}, "unknown field 'top_logprobs'. Its name here is logprobs."),
+        ({"messages": [{"role": "user", "content": "a"}]}, "'messages': it is for chat models"),
+        ({"tools": []}, "'tools': it is for chat models"),
+        ({"response_format": {"type": "text"}}, "'response_format': it is for chat models"),
+        ({"reasoning_effort": "low"}, "'reasoning_effort': it is for chat models"),
+    ],
+    "timeout": [(30.0, "")],
+}
+"""Values of each parameter of the client's `completions.create`, and what the refusal says; empty where it works."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refusal"),
+    [(name, *case) for name, cases in WITH_OPENAIS_CLIENT.items() for case in cases],
+    ids=lambda value: str(value)[:40],
+)
+def test_each_field_of_openais_client_works_or_is_refused_once(
+    client: Any, name: str, value: Any, refusal: str
+) -> None:
+    import openai
+
+    fields = {"model": "tiny", "prompt": TEXT, "max_tokens": 2, name: value}
+    if not refusal:
+        assert client.completions.create(**fields).choices
+        return
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(**fields)
+    assert refused.value.status_code == (404 if name == "model" else 400)
+    assert refused.value.body.keys() == {"message", "type", "param", "code"}
+    assert refusal in refused.value.body["message"]
+
+
+def test_no_field_of_openais_client_is_left_out(client: Any) -> None:
+    parameters = inspect.signature(client.completions.create).parameters
+    assert parameters.keys() == WITH_OPENAIS_CLIENT.keys()
+    names = set(client.chat.completions.create.__annotations__) - parameters.keys() - {"return"}
+    for name in names:  # of chat completions, which programs leave in when they are changed to this call
+        known = schema.CompletionRequest.model_fields.keys() | refusals.FOREIGN_FIELDS.keys() | refusals.CHAT_FIELDS
+        assert name in known, name
+
+
+@pytest.mark.parametrize("prompt", [TEXT, [TEXT, "a"]], ids=["one prompt", "two prompts"])
+def test_a_stream_ends_with_its_usage_only_where_it_is_asked_for(client: Any, prompt: Any) -> None:
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    usage = client.completions.create(**fields).usage
+    *chunks, last = client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage) == ([], usage)
+    for chunk in chunks:
+        assert len(chunk.choices) == 1
+        assert chunk.to_dict()["usage"] is None
+    for options in (None, {}, {"include_usage": False}, {"include_usage": None}):
+        for chunk in client.completions.create(**fields, stream=True, stream_options=options):
+            assert len(chunk.choices) == 1
+            assert "usage" not in chunk.to_dict()
+
+
+def test_the_size_of_an_obfuscated_chunk_does_not_tell_its_text(server: Served, client: Any) -> None:
+    fields = {"max_tokens": 30, "temperature": 0, "stream": True}
+    plain = client.completions.create(
+        model="tiny", prompt=TEXT, **fields, stream_options={"include_obfuscation": False}
+    )
+    text = "".join(chunk.choices[0].text for chunk in plain)
+    reply = server.complete(TEXT, **fields, stream_options={"include_obfuscation": True, "include_usage": True})
+    *chunks, usage = reply.events
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    assert usage["choices"] == []
+    events = reply.body.split(b"\n\n")[: len(chunks)]
+    assert {len(event + b"\n\n") % answer.PADDED_BYTES for event in events} == {0}
+    assert len({chunk["obfuscation"] for chunk in chunks if chunk["obfuscation"]}) > 1
 
 
 def test_unknown_paths_and_methods_are_told_in_the_same_form(server: Served) -> None:
