@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from txl_dist.verbs.launch import launch as run_launch
 from txl_dist.verbs.model import evaluate, export, import_
 from txl_dist.verbs.plan import plan as run_plan
 from txl_dist.verbs.recl import recl
+from txl_dist.verbs.remote_words import decode_words
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.serve import serve
 from txl_dist.verbs.sweep import sweep as run_sweep
@@ -55,7 +57,7 @@ class TrainArguments:
     dry_run: bool = False
     """Print the resolved configuration, batch arithmetic, parameters, memory and operations, and stop."""
     ranks: int = 1
-    """Number of ranks that a dry run assumes."""
+    """Number of ranks that a dry run assumes. `txl launch --num_accelerators N` starts N ranks."""
     init: str = ""
     """Bundle whose weights a new run begins with (short for --run.init)."""
 
@@ -66,6 +68,8 @@ def train(argv: Sequence[str]) -> int:
         say(usage(), to=sys.stderr)
         return 2
     arguments = _train_arguments(argv)
+    if arguments.ranks != 1 and not arguments.dry_run:
+        raise ConfigError(_how_to_start_ranks(argv, num_ranks=arguments.ranks))
     check_paths(arguments.settings, resume=arguments.resume)
     if arguments.dry_run:
         from txl_dist.ops.plan.dry_run import dry_run
@@ -93,11 +97,27 @@ def launch(argv: Sequence[str]) -> int:
         arguments = _train_arguments(words)
         if arguments.dry_run:
             raise ConfigError("--dry-run needs no launcher. Use `txl train CONFIG --dry-run --ranks N`.")
+        if arguments.ranks != 1:
+            raise ConfigError(_how_to_start_ranks(words, num_ranks=arguments.ranks))
         if is_here:
             check_paths(arguments.settings, resume=arguments.resume)
         return arguments.settings
 
     return run_launch(argv, read_settings=read_settings)
+
+
+def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
+    """Say that --ranks starts none, and by which command they start."""
+    if num_ranks < 1:
+        return f"--ranks {num_ranks}: it must be 1 or more, and goes with --dry-run."
+    others: list[str] = []
+    before = ""
+    for word in words:
+        if before != "--ranks" and word.partition("=")[0] != "--ranks":
+            others.append(word)
+        before = word
+    command = shlex.join(["txl", "launch", "--num_accelerators", str(num_ranks), *others])
+    return f"--ranks {num_ranks} starts no ranks: it is for --dry-run. To train on {num_ranks} ranks: {command}"
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -170,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", to=sys.stderr)
         return 2
     try:
+        rest = decode_words(rest)
         _refuse_empty_paths(rest)
         if own := {"train": train, "launch": launch, "plan": plan, "sweep": sweep}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,3 +200,35 @@ def test_a_cluster_for_one_command_leaves_nothing_behind(tmp_path: Path) -> None
     assert done.stdout.splitlines() == ["node1", "node1 slots=3", "node2 slots=3", "node2", "eth0"]
     assert links() == before
     assert list(tmp_path.iterdir()) == []
+
+
+ODD_WORDS = [
+    "two  blanks",
+    'it\'s "quoted"',
+    "$HOME `id` $(id)",
+    "back\\slash\\n",
+    "%h %n 100%",
+    "a\nb",
+    "\u00e9 \u5b57",
+    "*;&|<>~#!",
+]
+
+
+def test_words_arrive_on_every_node_as_they_were_typed(cluster: Path, job: Path) -> None:
+    """A run's own record of its settings is made by rank 0 of what all ranks read."""
+    prompt = " and ".join(ODD_WORDS)
+    words = ["--hostfile", str(cluster / "hostfile"), "--num_gpus", "1", "--no_ssh_check", "--master_addr", "node1"]
+    settings = ["--run.dir", "run", "--train.max_steps", "1", f"--metrics.sample_prompt={prompt}"]
+    done = subprocess.run(
+        [CLUSTER, "exec", str(cluster), "node1", "txl", "launch", *words, "tiny.toml", *settings],
+        cwd=job,
+        env=os.environ | ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    recorded = tomllib.loads((job / "run/config.toml").read_text(encoding="utf-8"))
+    assert recorded["metrics"]["sample_prompt"] == prompt
+    assert "2 ranks" in done.stderr

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +16,7 @@ from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.files import read_text
 from txl_dist.suggest import did_you_mean
+from txl_dist.verbs.remote_words import check_remote, encode_words
 
 SEEN_WITHIN_S = 30.0
 """A network file system may show so late what rank 0 wrote on another machine."""
@@ -90,6 +92,13 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     if not slots and asked.master_port is None:
         flags += ["--master_port", str(free_port())]  # its own is always 29500, which another run may have
     seen_within_s = SEEN_WITHIN_S if slots else 0.0
+    if slots:
+        train_words = encode_words(train_words)
+        if _uses_pdsh(asked, num_hosts=len(slots)):
+            places = {"this folder": os.getcwd(), "this Python": sys.executable}
+            flags_sent = ("--venv_script", "--enable_each_rank_log", "--master_addr")
+            values = {flag: getattr(asked, flag.removeprefix("--")) for flag in flags_sent}
+            check_remote(places | {flag: value for flag, value in values.items() if value}, environment=os.environ)
     run_dir = Path(settings.run.dir)
     return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
 
@@ -138,6 +147,11 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
             raise ConfigError(f"cannot use {flag!r}: the words before {config} are flags of the launcher.")
         hint = did_you_mean(flag.lstrip("-"), _names(), spell=lambda name: f"--{name}")
         raise ConfigError(f"unknown launcher flag {flag}.{hint or ' See deepspeed --help.'}")
+    counts = Counter(flag.partition("=")[0] for flag in flags if flag.startswith("-"))
+    for flag, count in counts.items():
+        if count > 1:
+            joined = " Join machines by @: worker-1@worker-2:0,1." if flag in ("--include", "--exclude") else ""
+            raise ConfigError(f"{flag} is given {count} times, and the launcher takes it once.{joined}")
     for flag, (least, most) in NUMBERS.items():
         value = getattr(asked, flag.removeprefix("--"))
         if value is not None and not (re.fullmatch(r"\d{1,9}", value, re.ASCII) and least <= int(value) <= most):
@@ -158,6 +172,11 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
         )
     if not has_hosts and int(asked.num_nodes or 1) != 1:
         raise ConfigError(f"--num_nodes {asked.num_nodes} needs the machines: give them by --hostfile.")
+
+
+def _uses_pdsh(asked: argparse.Namespace, *, num_hosts: int) -> bool:
+    """Return whether the launcher starts ranks through pdsh; one machine alone is started without it."""
+    return not asked.no_ssh and (asked.force_multi or num_hosts > 1) and (asked.launcher or "pdsh").lower() == "pdsh"
 
 
 def _names() -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import Positional
 
 from txl_dist.config import Config, check_vocabulary
 from txl_dist.console import say
@@ -29,7 +29,7 @@ class SweepArguments:
 
     config: Positional[Path]
     """TOML file; see configs/."""
-    grid: UseAppendAction[tuple[str, ...]] = ()
+    grid: tuple[str, ...] = ()
     """A setting and its values, optim.lr=1e-3,2e-3; several make a grid. Entries of a list stand apart by blanks."""
     seeds: int = 1
     """Runs per point of the grid, with the seeds run.seed, run.seed + 1 and so on."""

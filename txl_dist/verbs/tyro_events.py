@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import tyro
 from tyro import _errors, _parsers, _resolver
 from tyro._arguments import ArgumentDefinition
+from tyro._backends._tyro_backend import _LiteralValue
 
 _METAVAR_OF_NONE = "{None}|"
 _VALUE_KINDS: dict[str, Literal["whole number", "number"]] = {"INT": "whole number", "FLOAT": "number"}
@@ -34,6 +35,8 @@ class Argument(NamedTuple):
     takes: Literal["nothing", "one", "many"]
     """How many values follow the flag."""
     is_required: bool
+    is_list: bool
+    """Whether any number of values may follow the flag; a pair takes exactly two."""
 
     @property
     def value_kind(self) -> Literal["whole number", "number", "text"]:
@@ -113,6 +116,11 @@ def list_arguments(target: Any, *, default: Any = tyro.MISSING_NONPROP) -> list[
     return sorted(arguments, key=lambda argument: bool(argument.names))
 
 
+def attached(value: str) -> str:
+    """Return a value that tyro takes as if it were attached by `=`: it may begin with dashes."""
+    return _LiteralValue(value)
+
+
 def refusal_of(event: _errors.ParseErrorEvent) -> Refusal:
     """The refusal that an event of tyro reports."""
     match event:
@@ -163,4 +171,5 @@ def _argument(definition: ArgumentDefinition) -> Argument:
         choices=() if is_switch else lowered.choices or (),
         takes="nothing" if is_switch else "many" if is_many else "one",
         is_required=bool(lowered.required),
+        is_list=lowered.nargs == "*",
     )

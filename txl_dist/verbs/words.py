@@ -17,6 +17,7 @@ from txl_dist.config import choices_of, explain_flag, lower, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.suggest import did_you_mean
+from txl_dist.verbs.repeated_flags import join_repeated
 from txl_dist.verbs.tyro_events import (
     Argument,
     InvalidChoice,
@@ -35,10 +36,11 @@ _LEAST_OF_A_NAME = 3
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
     """What tyro makes of the words; a function is not called yet. Raises ConfigError, in one line, for wrong ones."""
+    default = options.get("default", tyro.MISSING_NONPROP)
     try:
-        return run_tyro(target, words, prog=prog, **options)
+        return run_tyro(target, join_repeated(words, target, default=default), prog=prog, **options)
     except WordsRefusedError as error:
-        arguments = list_arguments(target, default=options.get("default", tyro.MISSING_NONPROP))
+        arguments = list_arguments(target, default=default)
         raise ConfigError(_explain(error.refusal, words, arguments=arguments, prog=prog)) from None
 
 
