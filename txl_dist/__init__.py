@@ -5,6 +5,7 @@ Importing the package imports neither torch nor DeepSpeed. What a program needs 
     lm = txl_dist.load("runs/first")                     # a run, a checkpoint or a bundle: infer/language_model.py
     config = txl_dist.configure("configs/quickstart.toml", train={"num_lanes": 8})
     corpus = txl_dist.open_corpus("data/first")
+    result = txl_dist.pretrain(config, callbacks=[MyCallback()])
 """
 
 from __future__ import annotations
@@ -22,19 +23,25 @@ if TYPE_CHECKING:
     from txl_dist.model.transformer_xl import TransformerXL as TransformerXL
     from txl_dist.ops.export import load as load
     from txl_dist.train.batch import lane_batches as lane_batches
+    from txl_dist.train.callbacks import Callback as Callback
+    from txl_dist.train.callbacks import RunResult as RunResult
+    from txl_dist.train.start import pretrain as pretrain
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Callback": "train.callbacks",
     "Config": "config",
     "Corpus": "data.read.corpus",
     "LanguageModel": "infer.language_model",
+    "RunResult": "train.callbacks",
     "SegmentLoss": "model.transformer_xl",
     "TransformerXL": "model.transformer_xl",
     "configure": "config",
     "lane_batches": "train.batch",
     "load": "ops.export",
     "open_corpus": "data.read.corpus",
+    "pretrain": "train.start",
 }
 """Where each public name is defined."""
 

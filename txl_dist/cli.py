@@ -23,8 +23,9 @@ from tyro.conf import FlagConversionOff, Positional
 from txl_dist import __version__
 from txl_dist.config import Config, changed, load_config, setting_names
 from txl_dist.console import say
-from txl_dist.errors import REQUEUE, ConfigError, TxlError, no_package
+from txl_dist.errors import ConfigError, TxlError, no_package
 from txl_dist.suggest import did_you_mean
+from txl_dist.train.run_dir import check_paths
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.doctor import doctor
 from txl_dist.verbs.generate import generate
@@ -37,7 +38,7 @@ from txl_dist.verbs.remote_words import decode_words
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.serve import serve
 from txl_dist.verbs.sweep import sweep as run_sweep
-from txl_dist.verbs.train import check_config_file, check_paths, usage
+from txl_dist.verbs.train import check_config_file, usage
 from txl_dist.verbs.words import call, parse, refuse_slips
 
 
@@ -80,14 +81,14 @@ def train(argv: Sequence[str]) -> int:
 
     give_memory_back()  # before torch is imported
     from txl_dist.train.report.profile import parse_steps
-    from txl_dist.train.start import train as run_training
+    from txl_dist.train.start import pretrain
     from txl_dist.train.watch.stopping import parse_duration
 
     max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
     max_steps = arguments.settings.train.max_steps
     traced = parse_steps(arguments.profile, max_steps=max_steps) if arguments.profile else range(0)
-    finished = run_training(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
-    return 0 if finished else REQUEUE
+    result = pretrain(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
+    return result.exit_code
 
 
 def launch(argv: Sequence[str]) -> int:

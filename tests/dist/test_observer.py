@@ -234,7 +234,7 @@ class Run(start.Run):
         Path("corpus/tokenizer.json").unlink()
         return super().go()
 start.Run = Run
-print(start.train(load_config("tiny.toml")))
+print(start.pretrain(load_config("tiny.toml")).ended == "done")
 """
 
 

@@ -37,7 +37,7 @@ HOUSE = (
 INSIDE = {
     "data": ("format workers", "storage", "read", "check", "prepare"),
     "train": (
-        "health initial run_dir schedule",
+        "callbacks health initial run_dir schedule",
         "engine state",
         "batch footprint",
         "report",

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch.profiler import record_function
 
 from txl_dist.data.read.damage import DamagePolicy
@@ -22,8 +25,10 @@ from txl_dist.dist import Votes, limit_waiting, on_first, poll, together
 from txl_dist.errors import TrainingError
 from txl_dist.faults import fault_point
 from txl_dist.log import logger, warn_for_all
-from txl_dist.stages import end_of_stage
+from txl_dist.stages import end_of_stage, whole
 from txl_dist.train.batch import StepInput, batch_maker, read_inputs
+from txl_dist.train.callbacks import Callbacks, StepEnd, TrainStart, ValidationEnd
+from txl_dist.train.checkpoint.callback_states import read_states
 from txl_dist.train.checkpoint.memories import first_memories
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe
@@ -73,9 +78,20 @@ class Start(NamedTuple):
 class Run:
     """One training run on one rank: its parts, and the loop that uses them."""
 
-    def __init__(self, job: Job, start: Start, engine: Engine, watch: Watch, profile: StepProfile) -> None:
+    def __init__(
+        self,
+        job: Job,
+        start: Start,
+        engine: Engine,
+        watch: Watch,
+        profile: StepProfile,
+        callbacks: Callbacks,
+    ) -> None:
         config = job.config
         self.job, self.start, self.engine, self.watch, self.profile = job, start, engine, watch, profile
+        self.callbacks = callbacks
+        self.loss: float | None = None
+        """Training loss of the last step that was made here, in nats per token."""
         self.max_steps = config.train.max_steps
         self.last_step = max(start.step, end_of_stage(config, start.step))
         self.stopped = False
@@ -100,6 +116,7 @@ class Run:
             self.reporter,
             newest=start.saved.folder if start.saved else None,
             evaluated=self.evaluated,
+            callbacks=self.callbacks,
         )
 
     def go(self) -> TrainState:
@@ -110,8 +127,10 @@ class Run:
             self._report_start(state)
             if state.step > self.max_steps:
                 warn_for_all("the run is at step %d already, past train.max_steps=%d", state.step, self.max_steps)
+            self._start_callbacks(state)
             if state.step and self.observer.should_evaluate(state.step) and state.step not in self.evaluated:
                 self._observe(state)  # a process before this one ended before it was done
+            self._repeat_validation(state)
             while not self.stopped and state.step < self.last_step:
                 state = self._train_from(state)
             how = "stopped" if self.stopped else "done" if state.step >= self.max_steps else "stage"
@@ -134,7 +153,41 @@ class Run:
         state = load_checkpoint(saved, self.engine, self.job, stream=stream)
         shown = check_probe(self.engine, self.maker, saved.folder, precision=self.job.config.engine.dtype)
         logger.info("%s: %s", saved.folder.name, shown)
+        kept = together(lambda: read_states(saved.folder))
+        self.callbacks.load(kept.states, step=saved.step, validated_step=kept.validated_step)
         return state
+
+    def _start_callbacks(self, state: TrainState) -> None:
+        job, ranks = self.job, self.job.ranks
+        if not self.callbacks.handles("on_train_start"):
+            return
+        self.watch.beat("callbacks")
+        num_parameters = sum(math.prod(shape) for shape in self.engine.shapes.values())
+        self.callbacks.start(
+            TrainStart(
+                config=whole(job.config),
+                step=state.step,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                device=str(ranks.device),
+                num_parameters=num_parameters,
+                vocab_size=job.vocab_size,
+            )
+        )
+
+    def _repeat_validation(self, state: TrainState) -> None:
+        """Where a checkpoint is from before the validation of its step, so are the states of its callbacks: give them
+        the result, which the run directory knows."""
+        if state.step in self.evaluated and self.callbacks.validated_step != state.step:
+            self._tell_validation(state.step, {"eval": self.evaluated[state.step]})
+
+    def _tell_validation(self, step: int, losses: dict[str, float]) -> None:
+        """`losses` by name of the record, that of the first corpus among them."""
+        loss = losses["eval"]
+        earlier = [known for at, known in self.evaluated.items() if at < step]
+        self.watch.beat("callbacks")
+        is_best = loss < min(earlier, default=math.inf)
+        self.callbacks.end_validation(ValidationEnd(step, loss, MappingProxyType(losses), is_best))
 
     def _train_from(self, state: TrainState) -> TrainState:
         """Steps until the end, a stop or a rewind."""
@@ -208,6 +261,7 @@ class Run:
             own_ms=self.clock.own_ms(),
             accuracy=seen.accuracy,
         )
+        self.loss = decision.loss
         after = TrainState(
             step=step,
             tokens_seen=state.tokens_seen + (0 if skipped else self.job.plan.tokens_per_step),
@@ -215,6 +269,19 @@ class Run:
             stream=step_input.stream,
             memories=memories,
         )
+        if self.callbacks.handles("on_step_end"):
+            self.watch.beat("callbacks")
+            self.callbacks.end_step(
+                StepEnd(
+                    step=step,
+                    loss=decision.loss,
+                    grad_norm=decision.grad_norm,
+                    lr=lr,
+                    skipped=skipped,
+                    tokens_seen=after.tokens_seen,
+                    tokens_BT=_input_ids(step_input),
+                )
+            )
         return after, decision.votes
 
     def _votes(self) -> Votes:
@@ -234,6 +301,7 @@ class Run:
         self.saving.newest_is(saved.folder)
         self.observer.forget(after=saved.step)
         loaded = self._load(saved, stream)
+        self._repeat_validation(loaded)
         warn_for_all("rewound to %s: the text of steps %d to %d is left out", saved.folder.name, first_bad, state.step)
         self.reporter.write("event", {"event": "rewound", "step": loaded.step, "from": state.step})
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
@@ -268,10 +336,11 @@ class Run:
                 self.observer.sample(state.step)
             if not self.observer.should_evaluate(state.step):
                 return
-            is_best = self.observer.evaluate(state.step)
+            losses, is_best = self.observer.evaluate(state.step)
         except StopAskedError:
             self.stopped = True
             return
+        self._tell_validation(state.step, losses)
         if self.job.config.checkpoint.keep_best and is_best:
             self.saving.begin(state)
 
@@ -284,3 +353,10 @@ class Run:
             self.saving.finish(step)
         if votes.stop:
             raise StopAskedError
+
+
+def _input_ids(step_input: StepInput) -> npt.NDArray[np.int64]:
+    """tokens_BT of this rank's lanes, a copy that cannot be written."""
+    tokens_BT = np.concatenate([batch.tokens_BT.numpy() for batch in step_input.batches]).astype(np.int64)
+    tokens_BT.setflags(write=False)
+    return tokens_BT

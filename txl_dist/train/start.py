@@ -8,18 +8,21 @@ Until the run is opened nothing is written but its lock: a job that is refused l
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from txl_dist.config import Config
+from txl_dist.config import Config, configure
 from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first, together
-from txl_dist.errors import DataError, LostRankError, TxlError, UnreachableError
+from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError
 from txl_dist.files import replace_file
 from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
 from txl_dist.text.tokenizer import read_tokenizer
+from txl_dist.train.callbacks import Callback, Callbacks, RunResult
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.engine.zero import ZeroEngine
@@ -36,7 +39,7 @@ from txl_dist.train.preflight import (
     remarks_on_repetition,
 )
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.run_dir import check_run_dir, evaluated_losses, open_run_dir, set_aside
+from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, open_run_dir, set_aside
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.watch.run_lock import RunLock, prove_shared
 from txl_dist.train.watch.stopping import StopRequests
@@ -44,15 +47,36 @@ from txl_dist.train.watch.watch import Watch
 from txl_dist.train.watch.watchdog import Watchdog
 
 
-def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0, profile: range = range(0)) -> bool:
-    """Train until `train.max_steps`, continuing what the run directory holds. All ranks call it.
+def pretrain(
+    config: Config | str | Path | Mapping[str, Mapping[str, Any]],
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: str = "auto",
+    max_time_s: float = 0.0,
+    profile: range = range(0),
+) -> RunResult:
+    """Train until `train.max_steps`, continuing what the run directory holds. `txl train` is this function.
 
-    `resume`: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one; or
-    the path of a checkpoint folder. `max_time_s` of the process, after which the run saves and stops; 0 means none.
-    `profile`: steps that rank 0 traces (see `profile`).
-    Returns whether the run came to its end; if not, it was asked to stop, has saved, and the same command goes on.
-    Raises TxlError on every rank.
+        result = txl_dist.pretrain("configs/quickstart.toml", callbacks=[MyCallback()])
+        sys.exit(result.exit_code)
+
+    All ranks call it, in their main thread: a script under `deepspeed` or `torchrun`, or one process alone.
+
+    Args:
+        config: A `Config`, the path of a TOML file, or settings by section, as `configure` takes them:
+            `{"data": {"path": "data/first"}, "train": {"max_steps": 100}}`.
+        callbacks: The caller's own code at the events of the run; the same on every rank.
+        resume: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one. Or
+            the path of a checkpoint folder.
+        max_time_s: Age of the process in seconds after which the run saves and stops; 0 means no limit.
+        profile: Steps that rank 0 traces (see `profile`).
+
+    Raises TxlError on every rank: ConfigError for settings, callbacks or paths that cannot be used, TrainingError for
+    what a callback raises, and others.
     """
+    config = _as_config(config)
+    check_paths(config, resume=resume)
+    called = Callbacks(callbacks)
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
         ranks = stack.enter_context(
@@ -67,16 +91,19 @@ def train(config: Config, *, resume: str = "auto", max_time_s: float = 0.0, prof
         stack.callback(watchdog.close)
         try:
             traced = StepProfile(profile if ranks.is_first else range(0), folder=run_dir / PROFILE)
-            return _train(config, stack, ranks, stops, watchdog, traced, resume=resume)
+            return _train(config, stack, ranks, stops, watchdog, traced, called, resume=resume)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
             watchdog.report(error)
+            called.fail(error)
             raise
         except Exception as error:
             cause = watchdog.first_cause(error)
             note_in_file(f"the run ends: {cause or repr(error)}")
             if cause is None:
                 watchdog.report(error)
+            called.fail(error)
+            if cause is None:
                 raise
             raise LostRankError(cause) from error  # an empty one is not printed: another rank says it
 
@@ -88,10 +115,12 @@ def _train(
     stops: StopRequests,
     watchdog: Watchdog,
     profile: StepProfile,
+    callbacks: Callbacks,
     *,
     resume: str,
-) -> bool:
+) -> RunResult:
     run_dir = Path(config.run.dir)
+    callbacks.check_alike()
     jobs = together(lambda: check_jobs(config, ranks=ranks))
     on_first(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
@@ -104,7 +133,7 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     while True:
-        run = _begin(jobs, watch, profile, resume=resume)
+        run = _begin(jobs, watch, profile, callbacks, resume=resume)
         state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
@@ -115,11 +144,26 @@ def _train(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         watchdog.limit(config.engine.start_timeout_s)
-    _leave(run.job, state, watch, stopped=run.stopped)
-    return not run.stopped
+    reasons = {reason: None for reason in gather_objects(stops.reason) if reason}
+    result = RunResult(
+        steps=state.step,
+        tokens_seen=state.tokens_seen,
+        loss=run.loss,
+        validation_loss=run.evaluated[max(run.evaluated)] if run.evaluated else None,
+        ended="stopped" if run.stopped else "done",
+        reason=", ".join(reasons) if run.stopped else "train.max_steps",
+        checkpoint=run.saving.newest,
+        run_dir=run_dir,
+    )
+    watch.beat("callbacks")
+    callbacks.end(result)
+    _leave(run.job, state, watch, result)
+    return result
 
 
-def _begin(jobs: list[tuple[range, Job]], watch: Watch, profile: StepProfile, *, resume: str) -> Run:
+def _begin(
+    jobs: list[tuple[range, Job]], watch: Watch, profile: StepProfile, callbacks: Callbacks, *, resume: str
+) -> Run:
     """The run from where it goes on, to the end of the stage that holds there."""
     _, last = jobs[-1]
     run_dir, ranks = last.run_dir, last.ranks
@@ -140,7 +184,21 @@ def _begin(jobs: list[tuple[range, Job]], watch: Watch, profile: StepProfile, *,
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=job.vocab_size, plan=job.plan, ranks=ranks, weights=weights)
-    return Run(job, start, engine, watch, profile)
+    return Run(job, start, engine, watch, profile, callbacks)
+
+
+def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
+    """Raises ConfigError for what is no configuration."""
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, str | Path):
+        return configure(config)
+    if isinstance(config, Mapping):
+        return configure(**config)
+    raise ConfigError(
+        f"pretrain: {config!r:.200} is no configuration. Give a Config, the path of a TOML file, or a dictionary of "
+        "sections."
+    )
 
 
 def _check_fits(jobs: list[tuple[range, Job]]) -> None:
@@ -188,11 +246,11 @@ def _open_run(job: Job, start: Start) -> None:
         logger.warning(sentence)
 
 
-def _leave(job: Job, state: TrainState, watch: Watch, *, stopped: bool) -> None:
+def _leave(job: Job, state: TrainState, watch: Watch, result: RunResult) -> None:
     """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
+    stopped = result.ended == "stopped"
     if stopped:
-        reasons = {reason: None for reason in gather_objects(watch.stops.reason) if reason}
-        warn_for_all("stopped at step %d by %s; the same command goes on", state.step, ", ".join(reasons))
+        warn_for_all("stopped at step %d by %s; the same command goes on", state.step, result.reason)
     if job.ranks.is_first:
         try:
             watch.stops.clear()

@@ -13,7 +13,7 @@ import tyro
 from txl_dist.config import Config
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.verbs.train import require_corpora
+from txl_dist.train.run_dir import require_corpora
 from txl_dist.verbs.words import parse, unknown_flag
 
 

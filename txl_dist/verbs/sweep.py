@@ -15,7 +15,7 @@ from txl_dist.config import Config, check_vocabulary
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.run_files import Kind, kind_of
-from txl_dist.verbs.train import check_paths
+from txl_dist.train.run_dir import check_paths
 from txl_dist.verbs.words import parse, unknown_flag
 
 

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import txl_dist
-from txl_dist.config import Config
 from txl_dist.errors import ConfigError
-from txl_dist.run_files import Kind, kind_of, list_checkpoints, require
+from txl_dist.run_files import Kind, kind_of
 from txl_dist.suggest import did_you_mean
 
 _MOST_OF_A_TITLE = 70
@@ -61,31 +60,3 @@ def check_config_file(file: str) -> None:
         hint = did_you_mean(Path(file).stem, recipes, spell=lambda name: str(recipes[name]))
         if hint:
             raise ConfigError(f"cannot read the config file {file}: there is none.{hint}")
-
-
-def require_corpora(settings: Config) -> None:
-    """Raises ConfigError if a path of `data` is no corpus."""
-    its = "Its own corpus is the data.path in {path}/config.toml."
-    init = "Begin with its weights by --init {path}, beside the corpus."
-    for path in settings.data.paths:
-        require(path, Kind.CORPUS, what="data.path", remedies={Kind.RUN: its, Kind.CHECKPOINT: its, Kind.BUNDLE: init})
-
-
-def check_paths(settings: Config, *, resume: str) -> None:
-    """Raises ConfigError if a path of a run is something else than its setting takes."""
-    require_corpora(settings)
-    run_dir = settings.run.dir
-    if kind_of(run_dir) not in (Kind.RUN, Kind.NOTHING):
-        another = "Choose another --run.dir."
-        instead = dict.fromkeys(Kind, another) | {Kind.CHECKPOINT: f"{another} A run is the folder above checkpoints/."}
-        require(run_dir, Kind.RUN, what="run.dir", remedies=instead)
-    if settings.run.init and not list_checkpoints(Path(run_dir)):  # a run that goes on does not need it any more
-        export = "Make one of it with `txl export {path} BUNDLE`."
-        corpus = "Give the corpus with --data.path."
-        instead = {Kind.RUN: export, Kind.CHECKPOINT: export, Kind.CORPUS: corpus}
-        require(settings.run.init, Kind.BUNDLE, what="--init", remedies=instead)
-    if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # whether it is there, rank 0 says for all
-        checkpoints = list_checkpoints(Path(resume))
-        name = f"Name a checkpoint of it: {checkpoints[-1]}." if checkpoints else "It has no checkpoint."
-        begin = "Begin a run with its weights by --init {path}."
-        require(resume, Kind.CHECKPOINT, what="--resume", remedies={Kind.RUN: name, Kind.BUNDLE: begin})

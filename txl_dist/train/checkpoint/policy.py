@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from txl_dist.dist import Votes, gather_objects, on_first, poll
+from txl_dist.dist import Votes, gather_objects, on_first, poll, together
 from txl_dist.errors import CheckpointError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
@@ -22,6 +22,8 @@ from txl_dist.log import warn_for_all
 from txl_dist.run_files import checkpoint_folder, list_checkpoints, retained, step_of
 from txl_dist.stages import whole
 from txl_dist.train.batch import BatchMaker
+from txl_dist.train.callbacks import Callbacks, SaveEnd
+from txl_dist.train.checkpoint.callback_states import CallbackStates, packed_states
 from txl_dist.train.checkpoint.probe import make_probes
 from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.protocol import Engine
@@ -45,16 +47,22 @@ class Saving:
         *,
         newest: Path | None,
         evaluated: Mapping[int, float],
+        callbacks: Callbacks,
     ) -> None:
         """`newest` is the checkpoint that the run began with; `evaluated` has the validation loss of steps as the run
         goes on."""
         self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
         self._job, self._watch, self._run_dir = saver.job, saver.watch, saver.job.run_dir
-        self._newest, self._evaluated = newest, evaluated
+        self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
         self._retry_at = 0
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
         self._heeded: int | None = None
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is complete."""
+        return self._newest
 
     @property
     def is_written(self) -> bool:
@@ -85,7 +93,9 @@ class Saving:
         check_finite(
             gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
         )
-        self._saver.begin(state, self._engine, probe=probe)
+        states = self._callbacks.states(step=state.step)
+        packed = together(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
+        self._saver.begin(state, self._engine, probe=probe, callbacks=packed)
         self._stall_s = time.perf_counter() - start_s
         if not self._job.config.checkpoint.asynchronous:
             self.finish(state.step)
@@ -112,6 +122,7 @@ class Saving:
         self._waited_s += stall_s
         record = {"event": "saved", "step": result.step, "path": result.folder.name}
         self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
+        self._callbacks.end_save(SaveEnd(result.step, result.folder))
         return True
 
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:

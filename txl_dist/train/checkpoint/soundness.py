@@ -41,6 +41,9 @@ from txl_dist.train.health import Health
 STATE_KEY = "state"
 """In the metadata of every file of tensors: sha256 of the state.json of its save."""
 
+CALLBACKS = "callbacks.safetensors"
+"""States of callbacks, in checkpoints of runs that have such (`callback_states`)."""
+
 LANES_KEY = "lanes"
 """In the metadata of a file of memories: its name without the suffix."""
 
@@ -168,10 +171,11 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
     engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
     lanes = [_header(path) for path in lane_files(folder)]
     probe = _header(folder / PROBE)
-    signed = {header.state for header in (*engine, *lanes, probe)}
+    callbacks = [_header(path) for path in (folder / CALLBACKS,) if path.is_file()]
+    signed = {header.state for header in (*engine, *lanes, probe, *callbacks)}
     if signed != {""}:
         expected = _sha256_of(folder / STATE)
-        for header in (*engine, *lanes, probe):
+        for header in (*engine, *lanes, probe, *callbacks):
             if header.state != expected:
                 yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
     held: Counter[str] = Counter()

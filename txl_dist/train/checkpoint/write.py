@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 import txl_dist
@@ -36,7 +37,7 @@ from txl_dist.tensor_files import file_bytes, write_tensors
 from txl_dist.train.checkpoint.fragments import fragment_tensors
 from txl_dist.train.checkpoint.memories import memory_tensors
 from txl_dist.train.checkpoint.read import absolute_paths
-from txl_dist.train.checkpoint.soundness import LANES_KEY, STATE_KEY, settings_hash
+from txl_dist.train.checkpoint.soundness import CALLBACKS, LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.watch.watch import Watch
@@ -86,17 +87,22 @@ class Saver:
         """This rank has nothing left to write of the save in flight."""
         return self._thread is None or not self._thread.is_alive()
 
-    def begin(self, state: TrainState, engine: Engine, *, probe: dict[str, Tensor]) -> None:
-        """Copy the state and start to write it. No save may be in flight."""
+    def begin(
+        self, state: TrainState, engine: Engine, *, probe: dict[str, Tensor], callbacks: Content | None = None
+    ) -> None:
+        """Copy the state and start to write it; `callbacks` are their states, on rank 0. No save may be in flight."""
         assert not self.in_flight
         fault_point("save-begin", step=state.step)
         self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
         own = self._own_files(state, engine) if self.job.ranks.is_first else {}
-        needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
-        self._needed = sum(gather_objects(needed))
         # All files of this save name its state.json, so that none is ever taken for one of another save.
         saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get(STATE, b"")))}
+        if callbacks is not None:
+            states, metadata = callbacks
+            own[CALLBACKS] = save(states, metadata | saved_with)
+        needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
+        self._needed = sum(gather_objects(needed))
         try:
             on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:

@@ -55,9 +55,10 @@ class Observer:
         for step in [step for step in self._evaluated if step > after]:
             del self._evaluated[step]
 
-    def evaluate(self, step: int) -> bool:
-        """Score every split and look at the memory, by `eval.average` with averaged weights. Returns whether the first
-        split's loss is the best so far.
+    def evaluate(self, step: int) -> tuple[dict[str, float], bool]:
+        """Score every split and look at the memory, by `eval.average` with averaged weights.
+
+        Returns (loss of each split in nats per token, by name of its record; whether the first is the best so far).
 
         Raises StopAskedError.
         """
@@ -65,14 +66,14 @@ class Observer:
             return self._evaluate(step)
         self._engine.swap_averages()
         try:
-            is_best = self._evaluate(step)
+            result = self._evaluate(step)
         except StopAskedError:  # on all ranks together; after anything else nobody needs the weights
             self._engine.swap_averages()
             raise
         self._engine.swap_averages()
-        return is_best
+        return result
 
-    def _evaluate(self, step: int) -> bool:
+    def _evaluate(self, step: int) -> tuple[dict[str, float], bool]:
         before_segment = partial(self._before_segment, step)
         results = [
             evaluate_split(
@@ -103,7 +104,8 @@ class Observer:
         best = min(self._evaluated.values(), default=math.inf)
         if math.isfinite(results[0].means.loss):
             self._evaluated[step] = results[0].means.loss
-        return self._evaluated.get(step, math.inf) < best
+        losses = {labelled("eval", split, self._splits): result.means.loss for split, result in pairs}
+        return losses, self._evaluated.get(step, math.inf) < best
 
     def should_sample(self, step: int) -> bool:
         """By the interval."""

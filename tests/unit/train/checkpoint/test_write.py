@@ -33,6 +33,7 @@ from txl_dist.log import logger
 from txl_dist.manifest import files_of, problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.run_files import checkpoint_folder, list_checkpoints
+from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.checkpoint import policy as saving_module
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.read import choose_checkpoint
@@ -367,7 +368,10 @@ def saving(
     maker: Any = None
     watchdog: Any = SimpleNamespace(beat=beat)
     it.saver.watch = it.saver.watch._replace(stops=requests or Requests(), watchdog=watchdog)
-    return Saving(it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}), records
+    callbacks = Callbacks(())
+    return Saving(
+        it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}, callbacks=callbacks
+    ), records
 
 
 def test_a_synchronous_save_is_committed_before_training_goes_on(

@@ -1,0 +1,139 @@
+"""What a list of callbacks, and the state of one, may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import txl_dist
+from txl_dist.errors import CheckpointError, ConfigError, TrainingError
+from txl_dist.train.callbacks import HOOKS, Callback, Callbacks
+from txl_dist.train.checkpoint.callback_states import (
+    MAX_TENSOR_BYTES,
+    NO_STATES,
+    CallbackStates,
+    packed_states,
+    read_states,
+)
+
+
+class Counter(Callback):
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"n": 1}
+
+
+class Named(Counter):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def state_key(self) -> str:
+        return self._name
+
+
+def test_the_names_are_those_of_lightning() -> None:
+    assert {*HOOKS, "on_exception", "state_dict", "load_state_dict"} <= set(vars(Callback))
+    assert txl_dist.Callback is Callback
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "reason"),
+    [
+        ([Counter(), Counter()], "two callbacks save their state as 'Counter'"),
+        ([Named("a/b")], "must be a name without a slash"),
+        ([Named("")], "must be a name without a slash"),
+        ([Counter], "is not a txl_dist.Callback"),
+        ([print], "is not a txl_dist.Callback"),
+        ([None], "is not a txl_dist.Callback"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused_in_one_line(callbacks: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        Callbacks(callbacks)
+    assert "\n" not in str(refused.value)
+
+
+def test_callbacks_without_a_state_may_be_of_one_class() -> None:
+    assert Callbacks([Callback(), Callback(), Named("a"), Named("b")]).stateful == ["a", "b"]
+
+
+@pytest.mark.parametrize("config", [3, None, ["a"], [("run", {})]])
+def test_what_is_no_configuration_is_refused_in_one_line(config: Any) -> None:
+    with pytest.raises(ConfigError, match="is no configuration"):
+        txl_dist.pretrain(config)
+
+
+def test_an_unknown_setting_is_refused_before_any_rank_is_joined(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting train\.num_lane"):
+        txl_dist.pretrain({"run": {"dir": str(tmp_path / "run")}, "train": {"num_lane": 3}})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state = {
+        "n": 3,
+        "best": float("inf"),
+        "text": "\u4e2d\n",
+        "none": None,
+        "on": True,
+        "nested": {"a": [1, 2.5, {"b": []}]},
+        "half": torch.ones(2, 3, dtype=torch.bfloat16),
+        "mask": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.0, dtype=torch.float64),
+        "empty": torch.zeros(0),
+        "turned": torch.arange(6).view(2, 3).t(),
+    }
+    packed = packed_states(CallbackStates({"A": state, "B": {}}, validated_step=7))
+    assert packed is not None
+    save_file(*packed[:1], tmp_path / "callbacks.safetensors", metadata=packed[1])
+    found = read_states(tmp_path)
+    assert found.validated_step == 7
+    assert found.states["B"] == {}
+    assert found.states["A"].keys() == state.keys()
+    for key, value in state.items():
+        same = torch.equal(found.states["A"][key], value) if isinstance(value, torch.Tensor) else None
+        assert same if same is not None else found.states["A"][key] == value
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({1, 2}, "seen, holds a set"),
+        (np.float32(1), "seen, holds a float32"),
+        (np.zeros(3), "seen, holds a ndarray"),
+        ({"a": torch.zeros(1)}, "seen.a, holds a Tensor, which a checkpoint cannot keep. Put tensors at the top level"),
+        ({1: 2}, "use text as keys|Use text as keys"),
+        ([[print]], r"seen\[0\]\[0\], holds a builtin"),
+        (b"bytes", "seen, holds a bytes"),
+        (torch.zeros(1).expand(MAX_TENSOR_BYTES), "a checkpoint takes .* at most"),
+        ("x" * (17 << 20), "a checkpoint takes .* at most"),
+    ],
+)
+def test_a_value_that_would_not_come_back_is_refused_by_its_place(value: Any, reason: str) -> None:
+    if isinstance(value, torch.Tensor):
+        value = torch.empty(MAX_TENSOR_BYTES // 4 + 1)
+    with pytest.raises(TrainingError, match=reason):
+        packed_states(CallbackStates({"A": {"seen": value}}))
+
+
+def test_a_state_that_is_no_dictionary_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"callback A: state_dict\(\) holds a list"):
+        packed_states(CallbackStates({"A": [1]}))  # type: ignore[dict-item]
+
+
+def test_a_checkpoint_without_the_file_has_no_states(tmp_path: Path) -> None:
+    assert read_states(tmp_path) == NO_STATES
+    assert packed_states(NO_STATES) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"not tensors", b"\xff" * 100])
+def test_a_damaged_file_of_states_is_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "callbacks.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_states(tmp_path)

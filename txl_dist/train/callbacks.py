@@ -1,0 +1,337 @@
+"""Callbacks: a user's own code at the events of a run, for `txl_dist.pretrain(config, callbacks=[...])`.
+
+    on_train_start -> (on_step_end | on_validation_end | on_save) ... -> on_train_end, or on_exception
+
+Every method runs on every rank, at the same step, except `state_dict`, which runs on rank 0. What a method gets is
+read-only: values, and copies of arrays. Random generators and torch's global settings are put back after each call. So
+a run with callbacks has the losses of a run without them, bit for bit.
+
+A method that raises on one rank ends the run on all ranks with one error, which names the callback, the rank and the
+step. The ranks therefore agree after each event that a callback handles: one small collective on the host.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from txl_dist.config import Config
+from txl_dist.dist import gather_objects, this_rank, together
+from txl_dist.errors import REQUEUE, ConfigError, TrainingError, of_all
+from txl_dist.log import logger
+
+
+class RunResult(NamedTuple):
+    """How a call of `pretrain` ended; the same on every rank."""
+
+    steps: int
+    """Finished optimizer steps of the whole run, those of earlier processes included."""
+    tokens_seen: int
+    """Tokens trained on, over all ranks and steps."""
+    loss: float | None
+    """Training loss of the last step in nats per token; None if this call made no step."""
+    validation_loss: float | None
+    """Loss of the last validation in nats per token; None if there was none."""
+    ended: Literal["done", "stopped"]
+    """done: `train.max_steps` are finished. stopped: the run was asked to stop, and has saved its state."""
+    reason: str
+    """Why it ended, for people: "train.max_steps", or who asked to stop, for instance "SIGTERM"."""
+    checkpoint: Path | None
+    """The newest checkpoint of the run."""
+    run_dir: Path
+
+    @property
+    def exit_code(self) -> int:
+        """What `txl train` exits with: 0 after the last step, 75 if the same command is to be started again."""
+        return 0 if self.ended == "done" else REQUEUE
+
+
+class TrainStart(NamedTuple):
+    """What `on_train_start` gets."""
+
+    config: Config
+    """All settings; frozen."""
+    step: int
+    """Finished steps: 0, or those of the checkpoint that the run resumes."""
+    rank: int
+    world_size: int
+    device: str
+    num_parameters: int
+    vocab_size: int
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.config.run.dir)
+
+
+class StepEnd(NamedTuple):
+    """What `on_step_end` gets; all but `tokens_BT` is the same on every rank."""
+
+    step: int
+    """Number of this step, from 1."""
+    loss: float
+    """Mean loss of the global batch in nats per token; not finite if the step was skipped."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    skipped: bool
+    """Whether the step changed no weight, because its loss or gradient was not finite."""
+    tokens_seen: int
+    """Tokens trained on so far."""
+    tokens_BT: npt.NDArray[np.int64]
+    """Input ids of this rank's lanes, [lanes of the rank, segment_len]: a copy that cannot be written."""
+
+
+class ValidationEnd(NamedTuple):
+    """What `on_validation_end` gets; the same on every rank."""
+
+    step: int
+    loss: float
+    """Loss of the first corpus' held-out split in nats per token."""
+    losses: Mapping[str, float]
+    """Loss by name of the record in metrics.jsonl: `eval`, and `eval_NAME` of further corpora."""
+    is_best: bool
+    """Whether `loss` is the lowest of the run so far."""
+
+
+class SaveEnd(NamedTuple):
+    """What `on_save` gets, after a checkpoint is complete on disk; the same on every rank."""
+
+    step: int
+    """The step that the checkpoint holds; training may be some steps further."""
+    path: Path
+    """Folder of the checkpoint."""
+
+
+class Callback:
+    """Base class of callbacks: override what you need. All methods run on all ranks, except `state_dict`.
+
+    For work that only one process should do (a file, a request), compare `TrainStart.rank` with 0.
+    """
+
+    @property
+    def state_key(self) -> str:
+        """The name under which the state is saved, and which errors name. Two callbacks with a state need two names."""
+        return type(self).__qualname__
+
+    def on_train_start(self, start: TrainStart) -> None:
+        """All ranks: before the first step of this process, after a checkpoint and the callbacks' states are loaded."""
+
+    def on_step_end(self, end: StepEnd) -> None:
+        """All ranks: after each optimizer step, before a checkpoint of this step is taken."""
+
+    def on_validation_end(self, end: ValidationEnd) -> None:
+        """All ranks: after each validation during training, and after that of the last step."""
+
+    def on_save(self, end: SaveEnd) -> None:
+        """All ranks: after a checkpoint is complete on disk."""
+
+    def on_train_end(self, result: RunResult) -> None:
+        """All ranks: after the last step, or after a stop request; the state is saved."""
+
+    def on_exception(self, error: BaseException) -> None:
+        """All ranks that still can: an error, this callback's own included, ends the run. What is raised here is
+        logged. Ranks end without waiting for each other, so it must be short and must not use collectives."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Rank 0: what a checkpoint keeps of this callback. Values are JSON (None, bool, int, float, str, lists and
+        dictionaries with text keys) or, at the top level, tensors. Called after `on_step_end` of the saved step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """All ranks: restore what `state_dict` returned, at a resume and after a rewind; tensors are on the CPU.
+        Not called for a checkpoint without a state of this callback."""
+
+
+HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_save", "on_train_end")
+"""Methods that run as decided by all ranks together."""
+States = dict[str, Mapping[str, Any]]
+"""What `state_dict` returned, by `state_key`."""
+
+
+class Callbacks:
+    """The callbacks of one run on one rank. Its methods are called by all ranks together, except `fail`."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        """Raises ConfigError for what is no callback, or two callbacks whose states have one name."""
+        self._callbacks = tuple(callbacks)
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks: {callback!r:.200} is not a txl_dist.Callback. Pass instances of classes that derive "
+                    "from it."
+                )
+        names = self.stateful
+        for name in names:
+            if "/" in name or not name:
+                raise ConfigError(f"callbacks: the state_key {name!r:.200} must be a name without a slash.")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"callbacks: two callbacks save their state as {twice[0]!r}. Give one of them another state_key."
+            )
+        self._has_started = False
+        self.validated_step = -1
+        """Step of the last validation that the callbacks know of."""
+
+    @property
+    def stateful(self) -> list[str]:
+        """`state_key` of each callback that has a state."""
+        return [one.state_key for one in self._callbacks if _overrides(one, "state_dict")]
+
+    def check_alike(self) -> None:
+        """Raises ConfigError if ranks have different callbacks: they would wait for each other for ever."""
+        forms = [
+            (type(one).__qualname__, *(hook for hook in HOOKS if _overrides(one, hook))) for one in self._callbacks
+        ]
+        gathered = gather_objects(forms)
+        for rank, others in enumerate(gathered):
+            if others != gathered[0]:
+                here, there = ([name for name, *_ in each] for each in (gathered[0], others))
+                raise of_all(
+                    ConfigError(
+                        f"callbacks differ between ranks: rank 0 has {here}, rank {rank} has {there}. Pass the same "
+                        "callbacks on every rank."
+                    )
+                )
+
+    def handles(self, hook: str) -> bool:
+        """Whether any callback overrides this method."""
+        return any(_overrides(one, hook) for one in self._callbacks)
+
+    def start(self, start: TrainStart) -> None:
+        """`on_train_start`, once per process."""
+        if not self._has_started:
+            self._has_started = True
+            self._call("on_train_start", start, step=start.step)
+
+    def end_step(self, end: StepEnd) -> None:
+        """`on_step_end`."""
+        self._call("on_step_end", end, step=end.step)
+
+    def end_validation(self, end: ValidationEnd) -> None:
+        """`on_validation_end`."""
+        self.validated_step = end.step
+        self._call("on_validation_end", end, step=end.step)
+
+    def end_save(self, end: SaveEnd) -> None:
+        """`on_save`."""
+        self._call("on_save", end, step=end.step)
+
+    def end(self, result: RunResult) -> None:
+        """`on_train_end`."""
+        self._call("on_train_end", result, step=result.steps)
+
+    def fail(self, error: BaseException) -> None:
+        """`on_exception` of all callbacks; what they raise is logged."""
+        for callback in self._callbacks:
+            try:
+                callback.on_exception(error)
+            except (Exception, SystemExit) as problem:  # noqa: BLE001  the run's own error is the one to report
+                logger.error("callback %s: on_exception failed: %s", callback.state_key, _described(problem))
+
+    def states(self, *, step: int) -> States:
+        """The states of all callbacks, on rank 0; elsewhere none. Raises TrainingError, which names the callback."""
+        if not self.stateful:
+            return {}
+        return together(lambda: self._states(step) if this_rank() == 0 else {})
+
+    def load(self, states: States, *, step: int, validated_step: int) -> None:
+        """Give each callback its state. One line on rank 0 for each state that is missing or left over."""
+        self.validated_step = validated_step
+        known = {one.state_key: one for one in self._callbacks if _overrides(one, "state_dict")}
+        if this_rank() == 0:
+            for name in sorted(known.keys() - states.keys()):
+                logger.warning("callback %s: the checkpoint of step %d has no state of it; it starts new", name, step)
+            for name in sorted(states.keys() - known.keys()):
+                logger.warning(
+                    "callback %s: the checkpoint of step %d has its state, but the run has no such callback; the state "
+                    "is dropped",
+                    *(name, step),
+                )
+
+        def load_all() -> None:
+            for name in sorted(known.keys() & states.keys()):
+                with _guarded(known[name], "load_state_dict", step=step):
+                    known[name].load_state_dict(states[name])
+
+        if known:
+            together(load_all)
+
+    def _states(self, step: int) -> States:
+        found: States = {}
+        for callback in self._callbacks:
+            if _overrides(callback, "state_dict"):
+                with _guarded(callback, "state_dict", step=step):
+                    found[callback.state_key] = callback.state_dict()
+        return found
+
+    def _call(self, hook: str, value: object, *, step: int) -> None:
+        called = [one for one in self._callbacks if _overrides(one, hook)]
+
+        def call_all() -> None:
+            for callback in called:
+                with _guarded(callback, hook, step=step):
+                    method: Callable[[object], None] = getattr(callback, hook)
+                    method(value)
+
+        if called:
+            together(call_all)
+
+
+def _overrides(callback: Callback, method: str) -> bool:
+    return getattr(type(callback), method) is not getattr(Callback, method) or method in vars(callback)
+
+
+@contextmanager
+def _guarded(callback: Callback, method: str, *, step: int) -> Iterator[None]:
+    """What a callback raises becomes a TrainingError that names it; what it changes globally is put back."""
+    try:
+        with _untouched():
+            yield
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        raise TrainingError(
+            f"callback {callback.state_key}: {method} failed on rank {this_rank()} at step {step}: "
+            f"{_described(error)}. Correct the callback; the same command continues from the last checkpoint."
+        ) from error
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Put back what the block changes of random generators and of torch's global settings."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with torch.enable_grad():  # leaving it puts the mode before it back
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state)
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        if torch.are_deterministic_algorithms_enabled() != is_deterministic:
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
+
+
+def _described(error: BaseException) -> str:
+    """An error in one line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}{where}" if words else f"{type(error).__name__}{where}"

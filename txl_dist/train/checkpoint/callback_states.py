@@ -1,0 +1,121 @@
+"""States of callbacks in a checkpoint: one file, `callbacks.safetensors`, without a pickle.
+
+Tensors stand in it as `CALLBACK/KEY`; all else is JSON in the file's metadata. A checkpoint of a run without such
+states has no such file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from txl_dist.errors import CheckpointError, TrainingError, explained
+from txl_dist.files import parse_object
+from txl_dist.tables import size
+from txl_dist.train.callbacks import States
+from txl_dist.train.checkpoint.soundness import CALLBACKS
+
+MAX_TENSOR_BYTES, MAX_JSON_BYTES = 256 << 20, 16 << 20
+"""Largest states of all callbacks together: rank 0 holds a copy while it saves."""
+_STATES_KEY, _VALIDATED_KEY = "callbacks", "validated_step"
+
+
+class CallbackStates(NamedTuple):
+    """What `callbacks.safetensors` holds."""
+
+    states: States
+    """What each callback's `state_dict` returned, by its `state_key`."""
+    validated_step: int = -1
+    """Step of the last validation that these states know of; -1 if there was none."""
+
+
+NO_STATES = CallbackStates({})
+
+
+def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """Copies of the tensors, and the metadata, of the file; None if there is nothing to keep.
+
+    Raises TrainingError for values that are neither JSON nor tensors, and for too many bytes.
+    """
+    if not callbacks.states:
+        return None
+    states = callbacks.states
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        if not isinstance(state, Mapping):
+            raise _unfit(name, "", state, "return a dictionary")
+        plain[name] = {}
+        for key, value in state.items():
+            if not isinstance(key, str):
+                raise _unfit(name, f"key {key!r:.80}", key, "use text as keys")
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value.detach().cpu().contiguous().clone()
+            else:
+                _check_json(name, key, value, depth=0)
+                plain[name][key] = value
+    metadata = {_STATES_KEY: json.dumps(plain), _VALIDATED_KEY: str(callbacks.validated_step)}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    for what, found, limit in (
+        ("tensors", num_bytes, MAX_TENSOR_BYTES),
+        ("JSON", len(metadata[_STATES_KEY]), MAX_JSON_BYTES),
+    ):
+        if found > limit:
+            raise TrainingError(
+                f"the states of callbacks ({', '.join(states)}) hold {size(found)} of {what}; a checkpoint takes "
+                f"{size(limit)} at most. Keep large values in a file of your own, and its name in the state."
+            )
+    return tensors, metadata
+
+
+def read_states(folder: Path) -> CallbackStates:
+    """The states in a checkpoint; none if it has no such file. Raises CheckpointError if the file cannot be read."""
+    path = folder / CALLBACKS
+    if not path.is_file():
+        return NO_STATES
+    reasons = (OSError, ValueError, KeyError, SafetensorError)
+    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=reasons):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            found = parse_object(metadata[_STATES_KEY])
+            states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in found.items()}
+            for full_name in file.keys():  # noqa: SIM118  no mapping
+                name, _, key = full_name.partition("/")
+                states[name][key] = file.get_tensor(full_name)
+        return CallbackStates(dict(states), int(metadata[_VALIDATED_KEY]))
+
+
+_DEEPEST = 20
+
+
+def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
+    """Raises TrainingError for what would come back from JSON as something else."""
+    if depth > _DEEPEST:
+        raise _unfit(name, where, value, f"nest it {_DEEPEST} levels deep at most")
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(name, f"{where}[{index}]", item, depth=depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise _unfit(name, f"{where}, key {key!r:.80}", key, "use text as keys")
+            _check_json(name, f"{where}.{key}", item, depth=depth + 1)
+    elif isinstance(value, Tensor):
+        raise _unfit(name, where, value, "put tensors at the top level")
+    else:
+        raise _unfit(name, where, value, "use None, bool, int, float, str, lists, dictionaries, or a tensor")
+
+
+def _unfit(name: str, where: str, value: object, remedy: str) -> TrainingError:
+    place = f", {where}," if where else ""
+    return TrainingError(
+        f"callback {name}: state_dict(){place} holds a {type(value).__name__}, which a checkpoint cannot keep. "
+        f"{remedy[0].upper()}{remedy[1:]}."
+    )
