@@ -24,6 +24,7 @@ from txl_dist import __version__
 from txl_dist.config import Config, changed, load_config, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError, no_package
+from txl_dist.foreign_names import find_command
 from txl_dist.suggest import did_you_mean
 from txl_dist.train.run_dir import check_paths
 from txl_dist.verbs.data import prepare, verify
@@ -178,17 +179,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same.
     given = sys.argv[1:] if argv is None else argv
     arguments = [word for word in given if not word.startswith(("--local_rank=", "--local-rank="))]
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["help"]:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         say(_usage())
         return 0
     verb, *rest = arguments
-    if verb == "help":
-        verb, rest = rest[0], ["--help"]
-    if verb == "--version":
+    if verb in ("--version", "-V", "-v", "version"):
         say(__version__)
         return 0
     if verb not in VERBS:
-        say(f"txl: unknown verb {verb!r}.{did_you_mean(verb, VERBS)}\n\n{_usage()}", to=sys.stderr)
+        say(f"txl: error: {_unknown_command(verb)}", to=sys.stderr)
         return 2
     try:
         rest = decode_words(rest)
@@ -201,6 +202,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"txl {verb}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _unknown_command(word: str) -> str:
+    if word.endswith(".toml"):
+        return f"{word} is no command. Did you mean `txl train {word}`?"
+    if word.startswith("-"):
+        hint = did_you_mean(word, ("--version", "--help")) or " Flags follow the command: txl COMMAND --flag value."
+        return f"unknown flag {word}.{hint}"
+    return f"unknown command {word!r}.{find_command(word, VERBS) or ' `txl --help` lists the commands.'}"
 
 
 def _refuse_empty_paths(words: Sequence[str]) -> None:

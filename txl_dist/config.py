@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from txl_dist.errors import ConfigError, explained
 from txl_dist.files import parse_toml, path_of, read_bytes
+from txl_dist.foreign_names import SECTIONS, find_counterpart
 from txl_dist.sections import (
     SCHEMES,
     CheckpointSection,
@@ -37,7 +38,7 @@ from txl_dist.sections import (
     Section,
     TrainSection,
 )
-from txl_dist.suggest import did_you_mean
+from txl_dist.suggest import did_you_mean, nearest
 
 
 class Config(Section):
@@ -331,7 +332,8 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            yield f"{source}: {unknown_setting(name[:200])}"
+            is_section = isinstance(problem["input"], dict)
+            yield f"{source}: {unknown_setting(name[:200], is_section=is_section)}"
         elif (setting := ".".join(map(str, problem["loc"][:2]))) in setting_names():
             yield f"{source}: {setting} = {problem['input']!r:.200}: {_rule(setting, problem)}"
         else:
@@ -412,12 +414,18 @@ def _range(info: FieldInfo, *, is_too_large: bool) -> str:
     return f"{what}, {words}" if words else what
 
 
-def unknown_setting(name: str) -> str:
+def unknown_setting(name: str, *, is_section: bool = False) -> str:
     """What to say of a section, or of a `section.key`, that does not exist."""
     settings, sections = setting_names(), list(_sections())
+    if is_section:
+        near = SECTIONS.get(name.lower()) or next(iter(nearest(name, sections)), "")
+        if near:
+            return f"unknown setting {name}. Did you mean {near}?"
     if name in settings:
         section, _, key = name.partition(".")
         return f'"{name}" in quotes is one key. Write {name} without them, or {key} under [{section}].'
+    if counterpart := find_counterpart(name, settings):
+        return f"unknown setting {name}.{counterpart.hint(spell=_in_file)}"
     section, _, key = name.partition(".")
     if section in sections and key:
         hint, known = (
@@ -427,6 +435,12 @@ def unknown_setting(name: str) -> str:
     else:
         hint, known = did_you_mean(name, [*sections, *settings]), sections
     return f"unknown setting {name}." + (hint or f" Known: {', '.join(known)}.")
+
+
+def _in_file(name: str, value: str) -> str:
+    """A setting as a file writes it, with the value that it should have, if any."""
+    written = value.lower() if value in ("True", "False") else f'"{value}"'
+    return f"{name} = {written}" if value else name
 
 
 def choices_of(name: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
     "__init__ errors",
     "allocator console faults files meeting rng sections suggest tables",
+    "foreign_names",
     "config dist log manifest processes run_files tensor_files",
     "progress stages",
     "text",
@@ -57,7 +58,19 @@ STRANGERS = {("infer", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = {
     *("__init__", "__main__", "allocator", "cli", "config", "console", "errors", "files", "manifest", "processes"),
-    *("progress", "rng", "run_files", "sections", "stages", "suggest", "tables", "text", "data", "verbs"),
+    *(
+        "foreign_names",
+        "progress",
+        "rng",
+        "run_files",
+        "sections",
+        "stages",
+        "suggest",
+        "tables",
+        "text",
+        "data",
+        "verbs",
+    ),
 }
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}

@@ -166,7 +166,7 @@ def test_slips_of_other_kinds_in_the_file(
 
 def test_a_misspelt_verb_is_answered_with_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "unknown verb 'trian'. Did you mean train?" in capsys.readouterr().err
+    assert "unknown command 'trian'. Did you mean train?" in capsys.readouterr().err
 
 
 def sections() -> dict[str, type[BaseModel]]:

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from txl_dist.errors import ConfigError
+from txl_dist.foreign_names import find_counterpart
 from txl_dist.suggest import did_you_mean
 
 
@@ -74,9 +75,9 @@ class Writing(Sampling):
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                raise ConfigError(
-                    f"unknown setting {name!r}.{did_you_mean(name, names)} There are {', '.join(sorted(names))}."
-                )
+                counterpart = find_counterpart(name, names)
+                hint = counterpart.hint(spell=_spelt) if counterpart else did_you_mean(name, names)
+                raise ConfigError(f"unknown setting {name!r}.{hint} There are {', '.join(sorted(names))}.")
         plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
         if isinstance(plain.get("stop"), str):
             plain["stop"] = [plain["stop"]]
@@ -150,6 +151,10 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
+
+
+def _spelt(name: str, value: str) -> str:
+    return f"{name}={value}" if value else name
 
 
 def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:

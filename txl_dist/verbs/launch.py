@@ -15,7 +15,8 @@ from txl_dist.config import Config, check_config, plan_batch, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.files import read_text
-from txl_dist.suggest import did_you_mean
+from txl_dist.foreign_names import SURE, find_counterpart
+from txl_dist.suggest import did_you_mean, nearest
 from txl_dist.verbs.remote_words import check_remote, encode_words
 
 SEEN_WITHIN_S = 30.0
@@ -145,6 +146,11 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
             raise ConfigError(f"settings go behind the configuration file: txl launch {config} {' '.join(unknown)}.")
         if not flag.startswith("-"):
             raise ConfigError(f"cannot use {flag!r}: the words before {config} are flags of the launcher.")
+        name = flag.lstrip("-").replace("-", "_")
+        is_near = nearest(name, _names(), least_alike=SURE)
+        if not is_near and (counterpart := find_counterpart(name, setting_names())):
+            of_train = counterpart.hint(spell=lambda name, value: f"--{name} {value}".rstrip() + f" behind {config}")
+            raise ConfigError(f"unknown launcher flag {flag}.{of_train}")
         hint = did_you_mean(flag.lstrip("-"), _names(), spell=lambda name: f"--{name}")
         raise ConfigError(f"unknown launcher flag {flag}.{hint or ' See deepspeed --help.'}")
     counts = Counter(flag.partition("=")[0] for flag in flags if flag.startswith("-"))

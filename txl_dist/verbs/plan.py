@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from txl_dist.config import Config
+from txl_dist.config import Config, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.train.run_dir import require_corpora
@@ -50,9 +50,10 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     arguments, words = parse(
         Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
+    own = [field.name for field in fields(PlanArguments)[1:]]
     for word in words:
         if word.startswith("--") and "." not in word:
-            raise ConfigError(unknown_flag(word, [field.name for field in fields(PlanArguments)[1:]], prog="txl plan"))
+            raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl plan"))
     config = read_settings([str(arguments.config), *words])
     vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
     say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from txl_dist.config import Config, check_vocabulary
+from txl_dist.config import Config, check_vocabulary, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.run_files import Kind, kind_of
@@ -48,11 +48,10 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
     arguments, words = parse(
         Annotated[SweepArguments, tyro.conf.arg(name="")], argv, prog="txl sweep", return_unknown_args=True
     )
+    own = [field.name for field in fields(SweepArguments)[1:]]
     for word in words:
         if word.startswith("--") and "." not in word:
-            raise ConfigError(
-                unknown_flag(word, [field.name for field in fields(SweepArguments)[1:]], prog="txl sweep")
-            )
+            raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl sweep"))
     for axis in arguments.grid:
         if (name := axis.partition("=")[0].strip().replace("-", "_")) in {
             word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")

@@ -6,7 +6,10 @@ The line says what is wrong, where, and what was probably meant. `tyro_events` s
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +19,7 @@ import tyro
 from txl_dist.config import choices_of, explain_flag, lower, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
+from txl_dist.foreign_names import find_counterpart
 from txl_dist.suggest import did_you_mean
 from txl_dist.verbs.repeated_flags import join_repeated
 from txl_dist.verbs.tyro_events import (
@@ -32,6 +36,16 @@ from txl_dist.verbs.tyro_events import (
 
 _LEAST_OF_A_NAME = 3
 """Characters of a flag that a longer, unknown one is taken for: --output-folder for --out."""
+
+_FURTHER_WORDS = {
+    "txl evaluate": "Score one model at a time; its corpus is --data.",
+    "txl inspect": "Look into one path at a time.",
+    "txl report": "Report one run at a time; `txl compare` sets several beside each other.",
+    "txl serve": "Serve one model; its address is --host and --port.",
+    "txl verify": "Verify one path at a time.",
+    "txl train": "Name one configuration file; settings are flags.",
+}
+"""What to do with a word that a command does not take."""
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
@@ -84,7 +98,9 @@ def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> No
 
 def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = _name(flag)
+    if counterpart := find_counterpart(name, known):
+        return f"unknown flag {flag}.{counterpart.hint(spell=_spelt)}"
     lacks = " (its section is missing)" if "." not in name and any(one.endswith(f".{name}") for one in known) else ""
     begun = [one for one in known if len(one) >= _LEAST_OF_A_NAME and name.startswith(one)]
     longest = max(begun, key=len, default="")
@@ -99,14 +115,19 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
     if plain in known:
         return f"{word} lacks its dashes. Write --{plain.replace('_', '-')}{f' {value}' if is_joined else ''}."
     if is_joined:
-        return f"{word} is no flag.{did_you_mean(plain, known, spell=_spelt) or f' See {prog} --help.'}"
+        counterpart = find_counterpart(plain, known)
+        hint = counterpart.hint(spell=_spelt) if counterpart else did_you_mean(plain, known, spell=_spelt)
+        return f"{word} is no flag.{hint or f' See {prog} --help.'}"
     reason = "it takes no further words" if not has_flag else "the flag before it takes no further value"
-    return f"{prog} cannot use {word!r}: {reason}. Leave it out, or see {prog} --help."
+    remedy = _FURTHER_WORDS.get(prog, "Leave it out.")
+    return f"{prog} cannot use {word!r}: {reason}. {remedy} See {prog} --help."
 
 
-def _spelt(name: str) -> str:
-    """As `--help` has it, and a setting as files have it too."""
+def _spelt(name: str, value: str = "") -> str:
+    """A flag as `--help` has it, and a setting as files have it too. With the value that it should have, if any."""
     flag = "--" + name.replace("_", "-")
+    if value:
+        return f"{flag} {value}"
     return f"{flag} ({name})" if "." in name and "_" in name else flag
 
 
@@ -116,7 +137,7 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
     refuse_slips(words, [*known, "help"], prog=prog)
     match refusal:
         case UnknownWords():
-            return _unknown_words(refusal.words, words, known=known, prog=prog)
+            return _unknown_words(refusal.words, words, arguments=arguments, known=known, prog=prog)
         case MissingArguments():
             return _missing(refusal.arguments, words, prog=prog)
         case InvalidChoice():
@@ -128,10 +149,23 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
             return _settings_out_of_range(words) or f"{refusal.reason.rstrip('.')}. See {prog} --help."
 
 
-def _unknown_words(unknown: Sequence[str], words: Sequence[str], *, known: Sequence[str], prog: str) -> str:
+def _unknown_words(
+    unknown: Sequence[str], words: Sequence[str], *, arguments: Sequence[Argument], known: Sequence[str], prog: str
+) -> str:
+    """What to say of words that the command has no place for. The first one decides."""
     word = unknown[0]
+    having_choice = [argument.names[0] for argument in arguments if word in argument.choices and argument.names]
+    if re.match("-[A-Za-z]", word) and _name(word) not in known:
+        return unknown_flag(word.partition("=")[0], known, prog=prog)
+    if prog == "txl generate" and not word.startswith("-") and "=" not in word:
+        text = " ".join(itertools.takewhile(lambda other: not other.startswith("-"), unknown))
+        return (
+            f"txl generate cannot use {word!r}: it takes no further words. Did you mean --prompt {shlex.quote(text)}?"
+        )
     if _name(word) in known and "=" not in word and unknown[1:]:
         return f"{word} {unknown[1]} lacks its dashes. Write --{_name(word).replace('_', '-')} {unknown[1]}."
+    if len(having_choice) == 1:
+        return f"{prog} cannot use {word!r}: it takes no further words. Did you mean {having_choice[0]} {word}?"
     at = words.index(word) if word in words else 0
     return _stray_word(word, known, prog=prog, has_flag=at > 0 and words[at - 1].startswith("--"))
 
