@@ -21,6 +21,8 @@ set -euo pipefail
 
 fail() { echo "multinode: $*" >&2; exit 2; }
 
+without_mark() { sed $'1s/^\xef\xbb\xbf//'; } # a byte order mark, as editors of Windows write it
+
 hosts_of() { # HOSTFILE: its names, one a line
     local line found=()
     [ -r "$1" ] || fail "cannot read the hostfile $1. It has a line \"NAME slots=GPUS\" for each node."
@@ -30,7 +32,7 @@ hosts_of() { # HOSTFILE: its names, one a line
             || fail "$1: \"$line\" is not \"NAME slots=GPUS\". Write for instance \"node1 slots=8\"."
         [[ " ${found[*]} " != *" ${BASH_REMATCH[1]} "* ]] || fail "$1 names ${BASH_REMATCH[1]} twice. Add its slots up."
         found+=("${BASH_REMATCH[1]}")
-    done <"$1"
+    done < <(without_mark <"$1")
     ((${#found[@]} > 0)) || fail "$1 names no node. Write a line \"NAME slots=GPUS\" for each."
     printf '%s\n' "${found[@]}"
 }
@@ -78,7 +80,7 @@ check_nodes() { # MASTER_ADDR PYTHON SSH_ARGUMENTS HOST ...: all at once; names 
 
 shared_environment() { # the lines of a .deepspeed_env, which DeepSpeed sets on every node
     local name
-    if [ -f ~/.deepspeed_env ]; then cat ~/.deepspeed_env; fi
+    if [ -f ~/.deepspeed_env ]; then without_mark <~/.deepspeed_env; fi
     for name in "${SHARED[@]}"; do echo "$name=${!name}"; done
 }
 

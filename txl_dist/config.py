@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from txl_dist.errors import ConfigError, explained
-from txl_dist.files import parse_toml, path_of, read_bytes
+from txl_dist.files import decode_text, parse_toml, path_of, read_bytes
 from txl_dist.foreign_names import SECTIONS, find_counterpart
 from txl_dist.sections import (
     SCHEMES,
@@ -226,7 +226,7 @@ def load_config(path: str | Path) -> Config:
     with explained(ConfigError, f"cannot read the config file {path}", "Name a TOML file, as those in configs/."):
         content = read_bytes(Path(path))
     try:
-        text = content.decode()
+        text = decode_text(content)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     try:

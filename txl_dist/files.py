@@ -6,7 +6,9 @@ Writing   Into a file that did not exist, never through a link, flushed to the d
           next write. Files that grow (`open_to_append`) and files that a user names (`write_output`) follow links: to
           link them elsewhere is the choice of whoever owns the folder.
 Reading   From regular files only, so that no FIFO or device can keep us waiting; of a bounded size; JSON and TOML of a
-          bounded depth. Whatever is wrong with the content is a ValueError, with the access an OSError.
+          bounded depth. Whatever is wrong with the content is a ValueError, with the access an OSError. Text goes
+          through `decode_text` or `open_text`: a byte order mark, which editors and shells of Windows write, says the
+          encoding and is no part of the text. Without a mark it is UTF-8.
 Names     that a manifest lists stay in its folder (`inside`).
 
 What it gives up: two processes that write one file at one time, which locks exclude where it matters.
@@ -14,6 +16,7 @@ What it gives up: two processes that write one file at one time, which locks exc
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import inspect
@@ -25,7 +28,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_type_hints
 
@@ -37,6 +40,13 @@ MAX_TEXT_BYTES = 1 << 30
 """Of a JSON or TOML file. The largest ones, tokenizers and indices, have some hundred MiB."""
 MAX_DEPTH = 64
 """Of objects in objects. Ours have 6, a Hugging Face tokenizer about 10."""
+_MARKS = {  # that of UTF-32 begins with that of UTF-16; the codecs named so drop the mark
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_LONGEST_MARK = 4
 _MAX_NAME = 255
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -131,9 +141,44 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         return stream.read()
 
 
+def text_encoding(start: bytes) -> str:
+    """Name the codec of a text by its first four bytes: that of its byte order mark, else UTF-8. It drops the mark."""
+    return next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), "utf-8-sig")
+
+
+def decode_text(content: bytes) -> str:
+    """Decode text that a user may have written, without its byte order mark. Raises UnicodeDecodeError."""
+    return content.decode(text_encoding(content[:_LONGEST_MARK]))
+
+
+def has_mark(content: bytes) -> bool:
+    """Whether a text begins with a byte order mark, which other programs may take for its first character."""
+    return content.startswith((codecs.BOM_UTF8, *_MARKS))
+
+
 def read_text(path: Path) -> str:
-    """A small file of UTF-8, with or without a mark of it at the start. Raises OSError, ValueError."""
-    return read_bytes(path).decode("utf-8-sig")
+    """A small text file, without its byte order mark. Raises OSError, UnicodeDecodeError."""
+    return decode_text(read_bytes(path))
+
+
+def open_text(path: Path, *, errors: str = "strict") -> TextIOWrapper:
+    """Open a text to read it line by line, without its byte order mark; `\\r` stays. A FIFO will do.
+
+    Raises OSError; reading raises UnicodeDecodeError.
+    """
+    stream = path.open("rb")
+    try:
+        encoding = text_encoding(stream.peek(_LONGEST_MARK)[:_LONGEST_MARK])
+    except BaseException:
+        stream.close()
+        raise
+    return TextIOWrapper(stream, encoding=encoding, errors=errors, newline="\n")
+
+
+def read_as_text(stream: TextIOWrapper) -> None:
+    """Make standard input read as a file would be, whatever the locale. Bytes that are no text become surrogates."""
+    start = stream.buffer.peek(_LONGEST_MARK)[:_LONGEST_MARK] if isinstance(stream.buffer, BufferedReader) else b""
+    stream.reconfigure(encoding=text_encoding(start), errors="surrogateescape", newline="\n")
 
 
 def read_json(path: Path) -> Any:
@@ -142,9 +187,9 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """What JSON in UTF-8 says. Raises ValueError for anything else, and where it is nested too deeply."""
+    """What JSON says. Raises ValueError for anything else, and where it is nested too deeply."""
     try:
-        values = json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
+        values = json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except RecursionError:
         raise _too_deep() from None
     _check_depth(values)
@@ -193,8 +238,8 @@ def _shown(value: object) -> str:
 
 
 def parse_toml(content: bytes | str) -> dict[str, Any]:
-    """What TOML in UTF-8 says. Raises ValueError for anything else, and where it is nested too deeply."""
-    text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+    """What TOML says. Raises ValueError for anything else, and where it is nested too deeply."""
+    text = decode_text(content) if isinstance(content, bytes) else content
     try:
         values = tomllib.loads(text)
         repr(values)  # a hexadecimal number may have more digits than Python prints, which is a ValueError

@@ -117,6 +117,7 @@ def test_the_package_writes_files_by_one_way_only() -> None:
         "ops/evaluation_settings.py": ["open"],  # --json FILE: is it writable?
         "ops/evaluate/log_probs.py": ["savez"],  # into memory
         "ops/generation.py": ["open"],  # --out FILE
+        "ops/launcher_files.py": ["write_text", "write_text"],  # in a folder of tempfile's
         "ops/sweep.py": ["open"],  # what a run says, in a file that is made anew
         "model/kernels/launch.py": ["write_text"],  # in a folder of tempfile's
         "data/storage/origins.py": ["open"],  # into the part file that cache.py has made anew

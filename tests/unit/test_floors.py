@@ -49,7 +49,8 @@ INSIDE = {
         "start",
     ),
     "ops": (
-        "chatter doctor evaluation_settings export inspect_settings plan report",
+        "chatter evaluation_settings export inspect_settings launcher_files plan report",
+        "doctor",
         "evaluate generation inspect_run launcher sweep",
     ),
 }

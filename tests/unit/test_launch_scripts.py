@@ -123,6 +123,14 @@ def test_all_nodes_are_started_from_here_with_the_variables_of_one_file(folder: 
     assert {"NCCL_DEBUG=WARN", "NCCL_X=a"} <= set(given.splitlines())
 
 
+def test_byte_order_marks_are_no_part_of_a_machines_or_a_variables_name(folder: Path) -> None:
+    (folder / "hosts").write_text("localhost slots=2\r\nnode2 slots=3\r\n", encoding="utf-8-sig", newline="")
+    (folder / ".deepspeed_env").write_text("MINE=1\n", encoding="utf-8-sig")
+    done = multinode(folder, "--master_addr", "10.9.9.9", "hosts", "c.toml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert started(folder)[2].splitlines()[0] == "MINE=1"
+
+
 def test_one_node_is_started_without_ssh(folder: Path) -> None:
     executable(folder / "bin/pdsh", "#!/bin/sh\nexit 99")
     where = ["--master_addr", "10.0.0.1", "--master_port", "77"]

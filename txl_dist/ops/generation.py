@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 from txl_dist.console import say, write_text
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.files import parse_json
+from txl_dist.files import open_text, parse_json, read_as_text
 from txl_dist.infer.language_model import LanguageModel, Text
 from txl_dist.infer.settings import Writing
 from txl_dist.infer.text_memory import TextMemory
@@ -124,11 +124,11 @@ def read_lines(path: Path) -> Iterator[str]:
         if path == STANDARD:
             if sys.stdin is None:
                 raise ConfigError("standard input is closed. Name a file.")
-            if isinstance(sys.stdin, TextIOWrapper):  # as of a file, whatever the locale; its ends of lines stay
-                sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+            if isinstance(sys.stdin, TextIOWrapper):
+                read_as_text(sys.stdin)
             yield from sys.stdin
             return
-        with path.open(encoding="utf-8-sig", newline="\n") as stream:
+        with open_text(path) as stream:
             yield from stream
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Name another file.") from error

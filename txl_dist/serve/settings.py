@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txl_dist.errors import ConfigError
+from txl_dist.files import open_text
 
 API_KEY = "TXL_API_KEY"
 """Variable of the environment that may hold the key."""
@@ -85,7 +86,8 @@ class Serving:
         key = self.api_key or os.environ.get(API_KEY, "")
         if self.api_key_file is not None:
             try:
-                key = self.api_key_file.read_text(encoding="utf-8").strip()
+                with open_text(self.api_key_file) as stream:
+                    key = stream.read().strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"cannot read --api-key-file {self.api_key_file}: {error}. Name another.") from error
             if not key:

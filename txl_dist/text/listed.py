@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from txl_dist.errors import DataError, explained
-from txl_dist.files import read_bytes
+from txl_dist.files import read_text
 from txl_dist.text.base import END_OF_TEXT
 from txl_dist.text.learning import MOST_IDS
 from txl_dist.text.words import WordTokenizer
@@ -44,7 +44,7 @@ def read_names(path: str | Path) -> tuple[str, ...]:
     """
     remedy = "Give a UTF-8 file with a token's name in each line, that of id 0 first."
     with explained(DataError, f"cannot read the vocabulary list {path}", remedy, of=(OSError, UnicodeDecodeError)):
-        lines = read_bytes(Path(path)).decode("utf-8-sig").removesuffix("\n").split("\n")
+        lines = read_text(Path(path)).removesuffix("\n").split("\n")
     lines = [line.removesuffix("\r") for line in lines]
     first_of: dict[str, int] = {}
     for number, name in enumerate(lines, start=1):

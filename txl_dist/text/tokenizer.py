@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import DataError, explained
-from txl_dist.files import parse_object, read_bytes
+from txl_dist.files import decode_text, has_mark, parse_object, read_bytes
 from txl_dist.text.base import FORMAT_VERSION, Tokenizer
 from txl_dist.text.characters import ByteTokenizer, CharTokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
@@ -45,9 +45,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
-    """Of a file that is a tokenizer of any kind. Raises DataError if it cannot be read."""
-    with explained(DataError, f"cannot read the tokenizer {path}", remedy):
-        return read_bytes(Path(path))
+    """Read a file that is a tokenizer of any kind; text without its byte order mark. Raises DataError."""
+    with explained(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
+        content = read_bytes(Path(path))
+        return decode_text(content).encode() if has_mark(content) else content
 
 
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:

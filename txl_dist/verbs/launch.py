@@ -80,6 +80,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     from txl_dist.dist import uses_gpu
     from txl_dist.meeting import free_port
     from txl_dist.ops.launcher import launch as run_launcher
+    from txl_dist.ops.launcher_files import files_for_launcher
 
     if not slots and not uses_gpu():
         # Without it DeepSpeed looks for other hardware first and may find half-installed drivers.
@@ -101,7 +102,12 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
             values = {flag: getattr(asked, flag.removeprefix("--")) for flag in flags_sent}
             check_remote(places | {flag: value for flag, value in values.items() if value}, environment=os.environ)
     run_dir = Path(settings.run.dir)
-    return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
+    if not slots:
+        return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
+    with files_for_launcher(Path(asked.hostfile or DEFAULT_HOSTFILE)) as files:
+        os.environ.update(files.environment)
+        flags += files.flags
+        return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
 
 
 def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import txl_dist
 from txl_dist.errors import ConfigError
+from txl_dist.files import open_text
 from txl_dist.run_files import Kind, kind_of
 from txl_dist.suggest import did_you_mean
 
@@ -33,7 +34,7 @@ def find_recipes() -> list[Path]:
 
 def _title(recipe: Path) -> str:
     """The beginning of the first sentence of a recipe's header."""
-    with recipe.open(encoding="utf-8", errors="replace") as file:
+    with open_text(recipe, errors="replace") as file:
         line = file.readline().lstrip("# ").strip()
     title = re.split(r"[.;](?:\s+[A-Z]|$)| \(", line)[0]
     return title if len(title) <= _MOST_OF_A_TITLE else title[:_MOST_OF_A_TITLE].rsplit(" ", 1)[0] + " ..."

@@ -26,9 +26,11 @@ from packaging.requirements import Requirement
 
 from txl_dist import __version__
 from txl_dist.dist import local_world_size, uses_gpu
+from txl_dist.files import read_text
 from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.launch import lacks_compiler
 from txl_dist.ops.doctor.disk import Corpus, Disk, try_corpus, try_disk
+from txl_dist.ops.launcher_files import environment_files
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
 from txl_dist.train.preflight import drivers_of_gpus
 
@@ -141,10 +143,9 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
 
 
 def _broken_launcher_files() -> Iterator[str]:
-    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    for path in sorted({Path.home() / name, Path.cwd() / name}):
-        with suppress(OSError):  # what cannot be read here, the launcher says itself
-            if path.is_file() and not all("=" in line for line in path.read_text(errors="replace").splitlines()):
+    for path in environment_files():
+        with suppress(OSError, UnicodeDecodeError):  # what cannot be read here, the launcher says itself
+            if not all("=" in line for line in read_text(path).splitlines()):
                 yield str(path)
 
 
