@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
@@ -27,6 +28,13 @@ from txl_dist.text.base import Tokenizer
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)
 """Ends of names that are recomputed, not read."""
+WRAPPERS = frozenset(
+    {
+        *("module", "_orig_mod", "model", "_forward_module"),  # DataParallel and DeepSpeed, compile, Lightning, Fabric
+        *("_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
+    }
+)
+"""Parts of tensors' names that wrappers add; no peer's model has a part of such a name."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +82,20 @@ def read_json(path: Path | None) -> dict[str, Any]:
         return parse_object(read_bytes(path))
 
 
+def plain_name(name: str) -> str:
+    """A tensor's name without what wrappers put before it or into it: `module._orig_mod.layers.0` is `layers.0`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def only_tensors(values: Any, *, where: str) -> Weights:
-    """The tensors of a state dict, in fp32, without buffers and without the prefix that (Distributed)DataParallel puts
-    before names. Raises CheckpointError for anything else."""
+    """The tensors of a state dict, in fp32, under their plain names and without buffers.
+
+    Raises CheckpointError for anything else, and where two tensors have one plain name.
+    """
     if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{where} holds no state dict (names and tensors). Save the model's state_dict().")
-    weights = {}
+    weights: Weights = {}
+    names: dict[str, str] = {}
     for name, value in values.items():
         if name.rpartition(".")[2] in BUFFERS:
             continue
@@ -89,7 +105,11 @@ def only_tensors(values: Any, *, where: str) -> Weights:
         weight = value.detach().float()
         if not bool(weight.isfinite().all()):
             raise CheckpointError(f"{where}: {name} holds numbers that are not finite in fp32. Use a sound checkpoint.")
-        weights[name.removeprefix("module.")] = weight
+        plain = plain_name(name)
+        first = names.setdefault(plain, name)
+        if first != name and not torch.equal(weights[plain], weight):
+            raise CheckpointError(f"{where}: {first} and {name} are one tensor of different values. Keep one of them.")
+        weights[plain] = weight
     return weights
 
 

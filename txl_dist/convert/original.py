@@ -34,6 +34,9 @@ from txl_dist.sections import ModelSection
 
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
 TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"
+STATE_DICTS = ("model_state", "model_state_dict", "state_dict", "model", "module")
+"""Under which key trainers save the weights: the peers, Lightning, DeepSpeed."""
+_MOST_NESTED = 8
 Window = Literal["memory", "memory_and_self"]
 
 
@@ -77,7 +80,7 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{path} holds no model.pt. Name the file with the weights.")
     content, found = read_weights(file), {}
     if isinstance(content, Inert):
-        if type(content).__name__.endswith("DataParallel"):  # or DistributedDataParallel
+        while type(content).__name__.endswith("DataParallel"):  # or DistributedDataParallel
             content = _child(content, "module")
         found = _settings_of_module(content, where=str(file))
         content = modules_tensors(content)
@@ -92,18 +95,23 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
 
 
 def read_weights(file: Path) -> Any:
-    """The content of a .safetensors or torch.save file; of a dict around a state dict, the state dict."""
+    """The content of a .safetensors or torch.save file; of dicts around a state dict, the state dict."""
     if file.suffix == ".safetensors":
         with explained(CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)):
             return load_file(file)
     content = read_torch_file(file)
-    if isinstance(content, dict):
-        if "model_config" in content:
-            raise CheckpointError(f"{file} is a checkpoint of NVIDIA's code. Import it with --format nvidia.")
-        for key in ("model_state", "model_state_dict", "state_dict", "model"):
-            if isinstance(content.get(key), dict | Inert):
-                return content[key]
-    return content
+    if not isinstance(content, dict):
+        return content
+    if "model_config" in content:
+        raise CheckpointError(f"{file} is a checkpoint of NVIDIA's code. Import it with --format nvidia.")
+    for _ in range(_MOST_NESTED):
+        inner = [content[key] for key in STATE_DICTS if isinstance(content.get(key), dict | Inert)]
+        if not inner:
+            return content
+        content = inner[0]
+        if not isinstance(content, dict):
+            return content
+    raise CheckpointError(f"{file} holds dicts in dicts, and no state dict. Save the model's state_dict().")
 
 
 def model_of(

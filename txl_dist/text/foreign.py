@@ -249,7 +249,7 @@ def _is_byte_level(pipeline: dict[str, Any], library: Any) -> bool:
         pipeline.get("normalizer") is None
         and (splitter.get("type"), splitter.get("add_prefix_space")) == ("ByteLevel", False)
         and (pipeline.get("decoder") or {}).get("type") == "ByteLevel"
-        and model["type"] == "BPE"
+        and type(library.model).__name__ == "BPE"  # the file need not name the type
         and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
         and set(byte_symbols()) <= model["vocab"].keys()
         and all(token.special for token in library.get_added_tokens_decoder().values())
@@ -260,10 +260,11 @@ def _stages(stage: dict[str, Any] | None) -> list[str]:
     """Names of the stages of a normalizer or pre_tokenizer, which may be a sequence of them."""
     if stage is None:
         return []
-    if stage["type"] == "Sequence":
+    kind = str(stage.get("type"))
+    if kind == "Sequence":
         inner = stage.get("pretokenizers", stage.get("normalizers", []))
         return [name for each in inner for name in _stages(each)]
-    return [stage["type"]]
+    return [kind]
 
 
 class _NeighbourDecoder:

@@ -54,8 +54,8 @@ def _is_json(content: bytes) -> bool:
 
 def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
     remedy = (
-        "Give the tokenizer.json of Hugging Face's library tokenizers, the .model of a sentencepiece model, or a "
-        "tokenizer.json that `txl prepare` wrote."
+        "Give the tokenizer.json of Hugging Face's library tokenizers, its folder, the .model of a sentencepiece "
+        "model, or a tokenizer.json that `txl prepare` wrote."
     )
     damage = (KeyError, TypeError, ValueError, IndexError, AttributeError)
     with explained(DataError, f"{name} is no tokenizer that this program knows", remedy, of=damage):

@@ -20,6 +20,7 @@ from txl_dist.errors import DataError, explained
 from txl_dist.files import decode_text, has_mark, parse_object, read_bytes
 from txl_dist.text.base import FORMAT_VERSION, Tokenizer
 from txl_dist.text.characters import ByteTokenizer, CharTokenizer
+from txl_dist.text.folders import tokenizer_of_folder
 from txl_dist.text.foreign import HuggingFaceTokenizer, SentencePieceTokenizer
 from txl_dist.text.listed import ListedTokenizer
 from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer
@@ -45,9 +46,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
-    """Read a file that is a tokenizer of any kind; text without its byte order mark. Raises DataError."""
+    """Read a tokenizer of any kind, a file or the folder that holds it; text without its byte order mark.
+
+    Raises DataError.
+    """
     with explained(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
-        content = read_bytes(Path(path))
+        content = tokenizer_of_folder(Path(path)) if Path(path).is_dir() else read_bytes(Path(path))
         return decode_text(content).encode() if has_mark(content) else content
 
 

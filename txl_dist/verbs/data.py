@@ -34,7 +34,8 @@ class PrepareArguments(PrepareSettings):
     kind: Annotated[Literal["auto", "byte", "char", "word", "bpe", "unigram"], arg(name="tokenizer")] = "auto"
     """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe."""
     tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
-    """Use this tokenizer.json, of ours or of Hugging Face, or sentencepiece .model, instead of learning one."""
+    """Use this tokenizer.json, of ours or of Hugging Face, or sentencepiece .model, or the folder of one, instead of
+    learning one."""
     vocab_list: Path | None = None
     """The inputs are ready ids, in place of text: .npy (a document, or one per row) and JSON lines (a list each). This
     file names the ids, one name a line, that of id 0 first; end-of-text is put behind the last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
@@ -330,24 +331,89 @@ def test_what_the_peers_get_wrong_is_refused_with_the_reason(tmp_path: Path) -> 
         import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original")
 
 
-@pytest.mark.parametrize("wrapped", ["model_state", "state_dict", "model"])
-def test_a_state_dict_may_lie_inside_a_dict(wrapped: str, tmp_path: Path) -> None:
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "by the original's descendants": lambda weights: {"model_state": weights, "step": 3},
+    "by Lightning": lambda weights: {"state_dict": {f"model.{n}": w for n, w in weights.items()}, "epoch": 1},
+    "by DeepSpeed": lambda weights: {"module": weights, "ds_version": "0.15"},
+    "twice": lambda weights: {"model": {"model_state_dict": weights, "name": "a"}, "optimizer": {}},
+}
+
+
+@pytest.mark.parametrize("by", WRAPPED)
+def test_a_state_dict_may_lie_inside_a_dict(by: str, tmp_path: Path) -> None:
     settings, golden = read_golden("lm1b_like")
-    torch.save({wrapped: OrderedDict(state_dict(golden)), "step": 3}, tmp_path / "model.pt")
+    torch.save(WRAPPED[by](OrderedDict(state_dict(golden))), tmp_path / "model.pt")
     file = write_settings(tmp_path / "settings.json", settings)
     import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original", settings=file)
     import_with(tmp_path / "plain", "lm1b_like", settings)
     assert_same_model(tmp_path / "bundle", tmp_path / "plain" / "bundle")
 
 
-def test_the_prefix_of_data_parallel_is_no_part_of_a_name(tmp_path: Path) -> None:
+def test_a_dict_that_holds_itself_ends(tmp_path: Path) -> None:
+    values: dict[str, Any] = {}
+    values["model"] = values
+    torch.save(values, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt holds dicts in dicts"):
+        import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original")
+
+
+PREFIXES = ["module.", "_orig_mod.", "model.", "_orig_mod.module.", "module._orig_mod.model.", "model.model._orig_mod."]
+PREFIXES += ["_forward_module.model.", "_fsdp_wrapped_module._checkpoint_wrapped_module."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_wrappers_put_before_names_is_no_part_of_them(format: Format, prefix: str, tmp_path: Path) -> None:
+    path, arguments = peers_file(tmp_path, format)
+    import_model(path, tmp_path / "plain", format=format, **arguments)
+
+    def wrap(weights: dict[str, Tensor]) -> None:
+        for name in list(weights):
+            weights[prefix + name] = weights.pop(name)
+
+    change_weights(path, format, wrap)
+    import_model(path, tmp_path / "bundle", format=format, **arguments)
+    assert_same_model(tmp_path / "bundle", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_that_were_wrapped_one_by_one_are_read_too(format: Format, tmp_path: Path) -> None:
+    path, arguments = peers_file(tmp_path, format)
+    import_model(path, tmp_path / "plain", format=format, **arguments)
+
+    def wrap(weights: dict[str, Tensor]) -> None:
+        for name in list(weights):
+            weights[re.sub(r"(layers\.\d+\.)", r"\1_fsdp_wrapped_module._orig_mod.", name)] = weights.pop(name)
+
+    change_weights(path, format, wrap)
+    import_model(path, tmp_path / "bundle", format=format, **arguments)
+    assert_same_model(tmp_path / "bundle", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.transformer."])
+def test_prefixes_in_safetensors_are_no_part_of_names(prefix: str, tmp_path: Path) -> None:
     settings, golden = read_golden("lm1b_like")
-    import_with(tmp_path / "plain", "lm1b_like", settings)
-    weights = {f"module.{name}": tensor for name, tensor in state_dict(golden).items()}
-    torch.save(weights, tmp_path / "model.pt")
     file = write_settings(tmp_path / "settings.json", settings)
-    import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original", settings=file)
-    assert_same_model(tmp_path / "bundle", tmp_path / "plain" / "bundle")
+    weights = {name: tensor.clone() for name, tensor in state_dict(golden).items()}
+    save_file(weights, tmp_path / "plain.safetensors")
+    save_file({f"{prefix}{name}": tensor for name, tensor in weights.items()}, tmp_path / "wrapped.safetensors")
+    import_model(tmp_path / "plain.safetensors", tmp_path / "plain", format="original", settings=file)
+    if "transformer." in prefix:  # a part that is no wrapper stays, and is named
+        with pytest.raises(CheckpointError, match=r"A name with `transformer\.` is Hugging Face's"):
+            import_model(tmp_path / "wrapped.safetensors", tmp_path / "bundle", format="original", settings=file)
+        return
+    import_model(tmp_path / "wrapped.safetensors", tmp_path / "bundle", format="original", settings=file)
+    assert_same_model(tmp_path / "bundle", tmp_path / "plain")
+
+
+def test_two_tensors_of_one_name_and_different_values_are_refused(tmp_path: Path) -> None:
+    path, arguments = peers_file(tmp_path, "original")
+    name = "layers.0.dec_attn.o_net.weight"
+    change_weights(path, "original", lambda weights: weights.update({f"module.{name}": weights[name].clone()}))
+    import_model(path, tmp_path / "bundle", format="original", **arguments)
+    change_weights(path, "original", lambda weights: weights.update({f"_orig_mod.{name}": weights[name] + 1}))
+    with pytest.raises(CheckpointError, match=rf"{name} and _orig_mod.{name} are one tensor of different values"):
+        import_model(path, tmp_path / "other", format="original", **arguments)
 
 
 @pytest.mark.parametrize(("widths", "expected"), [([410, 102, 25, 6], 4), ([10, 2], 4), ([16, 8, 4, 2], 2), ([32], 1)])

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordLevelTrainer, WordPieceTrainer
 
-from tests.helpers.corpora import random_texts
+from tests.helpers.corpora import random_texts, tiny_corpus
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.errors import DataError
 from txl_dist.text.base import END_OF_TEXT, Tokenizer
 from txl_dist.text.foreign import HuggingFaceTokenizer
-from txl_dist.text.importing import import_tokenizer
+from txl_dist.text.importing import import_tokenizer, open_tokenizer
 from txl_dist.text.subwords import PIECE_LEN
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.text.training import train_tokenizer
@@ -146,6 +148,93 @@ def theirs(path: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]]
         lambda ids: library.decode(ids, skip_special_tokens=False),
         library.id_to_token,
     )
+
+
+def gpt2_of_2019() -> Library:
+    library = Library(BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    settings: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": [END_OF_TEXT], "show_progress": False}
+    library.train_from_iterator(TEXTS, BpeTrainer(vocab_size=400, **settings))
+    return library
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_a_file_that_does_not_name_the_type_of_its_model_is_read_as_the_one_that_does(
+    name: str, files: dict[str, Path], tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    values = json.loads(files[name].read_text(encoding="utf-8"))
+    del values["model"]["type"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    untyped = import_tokenizer(tmp_path / "tokenizer.json", lambda: TEXTS)
+    assert untyped.symbols == tokenizers[name].symbols
+    assert (untyped.is_lossless, untyped.unknown_id) == (tokenizers[name].is_lossless, tokenizers[name].unknown_id)
+    for text in ORDINARY:
+        assert untyped.encode(text).tolist() == tokenizers[name].encode(text).tolist()
+    untyped.save(tmp_path / "ours.json")
+    assert load_tokenizer(tmp_path / "ours.json").fingerprint == untyped.fingerprint
+
+
+def test_a_folder_stands_for_the_tokenizer_in_it(files: dict[str, Path], tmp_path: Path) -> None:
+    library = gpt2_of_2019()
+    for number, (name, path) in enumerate(files.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shutil.copy(path, folder / ("tokenizer.json" if path.suffix == ".json" else "spiece.model"))
+        (folder / "config.json").write_text("{}")
+        assert open_tokenizer(folder).fingerprint == open_tokenizer(path).fingerprint, name
+    library.save(str(tmp_path / "whole.json"))
+    expected = open_tokenizer(tmp_path / "whole.json")
+    old = tmp_path / "old"
+    old.mkdir()
+    library.model.save(str(old))  # vocab.json, merges.txt
+    cache = tmp_path / "models--gpt2" / "snapshots" / "607a30d"
+    shutil.copytree(old, cache)
+    for path in (old / "vocab.json", old / "merges.txt"):
+        path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    for folder in (old, cache, cache.parents[1]):
+        found = open_tokenizer(folder)
+        assert found.symbols == expected.symbols
+        assert found.is_lossless
+        assert found.end_of_text == expected.end_of_text
+        for text in ORDINARY:
+            assert found.encode(text).tolist() == expected.encode(text).tolist()
+
+
+def test_a_corpus_is_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path, texts=["ab", "ba"], valid_fraction=0.0)
+    again = prepare_corpus(
+        tmp_path / "again", inputs=[tmp_path / "corpus.jsonl"], tokenizer_path=corpus.folder, valid_fraction=0.0
+    )
+    assert again.corpus.tokenizer.fingerprint == corpus.tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "is a folder without a tokenizer"),
+        (["config.json"], "is a folder without a tokenizer"),
+        (["a.model", "b.model"], r"several sentencepiece models \(a\.model, b\.model\)"),
+        (["vocab.txt"], r"without tokenizer\.json.*save_pretrained"),
+        (["vocab.json"], r"without tokenizer\.json.*save_pretrained"),
+        (["vocab.json", "merges.txt"], r"vocab\.json is no vocabulary"),
+    ],
+)
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path, names: list[str], message: str) -> None:
+    for name in names:
+        (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match=message) as caught:
+        open_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("merges", ["a", "a b c", "a  b", "\u0120 zzz"])
+def test_damaged_merges_are_refused(tmp_path: Path, merges: str) -> None:
+    gpt2_of_2019().model.save(str(tmp_path))
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"merges\.txt is no list of merges"):
+        open_tokenizer(tmp_path)
 
 
 ORDINARY = ["", "the cat", "Didn't THEY see?", PROSE, " \n\n  two  blanks ", "\U0001f680 \u0416\u4e2d", *TEXTS[:31]]
