@@ -273,7 +273,8 @@ def is_file_name(name: object) -> bool:
 def inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     """The path of a file that a manifest lists: below its folder, whatever the manifest and links say.
 
-    `nested` allows names with /. Raises ValueError for a name that is none or leaves the folder.
+    `nested` allows names with /. A snapshot of huggingface_hub's cache holds links to the blobs of its repository,
+    which count as inside. Raises ValueError for a name that is none or leaves the folder.
     """
     parts = name.split("/") if nested and isinstance(name, str) else [name]
     if not all(map(is_file_name, parts)):
@@ -282,9 +283,16 @@ def inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     for part in map(str, parts):
         path = path / part
         # os.path.islink is one look at the disk; to resolve every path would be many.
-        if os.path.islink(path) and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        if os.path.islink(path) and not _leads_inside(path, folder):
             raise ValueError(f"{name!r} is a link that leads out of this folder")
     return path
+
+
+def _leads_inside(link: Path, folder: Path) -> bool:
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(link))
+    if target.is_relative_to(home):
+        return True
+    return home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
 
 
 def canonical_hash(values: dict[str, Any]) -> str:

@@ -3,6 +3,9 @@
 Everything is written into `NAME.tmp-NONCE`, the manifest last, all of it fsynced; then the folder is renamed to `NAME`.
 A crash before the rename leaves a temporary folder that nobody reads. `MANIFEST.json` lists every file with its bytes
 and sha256 and ends with a hash of itself, so that a truncation or a flipped bit anywhere is found before loading.
+
+Not held against a folder: `FOR_PEOPLE`, which no program reads and people edit, and hidden files at its top, which
+version control, hubs and desktops leave there. They may change, appear and go.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from txl_dist.errors import CheckpointError
 from txl_dist.files import canonical_hash, flush_folder, free_name, inside, read_json, sha256_of_file, write_hashed_json
 
 MANIFEST = "MANIFEST.json"
+FOR_PEOPLE = ("README.md", "LICENSE")
+"""Files that people write and edit; no program reads them."""
 FORMAT_VERSION = 1
 
 
@@ -83,9 +88,17 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
     if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
         return [f"{path} does not say the bytes and the sha256 of every file"]
-    strangers = [f"{name} is not in the manifest" for name in files_of(folder) if name not in files] if not part else []
-    mine = sorted(files)[part::num_parts]
+    checked = [name for name in sorted(files) if not _is_free(name)]
+    surplus = [name for name in files_of(folder) if name not in files and not _is_free(name)] if part == 0 else []
+    strangers = [f"{name} is not in the manifest" for name in surplus]
+    mine = checked[part::num_parts]
     return strangers + [problem for name in mine if (problem := _file_problem(folder, name, files[name]))]
+
+
+def _is_free(name: str) -> bool:
+    """Whether a file may differ from the manifest: one for people, or one that is hidden at the top."""
+    top = name.partition("/")[0]
+    return name in FOR_PEOPLE or (top.startswith(".") and top not in (".", ".."))
 
 
 def check_folder(folder: Path, *, remedy: str) -> None:

@@ -23,7 +23,7 @@ HOUSE = (
     "allocator console faults files meeting rng sections suggest tables",
     "foreign_names",
     "config dist log manifest processes run_files tensor_files",
-    "progress stages",
+    "hub progress stages",
     "text",
     "data model",
     "infer",
@@ -49,6 +49,7 @@ INSIDE = {
         "start",
     ),
     "ops": (
+        "training_facts",
         "chatter evaluation_settings export inspect_settings launcher_files plan report",
         "doctor",
         "evaluate generation inspect_run launcher sweep",
@@ -59,19 +60,8 @@ STRANGERS = {("infer", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = {
     *("__init__", "__main__", "allocator", "cli", "config", "console", "errors", "files", "manifest", "processes"),
-    *(
-        "foreign_names",
-        "progress",
-        "rng",
-        "run_files",
-        "sections",
-        "stages",
-        "suggest",
-        "tables",
-        "text",
-        "data",
-        "verbs",
-    ),
+    *("foreign_names", "hub", "progress", "rng", "run_files", "sections", "stages", "suggest", "tables", "text"),
+    *("data", "verbs"),
 }
 """Rooms that can be imported without torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}

@@ -27,7 +27,9 @@ from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
 from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES, Package
+from txl_dist.infer.card import README, write_readme
 from txl_dist.manifest import replace_folder
+from txl_dist.run_files import Kind
 from txl_dist.sections import ModelSection
 from txl_dist.tensor_files import write_tensors
 from txl_dist.text.base import Tokenizer
@@ -38,7 +40,7 @@ BIASES = ("r_w_bias", "r_r_bias")
 TOKENIZER = "txl_tokenizer.json"
 VOCABULARIES = (TOKENIZER, "vocab.pkl", "vocab.bin", "vocab.txt")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenizer_config.json"}
+WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenizer_config.json", README}
 
 
 def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
@@ -90,6 +92,8 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
         different = [name for name, tensor in back.items() if not torch.equal(tensor, cast[name].float())]
         if different:
             raise CheckpointError(f"{out} would not give back {', '.join(different[:3])}. Report this defect.")
+        num_bytes = (temporary / "model.safetensors").stat().st_size
+        write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), Kind.HUGGINGFACE)
         replace_folder(temporary, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error

@@ -5,6 +5,7 @@
     model.safetensors                       weights under our names, each tied tensor once
     tokenizer.json, tokenizer_config.json   the tokenizer for transformers, where it can be said there
     txl_tokenizer.json                      ours, as in a bundle
+    README.md                               the model card, for people
     MANIFEST.json                           bytes and sha256 of each file
 
 Where transformers 5 is installed, what was written is loaded and held against the bundle before it is published.
@@ -26,6 +27,7 @@ from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance, prove
+from txl_dist.infer.card import write_readme
 from txl_dist.infer.probe import log_probabilities
 from txl_dist.run_files import CODE, Kind
 from txl_dist.tensor_files import write_tensors
@@ -80,6 +82,8 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         tolerance = probe_tolerance({bundle.dtype}, largest_loss=float(bundle.probe["losses"].max()))
         if difference is not None and not difference <= tolerance:
             raise CheckpointError(f"transformers would differ by {difference:.3g} nats. Report this defect.")
+        num_bytes = (folder / "model.safetensors").stat().st_size
+        write_readme(folder, bundle.described(dtype=bundle.dtype, num_bytes=num_bytes), Kind.HUGGINGFACE_CODE)
     return Written(difference, has_tokenizer)
 
 

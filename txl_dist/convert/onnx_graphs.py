@@ -39,6 +39,7 @@ from txl_dist.errors import CheckpointError, ConfigError, explained
 from txl_dist.files import open_new, write_bytes
 from txl_dist.infer.bundle import Bundle, prove
 from txl_dist.infer.cached import FrozenModel
+from txl_dist.infer.card import write_readme
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding
 from txl_dist.model.block import Block
 from txl_dist.model.memory import EMPTY, Memory, visible_keys
@@ -112,6 +113,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
             "source": bundle.source,
         }
         write_bytes(folder / "config.json", json.dumps(content, indent=1).encode() + b"\n")
+        num_bytes = sum(path.stat().st_size for path in (*folder.glob("*.onnx"), *folder.glob("*.bin")))
+        write_readme(folder, bundle.described(dtype="fp32", num_bytes=num_bytes), Kind.ONNX)
     return error
 
 

@@ -5,9 +5,11 @@
     tokenizer.json       text <-> ids
     train.toml           settings to go on training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
     probe.safetensors    tokens and the losses of the engine that trained the weights; checked at every load
+    card.json            what is known of the training, and what the user stated: `card`
+    README.md            the same for people, as a model card; it may be edited
     MANIFEST.json        bytes and sha256 of each file
 
-Loading needs neither DeepSpeed nor a launcher.
+Bundles of older programs have no card.json and no README.md. Loading needs neither DeepSpeed nor a launcher.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.files import parse_object, read_bytes, write_bytes
+from txl_dist.hub import local_model
+from txl_dist.infer.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.streamed import StreamedXL
 from txl_dist.infer.weights import Weights, copy_rows, stored_weights, write_weights
@@ -92,6 +96,28 @@ class Package:
     """`tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them."""
     probe_dtype: str = "fp32"
     """Type in which the probe was computed."""
+    card: Card = NOTHING_STATED
+    """What is known of the model besides."""
+
+    def described(self, *, dtype: str, num_bytes: int) -> Model:
+        """The model as its card shows it, with weights of this type in a file of so many bytes."""
+        # Tied tensors may be in `weights` under each of their names: the network has each once.
+        with torch.device("meta"):
+            network = TransformerXL(self.section, vocab_size=self.tokenizer.vocab_size)
+        return Model(
+            section=self.section,
+            vocab_size=self.tokenizer.vocab_size,
+            segment_len=self.segment_len,
+            memory_len=self.memory_len,
+            memory_lens=self.memory_lens,
+            document_border=self.document_border,
+            dtype=dtype,
+            tokenizer=self.tokenizer.kind,
+            num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+            num_bytes=num_bytes,
+            source=self.source,
+            card=self.card,
+        )
 
     def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
         """With its network; `where` names it in errors. Raises CheckpointError if weights and settings do not fit."""
@@ -171,6 +197,9 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         package.tokenizer.save(temporary / "tokenizer.json")
         train = {"data": {"document_border": border}, "model": model, "train": lengths}
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
+        write_card(temporary, package.card)
+        described = package.described(dtype=dtype, num_bytes=(temporary / WEIGHTS).stat().st_size)
+        write_readme(temporary, described, Kind.BUNDLE)
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         check_folder(temporary, remedy="Choose a folder on another disk.")
         _Content.model_validate_json(read_bytes(temporary / "config.json"))
@@ -185,11 +214,11 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
 
 
 def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
-    """Load a bundle and check it: hashes, shapes and the probe.
+    """Load a bundle, from a folder or an hf:// address, and check it: hashes, shapes and the probe.
 
     Raises CheckpointError, and ConfigError for a device that is not there.
     """
-    folder, device = Path(path), check_device(device)
+    folder, device = local_model(path), check_device(device)
     package, dtype = read_bundle(folder)
     with _readable(folder):
         bundle = package.open(dtype, device=device, where=str(folder))
@@ -227,6 +256,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
             source=content.source,
             probe=load_file(folder / "probe.safetensors"),
             probe_dtype=content.probe_dtype,
+            card=read_card(folder),
         )
         return package, content.dtype
 
@@ -239,8 +269,9 @@ def _readable(where: Path | str) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
+        file = CARD if error.title == Card.__name__ else "config.json"
         raise CheckpointError(
-            f"{where} cannot be read: config.json, {place:.80}: {first['msg']}. Export it again."
+            f"{where} cannot be read: {file}, {place:.80}: {first['msg']}. Export it again."
         ) from error
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:  # the last: not enough memory
         if isinstance(error, TxlError):

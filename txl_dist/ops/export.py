@@ -7,17 +7,19 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from txl_dist.config import Config, load_config
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.huggingface_export import Written, export_huggingface_code
 from txl_dist.convert.onnx_graphs import export_onnx
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.files import path_of
-from txl_dist.infer.bundle import WEIGHTS, Package, check_device, load_bundle, read_bundle, write_bundle
+from txl_dist.hub import local_model
+from txl_dist.infer.bundle import WEIGHTS, Bundle, Package, check_device, load_bundle, read_bundle, write_bundle
+from txl_dist.infer.card import Sample, Stated
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
+from txl_dist.ops.training_facts import card_of_checkpoint
 from txl_dist.run_files import SETTINGS, TRAINED, Kind, kind_of, list_checkpoints, require
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.probe import AVERAGE_LOSSES, read_probe
@@ -25,6 +27,11 @@ from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_fi
 from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
 
 T = TypeVar("T")
+NOTHING_STATED = Stated()
+MOST_SAMPLED = 16_000_000
+"""Parameters of a model that writes a sample for its card at export, where its training wrote none: a larger one is
+never held in memory whole."""
+SAMPLE_SETTINGS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
 
 
 class Trained(NamedTuple):
@@ -113,13 +120,36 @@ def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
     return Trained(folder, config, package)
 
 
-def _read(source: Path) -> tuple[Path, Package]:
-    """(folder it comes from, model) of a run, a checkpoint or a bundle."""
+def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
+    """(folder it comes from, model with its card) of a run, a checkpoint or a bundle."""
     if kind_of(source) is not Kind.BUNDLE:
         trained = read_trained(source)
-        return trained.folder, trained.package
+        return trained.folder, _with_card(trained, stated)
     bundle = load_bundle(source)
-    return source, _rounded_once(bundle, bundle.dtype)
+    card = bundle.card.with_stated(stated)
+    return source, dataclasses.replace(_rounded_once(bundle, bundle.dtype), card=card)
+
+
+def _with_card(trained: Trained, stated: Stated) -> Package:
+    """The package of a checkpoint with what its run recorded and a person states."""
+    package, saved = trained.package, read_state(trained.folder)
+    is_average = bool(package.source.get("average"))
+    card = card_of_checkpoint(trained.folder, saved, trained.config, average=is_average).with_stated(stated)
+    if card.sample is None:
+        card = card.model_copy(update={"sample": _sample(package, where=str(trained.folder))})
+    return dataclasses.replace(package, card=card)
+
+
+def _sample(package: Package, *, where: str) -> Sample | None:
+    """What a small model writes; None for a large one, and for one that cannot begin a document."""
+    if sum(weight.shape.numel() for weight in package.weights.values()) > MOST_SAMPLED:
+        return None
+    try:
+        text = LanguageModel(package.open(where=where)).generate("", **SAMPLE_SETTINGS).text
+    except ConfigError:
+        return None
+    how = ", ".join(f"{name} {value}" for name, value in SAMPLE_SETTINGS.items())
+    return Sample(prompt="", text=text, how=f"drawn at export with {how}")
 
 
 def _rounded_once(package: Package, dtype: str) -> Package:
@@ -127,9 +157,11 @@ def _rounded_once(package: Package, dtype: str) -> Package:
     return package if dtype == "fp32" else dataclasses.replace(package, probe_dtype=dtype)
 
 
-def export_bundle(source: Path, out: Path, *, dtype: str = "fp32", average: bool = False) -> Exported:
+def export_bundle(
+    source: Path, out: Path, *, dtype: str = "fp32", average: bool = False, stated: Stated = NOTHING_STATED
+) -> Exported:
     """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time; by `average` of the
-    averages that a run or checkpoint has of its weights.
+    averages that a run or checkpoint has of its weights. Its card says what is `stated`.
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """
@@ -141,35 +173,39 @@ def export_bundle(source: Path, out: Path, *, dtype: str = "fp32", average: bool
         return Exported(folder, error, num_bytes, num_bytes / (4 * values))
 
     if kind_of(source) is not Kind.BUNDLE:
-        return use_trained(source, lambda trained: write(trained.folder, trained.package), average=average)
+        return use_trained(source, lambda trained: write(trained.folder, _with_card(trained, stated)), average=average)
     package, held = read_bundle(source)
     package.proven(held, where=str(source))
-    return write(source, _rounded_once(package, held))
+    described = dataclasses.replace(package, card=package.card.with_stated(stated))
+    return write(source, _rounded_once(described, held))
 
 
-def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32") -> Path:
+def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED) -> Path:
     """Write a Hugging Face folder from a run, a checkpoint or a bundle; returns the folder it came from.
 
     Raises CheckpointError if nothing whole is found, `out` cannot be written, or the format cannot express the model.
     """
-    folder, package = _read(source)
+    folder, package = _read(source, stated)
     _check_alike(package)
     export_huggingface(out, package, dtype=dtype)
     return folder
 
 
-def export_to_onnx(source: Path, out: Path) -> float:
+def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) -> float:
     """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle; returns the largest difference of a
     log-probability to its source, in nats. Raises as `export_onnx`, and CheckpointError if nothing whole is found."""
-    bundle = load(source).bundle
-    _check_alike(bundle)
+    folder, package = _read(source, stated)
+    _check_alike(package)
+    bundle = package if isinstance(package, Bundle) else package.open(where=str(folder))
     return export_onnx(out, bundle)
 
 
-def export_to_huggingface_code(source: Path, out: Path, *, dtype: str = "fp32") -> Written:
+def export_to_huggingface_code(
+    source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED
+) -> Written:
     """Write a Hugging Face folder with its own code, from a run, a checkpoint or a bundle. Raises as
     `export_huggingface_code`, and CheckpointError if nothing whole is found."""
-    folder, package = _read(source)
+    folder, package = _read(source, stated)
     _check_alike(package)
     return export_huggingface_code(out, package.open(dtype, where=str(folder)))
 
@@ -184,12 +220,13 @@ def _check_alike(package: Package) -> None:
 
 
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
-    """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold.
+    """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold. A string
+    may be the address of a bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION], which is downloaded.
 
-    Nothing is written. Raises CheckpointError if nothing whole is found, ConfigError for a path to something else and
+    Raises CheckpointError if nothing whole is found, ConfigError for a path to something else and
     for a device that is not there.
     """
-    source, device = path_of(source), check_device(device)
+    source, device = local_model(source), check_device(device)
     if require(source, *TRAINED) is Kind.BUNDLE:
         return LanguageModel(load_bundle(source, device=device))
     return LanguageModel(use_trained(source, lambda one: one.package.open(device=device, where=str(one.folder))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
+from txl_dist.infer.card import Stated
 from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.tables import size
@@ -58,6 +60,7 @@ def export(
     source: Positional[Path],
     out: Positional[Path],
     /,
+    stated: Annotated[Stated, arg(name="")],
     format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
     dtype: WeightType = "fp32",
     average: bool = False,
@@ -67,6 +70,7 @@ def export(
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder or bundle.
         out: Folder to write; an older one of the same format is replaced.
+        stated: What the model card, README.md in the folder, cannot take from the run.
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
@@ -86,17 +90,22 @@ def export(
             f"int8 is a type of our bundles, which no reader of --format {format} knows. Give another --dtype, "
             "or --format bundle."
         )
+    stated.check()
+    if remark := stated.remark():
+        say(remark, to=sys.stderr)
     announce(f"exporting {source}, {kind.value}")
     from txl_dist.ops.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
     if format == "huggingface":
-        say(f"{out}: written from {export_to_huggingface(source, out, dtype=dtype)}, and read back bit for bit")
+        folder = export_to_huggingface(source, out, dtype=dtype, stated=stated)
+        say(f"{out}: written from {folder}, and read back bit for bit")
         return
     if format == "onnx":
-        say(f"{out}: written; largest difference to {source} by ONNX Runtime {export_to_onnx(source, out):.2e} nats")
+        error = export_to_onnx(source, out, stated=stated)
+        say(f"{out}: written; largest difference to {source} by ONNX Runtime {error:.2e} nats")
         return
     if format == "huggingface-code":
-        written = export_to_huggingface_code(source, out, dtype=dtype)
+        written = export_to_huggingface_code(source, out, dtype=dtype, stated=stated)
         checked = "not checked: transformers 5 is not installed"
         if written.difference is not None:
             checked = f"largest difference to {source} by transformers {written.difference:.2e} nats"
@@ -104,7 +113,7 @@ def export(
         if not written.has_tokenizer:
             say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
-    made = export_bundle(source, out, dtype=dtype, average=average)
+    made = export_bundle(source, out, dtype=dtype, average=average, stated=stated)
     say(
         f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
         f"weights {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32"

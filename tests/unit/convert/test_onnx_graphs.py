@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 
 from tests.helpers.bundles import SEGMENT_LEN, make
 from tests.helpers.models import VARIANTS
@@ -84,6 +85,7 @@ def test_onnx_runtime_alone_scores_and_generates_as_the_bundle(name: str, tmp_pa
     assert export_onnx(tmp_path / "graphs", lm.bundle) <= TOLERANCE
     assert kind_of(tmp_path / "graphs") is Kind.ONNX
     assert problems_of(tmp_path / "graphs") == []
+    assert ModelCard.load(tmp_path / "graphs" / "README.md").data.pipeline_tag == "text-generation"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "novel.txt").touch()
     with pytest.raises(CheckpointError, match="exists and is not a folder of ONNX graphs"):

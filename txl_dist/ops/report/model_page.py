@@ -1,21 +1,34 @@
 """`txl report` of a checkpoint or a bundle: its run's page where it lies in a run, else a page of what it holds itself.
 
-Neither has records of a training, so such a page shows no curve: what the model is, where it comes from, its settings.
-It is written beside the folder, never into it, where a file that the manifest does not list is damage.
+A bundle's page is its model card: what the model is, how it was trained, scores, a sample, how to use it. A checkpoint
+without its run shows how far it is, and its settings. The page is written next to the folder, not into it, where a
+file that the manifest does not list is damage.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from txl_dist.errors import CheckpointError, ConfigError
+from safetensors import SafetensorError, safe_open
+
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.files import parse_object, read_bytes
+from txl_dist.infer.card import Model, model_rows, protocols, read_card, score_rows, training_rows, usage
 from txl_dist.ops.report.records import history_of
-from txl_dist.ops.report.report import check_writable, setting_rows, write_page, write_report
-from txl_dist.ops.report.summary import Run, defaults, fact_lines, facts_of, read_settings
+from txl_dist.ops.report.report import check_writable, cut, setting_rows, write_page, write_report
+from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, read_settings
 from txl_dist.run_files import RECORDS, STATE, Kind, kind_of
+from txl_dist.sections import ModelSection
 from txl_dist.tables import printable
+from txl_dist.text.tokenizer import load_tokenizer
+
+_WEIGHTS = "model.safetensors"
+_SCALE = ".scale"
+"""What the names of the scales of int8 weights end with: they are no parameters."""
 
 
 def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
@@ -34,34 +47,87 @@ def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str
         )
     check_writable(page)
     try:
-        run = _bundle(folder) if kind is Kind.BUNDLE else _checkpoint(folder)
-        facts = facts_of(run)
+        content = _bundle(folder) if kind is Kind.BUNDLE else _checkpoint(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, TxlError):
+            raise
         raise CheckpointError(f"{folder} cannot be read: {error!r}. `txl verify {folder}` lists its damage.") from error
-    lead = f"{kind.value[2:].capitalize()} without the records of its training: txl report of its run has those."
-    rows = setting_rows([run.settings, defaults()], ["this model", "default"]) if run.settings else []
-    content = {"title": printable(run.name), "lead": lead, "facts": facts, "setting_rows": rows, "run": run}
-    return [lead, *fact_lines(facts), write_page(page, "model.html.j2", **content)]
+    return [content["lead"], *fact_lines(content["facts"]), write_page(page, "model.html.j2", **content)]
 
 
-def _bundle(folder: Path) -> Run:
-    """What it tells of the run that it comes from."""
-    content = parse_object(read_bytes(folder / "config.json"))
-    source = dict(content["source"])
-    origin = f"imported from {source.get('file', 'elsewhere')} ({source.get('imported', 'unknown')})"
-    if "step" in source:
-        origin = f"step {source['step']:,} of {source.get('run', 'a run')}"
-    settings = {f"model.{name}": value for name, value in dict(content["model"]).items()}
-    settings |= {f"train.{name}": content[name] for name in ("segment_len", "memory_len")}
-    settings |= {"data.document_border": content["document_border"]}
-    state = {"vocab_size": content["vocab_size"], "dtype": content["dtype"]}
-    return Run(folder, history_of([]), settings, "", state, f"from {origin}")
+def _bundle(folder: Path) -> dict[str, Any]:
+    """The content of a bundle's page: its card."""
+    config = parse_object(read_bytes(folder / "config.json"))
+    own_settings = dict(config["model"])
+    model = Model(
+        section=ModelSection.model_validate_json(json.dumps(own_settings)),
+        vocab_size=int(config["vocab_size"]),
+        segment_len=int(config["segment_len"]),
+        memory_len=int(config["memory_len"]),
+        memory_lens=tuple(config.get("memory_lens", ())),
+        document_border=config["document_border"],
+        dtype=str(config["dtype"]),
+        tokenizer=_tokenizer_kind(folder),
+        num_parameters=_num_parameters(folder),
+        num_bytes=_num_bytes(folder),
+        source=dict(config["source"]),
+        card=read_card(folder),
+    )
+    settings = {f"model.{name}": value for name, value in own_settings.items()}
+    settings |= {f"train.{name}": config[name] for name in ("segment_len", "memory_len")}
+    settings |= {"data.document_border": config["document_border"]}
+    card = model.card
+    return {
+        "title": model.title,
+        "lead": f"Model card of {printable(str(folder))}. The page of its run, if you have it, shows the training.",
+        "facts": [Fact(name, printable(value)) for name, value in (*model_rows(model), *training_rows(model))],
+        "score_rows": score_rows(card.scores),
+        "protocols": protocols(card.scores),
+        "sample": card.sample and card.sample.model_copy(update={"text": cut(card.sample.text)}),
+        "usage": usage(model, Kind.BUNDLE, str(folder)),
+        "setting_rows": setting_rows([settings, defaults()], ["this model", "default"]),
+        "settings_problem": "",
+        "is_bundle": True,
+    }
 
 
-def _checkpoint(folder: Path) -> Run:
-    """As a run whose only record is how far it is."""
+def _tokenizer_kind(folder: Path) -> str | None:
+    with suppress(TxlError):
+        return load_tokenizer(folder / "tokenizer.json").kind
+    return None
+
+
+def _num_parameters(folder: Path) -> int | None:
+    """From the header of the file of weights, which is read without torch."""
+    with suppress(OSError, SafetensorError), safe_open(folder / _WEIGHTS, framework="numpy") as file:
+        slices = [file.get_slice(name) for name in file.keys() if not name.endswith(_SCALE)]  # noqa: SIM118
+        return int(sum(math.prod(one.get_shape()) for one in slices))
+    return None
+
+
+def _num_bytes(folder: Path) -> int | None:
+    with suppress(OSError):
+        return (folder / _WEIGHTS).stat().st_size
+    return None
+
+
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's page: as that of a run whose only record is how far it is."""
     state = parse_object(read_bytes(folder / STATE))
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
     ranks = f"saved by {state['world_size']} ranks"
-    return Run(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
+    run = Run(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
+    lead = "Checkpoint without the records of its training: txl report of its run has those."
+    return {
+        "title": printable(run.name),
+        "lead": lead,
+        "facts": facts_of(run),
+        "score_rows": [],
+        "protocols": [],
+        "sample": None,
+        "usage": [],
+        "setting_rows": setting_rows([settings, defaults()], ["this model", "default"]) if settings else [],
+        "settings_problem": problem,
+        "is_bundle": False,
+    }
