@@ -21,8 +21,9 @@ class PrepareArguments(PrepareSettings):
     """The settings of a preparation, some under shorter names."""
 
     inputs: Positional[tuple[str, ...]]
-    """Files, folders, quoted globs, URLs; .gz .zst .xz .jsonl .parquet; `-`, `pipe:COMMAND`; `stdlib`, the source text
-    of this Python's standard library; or one of enwik8, text8, wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
+    """Files, folders, quoted globs, URLs: text, JSON lines or parquet, also compressed; `-`, `pipe:COMMAND`; `stdlib`,
+    the source text of this Python's standard library; or one of enwik8, text8, wikitext-103, wikitext-2, lm1b,
+    tinyshakespeare."""
     out: Path
     """Folder of the corpus."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()

@@ -4,8 +4,8 @@ A part is a list of blocks of whole raw records. Where parts begin and end is a 
 `part_bytes`, from any cursor on: a preparation that goes on after a kill makes the parts that the first one would
 have made, and starts behind those that are there. Nothing is decoded or parsed here; memory holds one part.
 
-What it gives up: inputs that grow or change while they are read; an array has to fit in memory, and a plain text file
-unless its documents are lines or paragraphs.
+What it gives up: inputs that grow or change while they are read; an array has to fit in memory, a plain text file
+unless its documents are lines or paragraphs, and a parquet file that is compressed as a whole or comes from a pipe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from txl_dist.data.prepare.documents import Block, check_length, end_of_records
+from txl_dist.data.prepare.documents import Block, Form, check_length, end_of_records
 from txl_dist.data.prepare.opening import open_source, skip
 from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.errors import DataError, explained
@@ -54,6 +54,8 @@ class Part(NamedTuple):
     stored_bytes: int
     """Bytes of all input up to the end of the part, as stored, or decompressed if their number is unknown; for
     progress."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """(file, sentence on how it is read) of files that begin in the part."""
 
 
 def read_parts(
@@ -69,41 +71,45 @@ def read_parts(
     Raises DataError if a file cannot be read, ends too early, or holds a document of 2 GiB or more.
     """
     blocks: list[Block] = []
+    notes: list[tuple[str, str]] = []
     held, ordinal = 0, begin.ordinal
     stored = sum(file.size or 0 for file in files[: begin.file])
     start = begin
     for number, file in enumerate(files[start.file :], start=start.file):
         first = start if number == start.file else Cursor()
         at, unit = first.offset, first.unit
-        with open_source(file, allow_protocols) as (stream, stored_of_file):
-            for data, length, units in _records(file, stream, first.offset, min(part_bytes, _BLOCK_BYTES), jsonl_field):
-                blocks.append(Block(file.path, file.form, file.split, unit, ordinal, data))
+        with open_source(file, allow_protocols) as opened:
+            notes += [(file.path, opened.note)] if opened.note else []
+            block_bytes = min(part_bytes, _BLOCK_BYTES)
+            records = _records(file.path, opened.form, opened.stream, first.offset, block_bytes, jsonl_field)
+            for data, length, units in records:
+                blocks.append(Block(file.path, opened.form, file.split, unit, ordinal, data))
                 held, at, unit, ordinal = held + len(data), at + length, unit + units, ordinal + units
                 if held >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
                     end = Cursor(number, at, unit, ordinal)
-                    yield Part(blocks, begin, end, stored + (at if file.size is None else stored_of_file()))
-                    blocks, held, begin = [], 0, end
+                    read = at if file.size is None else opened.stored_bytes()
+                    yield Part(blocks, begin, end, stored + read, tuple(notes))
+                    blocks, notes, held, begin = [], [], 0, end
         stored += at if file.size is None else file.size
     if blocks:
-        yield Part(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored)
+        yield Part(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored, tuple(notes))
 
 
 def _records(
-    file: SourceFile, stream: IO[bytes], offset: int, block_bytes: int, field: str
+    path: str, form: Form, stream: IO[bytes], offset: int, block_bytes: int, field: str
 ) -> Iterator[tuple[bytes, int, int]]:
     """(data, how far it moves the offset, raw records or lines in it) of each block of a file."""
-    if file.form in ("parquet", "npy"):
-        is_array, path = file.form == "npy", file.path
-        found = _array_rows(stream, offset, path) if is_array else _row_batches(stream, offset, field, path)
+    if form in ("parquet", "npy"):
+        found = _array_rows(stream, offset, path) if form == "npy" else _row_batches(stream, offset, field, path)
         yield from ((data, rows, rows) for data, rows in found)
         return
     skip(stream, offset)
-    if file.form == "file":
+    if form == "file":
         if not offset:
             whole = bytearray()
             while chunk := stream.read(_MIB):
                 whole += chunk
-                check_length(len(whole), file.path)
+                check_length(len(whole), path)
             yield bytes(whole), len(whole), 1
         return
     held = b""
@@ -116,14 +122,14 @@ def _records(
     while True:
         data = take(block_bytes)
         is_last = len(data) < block_bytes
-        while not is_last and not (end := end_of_records(data, file.form)):
-            check_length(len(data), file.path)
+        while not is_last and not (end := end_of_records(data, form)):
+            check_length(len(data), path)
             more = take(len(data))  # doubled each time: a long record costs no quadratic copying
             is_last = len(more) < len(data)
             data += more
         if is_last:
             end = len(data)
-        while data.count(b"\n", 0, end) > MOST_RECORDS and (half := end_of_records(data[: end // 2], file.form)):
+        while data.count(b"\n", 0, end) > MOST_RECORDS and (half := end_of_records(data[: end // 2], form)):
             end = half
         if not data:
             return
@@ -161,7 +167,8 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
         import pyarrow.parquet
     remedy = "Mend or remove the file, then prepare again."
     with explained(DataError, f"cannot read {path}", remedy, of=(pyarrow.ArrowException,)):
-        table = pyarrow.parquet.ParquetFile(stream, page_checksum_verification=True)
+        source = stream if stream.seekable() else io.BytesIO(stream.read())  # it is read from its end
+        table = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
         known = table.schema_arrow
         kinds = {pyarrow.string(), pyarrow.large_string()}
         if field not in known.names or known.field(field).type not in kinds:

@@ -28,6 +28,10 @@ TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
 """Bytes from which on a document is too long; of ready ids those of their names."""
 _IDS_AT_ONCE = 1 << 12
+_LOOKED_AT = 1 << 16
+"""Bytes of a damaged document that say whether it is in another encoding."""
+_MANY_DAMAGED = 3
+"""Damaged characters that are no accident."""
 SHORTEST_TAIL = 100
 """Characters that the end of a document must have to be held out: with a share of 0.05 a text of 2,000."""
 
@@ -286,7 +290,8 @@ def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingError
         if encoding_errors == "keep" and form != "jsonl":
             return Document(where, ordinal, raw.decode("utf-8", "surrogateescape"))
         if encoding_errors in ("refuse", "keep"):
-            raise _not_utf8(where, f"byte {error.start} (0x{raw[error.start]:02x})") from error
+            what = f"byte {error.start} (0x{raw[error.start]:02x})"
+            raise _not_utf8(where, what, is_mostly_damaged=_is_mostly_damaged(raw)) from error
     if encoding_errors == "skip":
         return Document(where, ordinal, "", "skipped")
     return Document(where, ordinal, raw.decode("utf-8", errors="replace"), "replaced")
@@ -306,7 +311,20 @@ def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> 
     return document
 
 
-def _not_utf8(where: str, what: str) -> DataError:
+def _is_mostly_damaged(raw: bytes) -> bool:
+    """Whether most characters outside ASCII are damaged: then the text is in another encoding."""
+    beginning = raw[:_LOOKED_AT]
+    damaged = beginning.decode("utf-8", errors="replace").count("\ufffd")
+    sound = sum(not each.isascii() for each in beginning.decode("utf-8", errors="ignore"))
+    return damaged >= _MANY_DAMAGED and damaged > sound
+
+
+def _not_utf8(where: str, what: str, *, is_mostly_damaged: bool = False) -> DataError:
+    if is_mostly_damaged:
+        return DataError(
+            f"{where}: {what} is not valid UTF-8, nor are most others outside ASCII. The text is in another encoding: "
+            "convert the file with `iconv -f ENCODING -t UTF-8`, for instance from WINDOWS-1252, GB18030 or SHIFT-JIS."
+        )
     return DataError(
         f"{where}: {what} is not valid UTF-8. Convert the file, or prepare with `--encoding-errors replace` "
         "(U+FFFD in its place) or `--encoding-errors skip` (leave the document out)."

@@ -1,5 +1,8 @@
 """The bytes of one input file, whatever its store and compression, or an error that names it.
 
+The first 4 KiB of each file, and of what it holds where that is compressed, say what it is (detection.py). They are
+the beginning of what is read anyway: nothing is read twice, and no URL is asked twice.
+
 A stream that ends too early is never taken for a whole one: a compressed file whose end is missing, a URL that gives
 fewer bytes than it announced, a command with any exit status but 0 (141 too, a broken pipe, which webdataset takes
 for success).
@@ -7,20 +10,32 @@ for success).
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import lzma
+import shlex
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from typing_extensions import override
 
-from txl_dist.data.prepare.sources import COMPRESSED_SUFFIXES, PIPE, STDIN, SourceFile, is_url
+from txl_dist.data.prepare.detection import (
+    HEAD_BYTES,
+    Content,
+    detect_content,
+    is_named_compressed,
+    is_url,
+    path_of_name,
+    text_suffix,
+)
+from txl_dist.data.prepare.documents import Form
+from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile
 from txl_dist.data.storage.origins import end_command, start_command
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
 from txl_dist.errors import DataError, explained
@@ -29,22 +44,38 @@ from txl_dist.files import open_new
 _MIB = 1 << 20
 _LONGEST_WINDOW = 1 << 31
 _RETRIES = 5
+_MOST_LAYERS = 4
+"""Compressions around each other. Servers that compress what is compressed make two."""
+_READ_AS_TEXT = "begins like JSON lines and is read as text; to read its records: --documents jsonl"
+
+
+class Opened(NamedTuple):
+    """An input at its beginning."""
+
+    stream: IO[bytes]
+    """Its decompressed bytes."""
+    form: Form
+    """By its name, the settings and its content."""
+    stored_bytes: Callable[[], int]
+    """How many stored bytes have been read, which only files of known size can say."""
+    note: str = ""
+    """A sentence for people on how it is read."""
 
 
 @contextmanager
-def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """A file's decompressed bytes, and how many stored ones have been read, which only files of known size can tell.
-
-    Raises DataError naming the file.
-    """
-    with _naming(file), _open_stored(file, allow_protocols) as raw, _decompressed(raw, file) as stream:
-        yield stream, raw.tell
+def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Opened]:
+    """Open a file and look at its first bytes. Raises DataError naming the file, also for what is no text."""
+    with _naming(file), _open_stored(file, allow_protocols) as raw:
+        stream, content, num_layers = _decompressed(raw, file)
+        form = _form_of(file, content, is_compressed=num_layers > 0)
+        is_doubtful = content.kind == "jsonl" and form not in ("jsonl", "ids")
+        yield Opened(stream, form, raw.tell, _READ_AS_TEXT if is_doubtful else "")
 
 
 def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
     """A file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
-    with open_source(file, allow_protocols) as (stream, _):
-        while chunk := stream.read(_MIB):
+    with open_source(file, allow_protocols) as opened:
+        while chunk := opened.stream.read(_MIB):
             yield chunk
 
 
@@ -62,6 +93,8 @@ def begin(
             copied.write(chunk)
         size = copied.tell()
     begun = file._replace(spooled=str(copy))
+    with open_source(begun, allow_protocols) as opened:
+        begun = begun._replace(form=opened.form)
     return begun._replace(size=size) if size < at_most else begun._replace(rest=raw)
 
 
@@ -84,42 +117,106 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
     if file.rest is not None:
         return io.BufferedReader(_JoinedStream(open(file.spooled, "rb"), file.rest), buffer_size=_MIB)
     if file.spooled:
-        return open(file.spooled, "rb")
+        return io.BufferedReader(io.FileIO(file.spooled), buffer_size=_MIB)
     if file.path == STDIN:
         return open(sys.stdin.fileno(), "rb", closefd=False)
     if file.path.startswith(PIPE):
         return io.BufferedReader(_CommandStream(file.path.removeprefix(PIPE)), buffer_size=_MIB)
     if is_url(file.path):
         return io.BufferedReader(_UrlStream(file, allow_protocols), buffer_size=8 * _MIB)
-    return open(file.path, "rb")
+    return io.BufferedReader(io.FileIO(file.path), buffer_size=_MIB)
 
 
-def _decompressed(raw: io.BufferedReader, file: SourceFile) -> IO[bytes]:
-    if file.suffix in COMPRESSED_SUFFIXES and not raw.peek(1):
+def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], Content, int]:
+    """(the bytes inside all compressions, what they are, number of compressions)."""
+    stream: IO[bytes] = raw
+    if raw.seekable() and (file.spooled or not file.is_stream):
+        head = raw.peek(HEAD_BYTES)[:HEAD_BYTES]  # to seek back could ask a URL again
+    else:
+        head = raw.read(HEAD_BYTES)
+        stream = _put_back(head, raw)
+    if not head and file.name and is_named_compressed(file.name):
         raise EOFError("it is empty, as no compressed file is")
-    if file.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(raw))
-    if file.suffix == ".xz":
-        return cast(IO[bytes], lzma.open(raw))
-    if file.suffix == ".zst":
-        remedy = "Run `pip install zstandard`, or decompress the file."
-        with explained(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
-            import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
-        return io.BufferedReader(_FrameStream(raw, frames.decompressobj), buffer_size=_MIB)
-    return raw
+    content = detect_content(head, name=file.name)
+    num_layers = 0
+    while content.kind in ("gzip", "bzip2", "xz", "zstd"):
+        num_layers += 1
+        if num_layers > _MOST_LAYERS:
+            raise DataError(f"{file.path} is compressed more than {_MOST_LAYERS} times. Decompress it, then try again.")
+        decompressed = _decompress(stream, content, file)
+        head = decompressed.read(HEAD_BYTES)
+        content = detect_content(head, name=file.name)
+        stream = _put_back(head, decompressed)
+    return stream, content, num_layers
+
+
+def _put_back(head: bytes, stream: IO[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_JoinedStream(io.BytesIO(head), stream), buffer_size=_MIB)
+
+
+def _decompress(stream: IO[bytes], content: Content, file: SourceFile) -> IO[bytes]:
+    if content.kind == "gzip":
+        return cast(IO[bytes], gzip.open(stream))
+    if content.kind == "bzip2":
+        return bz2.open(stream)
+    if content.kind == "xz":
+        return cast(IO[bytes], lzma.open(stream))
+    remedy = "Run `pip install zstandard`, or decompress the file."
+    with explained(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
+        import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
+    return io.BufferedReader(_FrameStream(stream, frames.decompressobj), buffer_size=_MIB)
+
+
+def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form:
+    """How a file of this content is read. Raises DataError for what cannot be read, with what it is and a remedy."""
+    is_ids = file.form in ("ids", "npy")
+    if content.kind == "npy":
+        if is_ids:
+            return "npy"
+        raise DataError(f"{file.path} holds ready ids. Name their vocabulary with --vocab-list FILE, one name a line.")
+    if content.kind == "parquet":
+        if is_ids:
+            raise DataError(f"{file.path} is parquet. Ready ids (--vocab-list) come as .npy or JSON lines.")
+        return "parquet"
+    is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
+    is_no_record = content.kind == "json" and file.form == "jsonl"
+    if is_no_record or (content.kind in ("binary", "refused") and not is_kept):
+        raise DataError(f"{file.path} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
+    if file.form == "parquet":
+        raise DataError(f"{file.path} is text, and no parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
+    return "jsonl" if content.kind == "jsonl" and file.is_form_open and not is_ids else file.form
+
+
+def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
+    """What to do, with the names of files in the commands."""
+    name = file.path
+    if file.is_stream:
+        name = "FILE"
+    elif is_url(name):
+        name = path_of_name(name).name or "FILE"
+    inner = name
+    if is_compressed and "{file}" in content.remedy:
+        inner = f"out{text_suffix(file.name)}" if file.name else "out"
+    remedy = content.remedy.replace("{stored}", shlex.quote(name)).replace("{file}", shlex.quote(inner))
+    if inner != name:
+        remedy = f"Decompress it to {inner}. {remedy}"
+    is_remote = file.is_stream or is_url(file.path)
+    return f"Save it as a file. {remedy}" if is_remote and name in remedy else remedy
 
 
 class _Stream(io.RawIOBase):
-    """One to read, made of whatever gives bytes."""
+    """One to read, made of whatever gives bytes. A read gives HEAD_BYTES or more, unless the stream ends before."""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self.take(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        filled = 0
+        while filled < min(len(buffer), HEAD_BYTES) and (data := self.take(len(buffer) - filled)):
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+        return filled
 
     def take(self, count: int) -> bytes | memoryview:
         """Up to so many bytes; none at the end."""
@@ -252,7 +349,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
 
 
 def skip(stream: IO[bytes], offset: int) -> None:
-    """Go to an offset of a stream that stands at its beginning."""
+    """Go to an offset of a stream that is at its beginning."""
     if stream.seekable():
         stream.seek(offset)
     else:

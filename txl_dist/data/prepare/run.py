@@ -18,8 +18,8 @@ a tokenizer reads the inputs once or twice more, in this process.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ from txl_dist.progress import Progress
 from txl_dist.tables import aligned
 from txl_dist.text.base import Tokenizer
 
-_PARTS_VERSION = 2
+_PARTS_VERSION = 3
 """Of what the records of parts hold: parts of another version are made again."""
 _COUNTS = {
     "held_out_duplicates": "train documents that also stand in a held-out split",
@@ -189,15 +189,24 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
     if parts:
         logger.info("%s: %d finished parts are kept", job.scratch, len(parts))
     begin, stored = (parts[-1].end, parts[-1].stored_bytes) if parts else (Cursor(), 0)
-    tasks = (
-        PartTask(encoding, number, hash_up_to(part.end), part)
-        for number, part in enumerate(job.parts(job.files, begin), start=len(parts))
-    )
+    notes: dict[str, list[str]] = defaultdict(list)
+
+    def tasks() -> Iterator[PartTask]:
+        for number, part in enumerate(job.parts(job.files, begin), start=len(parts)):
+            for path, note in part.notes:
+                notes[note].append(path)
+            yield PartTask(encoding, number, hash_up_to(part.end), part)
+
     with Progress("encoding", total=job.total_bytes, done=stored) as progress:
-        for info in workers.in_order(encode_part, tasks):
+        for info in workers.in_order(encode_part, tasks()):
             parts.append(info)
             progress.reach(info.stored_bytes)
+    job.remarks += [f"{_first_of(paths)}: {note}" for note, paths in notes.items()]
     return parts
+
+
+def _first_of(paths: Sequence[str]) -> str:
+    return paths[0] + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
 
 
 def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:

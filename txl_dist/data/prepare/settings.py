@@ -53,8 +53,8 @@ class PrepareSettings(Learning):
     """How plain text is cut into documents; JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
     jsonl_field: str = "text"
     """Field of JSON lines, or column of parquet, that holds the text."""
-    stdin_format: Literal["text", "jsonl"] = "text"
-    """What `-` and `pipe:` give."""
+    stdin_format: Literal["auto", "text", "jsonl"] = "auto"
+    """What `-` and `pipe:` give. auto: JSON lines where the first line is an object, else text."""
     encoding_errors: EncodingErrors = "refuse"
     """What happens to text that is not UTF-8. keep: bytes as they are, for byte tokenizers."""
     allow_protocols: Sequence[str] = ()

@@ -1,7 +1,7 @@
 """Which files the inputs of `txl prepare` stand for: files, folders, globs, URLs, stdin, commands, the built-in text.
 
-    a.txt  b.jsonl.zst  c.parquet     as they are; the suffix says how they are read (.ndjson and .json too are JSON
-                                      lines), any other suffix is plain text
+    a.txt  B.JSONL.zst  c.parquet     as they are; the name says how text is read, and the content what is no text
+                                      (detection.py); a name that says nothing leaves both to the content
     folder/                           its files of the known suffixes, sorted; links to folders are not followed
     'data/**/*.jsonl.gz'              sorted; quoted, or the shell has already expanded it
     https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from txl_dist.data.prepare.detection import JSONL_SUFFIXES, PLAIN_SUFFIXES, is_url, text_suffix
 from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.named import NAMED
 from txl_dist.data.prepare.settings import PrepareSettings
@@ -35,11 +36,12 @@ STDLIB = "stdlib"
 """Input name of the built-in corpus."""
 STDIN = "-"
 PIPE = "pipe:"
-TEXT_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens", ".jsonl", ".ndjson", ".parquet"})
+TEXT_SUFFIXES = PLAIN_SUFFIXES | JSONL_SUFFIXES | {".parquet"}
 """Files that are taken from a folder, as they are or compressed; a file named by itself may have any suffix."""
-ID_SUFFIXES = frozenset({".npy", ".jsonl", ".ndjson", ".json"})
+ID_SUFFIXES = JSONL_SUFFIXES | {".npy", ".json"}
 """The same where the inputs are ready ids."""
-COMPRESSED_SUFFIXES = frozenset({".gz", ".zst", ".xz"})
+_NAMES_SAY = TEXT_SUFFIXES | ID_SUFFIXES
+"""Suffixes that say how text is read."""
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _URL_MARKS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime"),
@@ -55,6 +57,7 @@ class SourceFile(NamedTuple):
     """Local path, URL, `-`, or `pipe:COMMAND`."""
     split: str
     form: Form
+    """By its name and the settings."""
     size: int | None
     """Bytes as stored; None if unknown."""
     identity: str
@@ -63,6 +66,10 @@ class SourceFile(NamedTuple):
     """Local copy to read in its place, of what can be read but once."""
     rest: IO[bytes] | None = None
     """What comes behind the copy where that is only the beginning; it can be read but once."""
+    is_form_open: bool = False
+    """Neither the name nor a setting says what text is: what looks like JSON lines is read as such."""
+    keeps_bytes: bool = False
+    """What is no text is read too, as the bytes that it is."""
 
     @property
     def is_stream(self) -> bool:
@@ -70,9 +77,9 @@ class SourceFile(NamedTuple):
         return self.path == STDIN or self.path.startswith(PIPE)
 
     @property
-    def suffix(self) -> str:
-        """`.gz` of x.jsonl.gz."""
-        return "" if self.is_stream else Path(_path_of(self.path)).suffix
+    def name(self) -> str:
+        """Path or URL; empty for a stream."""
+        return "" if self.is_stream else self.path
 
 
 def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, split: str) -> list[SourceFile]:
@@ -81,13 +88,15 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
     Raises DataError if an input does not exist, holds no text, may not be used, or cannot be listed.
     """
     found: list[SourceFile] = []
+    keeps_bytes = settings.encoding_errors == "keep"
     for given in map(str, inputs):
         if given == STDIN and sys.stdin is None:
             raise DataError("stdin is closed. Pipe text into it, or give files.")
         if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
             raise DataError(f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`.")
         if given == STDIN or given.startswith(PIPE):
-            found.append(SourceFile(given, split, _stream_form(given, settings), None, ""))
+            form, is_open = _stream_form(given, settings), settings.stdin_format == "auto"
+            found.append(SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes))
         else:
             files = list(_of_url(given, settings) if is_url(given) else _of_paths(given, settings))
             if not files:
@@ -96,7 +105,9 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
                     f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
                     f"and {num_others} others left out. Name those that are text."
                 )
-            found += [SourceFile(path, split, _form(path, settings), size, mark) for path, size, mark in files]
+            for path, size, mark in files:
+                form, is_open = _form(path, settings), text_suffix(path) not in _NAMES_SAY
+                found.append(SourceFile(path, split, form, size, mark, is_form_open=is_open, keeps_bytes=keeps_bytes))
     return found
 
 
@@ -139,34 +150,18 @@ def identities(files: Sequence[SourceFile]) -> list[str]:
     return hashes
 
 
-def text_suffix(name: str) -> str:
-    """`.jsonl` for x.jsonl and for x.jsonl.gz."""
-    path = Path(name)
-    return Path(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
-
-
-def is_url(given: str) -> bool:
-    """Whether an input is neither a path nor a name."""
-    return "://" in given
-
-
-def _path_of(location: str) -> str:
-    """A URL without its query."""
-    return location.split("?")[0].split("#")[0] if is_url(location) else location
-
-
 def _stream_form(given: str, settings: PrepareSettings) -> Form:
     """Of stdin and commands. Raises ConfigError for ready ids in another form than JSON lines."""
     if settings.vocab_list is None:
         return "jsonl" if settings.stdin_format == "jsonl" else settings.documents
-    if settings.stdin_format != "jsonl":
+    if settings.stdin_format == "text":
         raise ConfigError(f"ready ids come from {given} as JSON lines only. Say so with --stdin-format jsonl.")
     return "ids"
 
 
 def _form(path: str, settings: PrepareSettings) -> Form:
     """Raises ConfigError for ready ids without a vocabulary list, and for anything else with one."""
-    suffix = text_suffix(_path_of(path))
+    suffix = text_suffix(path)
     if settings.vocab_list is not None:
         if suffix not in ID_SUFFIXES:
             raise ConfigError(
@@ -176,8 +171,9 @@ def _form(path: str, settings: PrepareSettings) -> Form:
         return "npy" if suffix == ".npy" else "ids"
     if suffix == ".npy":
         raise ConfigError(f"{path} holds ready ids. Name their vocabulary with --vocab-list FILE, one name a line.")
-    forms: dict[str, Form] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    return forms.get(suffix, settings.documents)
+    if suffix == ".parquet":
+        return "parquet"
+    return "jsonl" if suffix in JSONL_SUFFIXES or suffix == ".json" else settings.documents
 
 
 def _of_paths(given: str, settings: PrepareSettings) -> Iterator[tuple[str, int | None, str]]:

@@ -27,8 +27,9 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from txl_dist.data.prepare.detection import is_url
 from txl_dist.data.prepare.documents import SPLITS, TEST, TRAIN, VALID
-from txl_dist.data.prepare.sources import PIPE, STDIN, STDLIB, SourceFile, is_url
+from txl_dist.data.prepare.sources import PIPE, STDIN, STDLIB, SourceFile
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn"), TRAIN),

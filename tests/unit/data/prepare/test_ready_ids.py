@@ -205,10 +205,11 @@ def test_an_array_with_a_damaged_header_is_refused(tmp_path: Path, names: Path, 
 @pytest.mark.parametrize("content", [b"PK\x03\x04 and no archive", b"PK\x05\x06" + bytes(18), b"text"])
 def test_an_archive_and_what_only_begins_as_one_are_no_arrays(tmp_path: Path, names: Path, content: bytes) -> None:
     (tmp_path / "bad.npy").write_bytes(content)
-    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+    what = "bad.npy is a zip archive" if content.startswith(b"PK\x05") else "bad.npy is no .npy file of numbers"
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", what)
     np.savez(tmp_path / "whole.npz", a=np.arange(9))
     (tmp_path / "bad.npy").write_bytes((tmp_path / "whole.npz").read_bytes())
-    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is a zip archive")
 
 
 @pytest.mark.parametrize("name", ["one.npy", "rows.npy", "lists.jsonl"])
@@ -335,4 +336,4 @@ def test_ids_without_a_list_and_text_with_one_are_refused(tmp_path: Path, names:
     with pytest.raises(ConfigError, match=r"a\.npy holds ready ids\. Name their vocabulary with --vocab-list"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.npy"])
     assert_refused(tmp_path, names, tmp_path / "a.txt", "a.txt: ready ids (--vocab-list) are files named")
-    assert_refused(tmp_path, names, Path("-"), "--stdin-format jsonl")
+    assert_refused(tmp_path, names, Path("-"), "--stdin-format jsonl", stdin_format="text")

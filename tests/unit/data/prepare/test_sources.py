@@ -40,6 +40,8 @@ def read(inputs: Sequence[Any], *, part_bytes: int = 1 << 22, field: str = "text
     """All documents of the inputs."""
     names = ("documents", "stdin_format", "allow_protocols")
     listing = {name: settings.pop(name) for name in names if name in settings}
+    if "encoding_errors" in settings:
+        listing["encoding_errors"] = settings["encoding_errors"]
     files = list_sources(inputs, PrepareSettings((), **listing), split="train")
     reading = Reading(jsonl_field=field, **settings)
     parts = read_parts(
@@ -216,20 +218,23 @@ def test_zst_is_read_like_the_file_inside(tmp_path: Path) -> None:
     (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(b"one\ntwo"))
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "x"}\n{"text": "y"}\n') * 2)
     assert texts_of([tmp_path]) == ["one\ntwo", "x", "y", "x", "y"]
-    (tmp_path / "a.txt.zst").write_bytes(b"no such frame")
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(b"one\ntwo")[:-3])
     with pytest.raises(DataError, match=r"a\.txt\.zst"):
         read([tmp_path])
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "remedy"),
-    [("x.txt.zst", "zstandard", "pip install zstandard"), ("x.parquet", "pyarrow", r"txl_dist\[parquet\]")],
+    ("name", "content", "module", "remedy"),
+    [
+        ("x.txt.zst", b"\x28\xb5\x2f\xfd\x00", "zstandard", "pip install zstandard"),
+        ("x.parquet", b"PAR1\x15\x00", "pyarrow", r"txl_dist\[parquet\]"),
+    ],
 )
 def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, remedy: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, module: str, remedy: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / name).write_bytes(b"content")
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=remedy):
         read([tmp_path])
 

@@ -37,7 +37,7 @@ def splits_of(*inputs: str | Path) -> tuple[dict[str, set[str]], str]:
     ("name", "split"),
     [
         ("test.txt", "test"),
-        ("TEST.TXT", None),  # not taken from a folder: its suffix
+        ("TEST.TXT", "test"),
         ("Test.txt", "test"),
         ("valid.txt", "valid"),
         ("validation.txt", "valid"),
@@ -65,9 +65,9 @@ def splits_of(*inputs: str | Path) -> tuple[dict[str, set[str]], str]:
         ("protest/a.txt", "train"),
     ],
 )
-def test_a_name_says_the_split_or_not(tmp_path: Path, name: str, split: str | None) -> None:
+def test_a_name_says_the_split_or_not(tmp_path: Path, name: str, split: str) -> None:
     splits, said = splits_of(laid_out(tmp_path / "data", "novel.txt", name))
-    assert {own for own, names in splits.items() if name in names} == ({split} if split else set())
+    assert {own for own, names in splits.items() if name in names} == {split}
     assert (name in said) == (split in ("valid", "test"))
     assert ("--ignore-split-names" in said) == (split in ("valid", "test"))
 

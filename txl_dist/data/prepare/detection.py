@@ -1,0 +1,343 @@
+"""What an input is: first by its name, then by its first 4 KiB.
+
+    detect_content(head, name=...)     compressed, parquet, an array, text, JSON lines, or what cannot be read
+
+Content decides what a file is. The name decides what text is: `.jsonl` holds records, `.txt` holds text. Bytes that
+are valid UTF-8 without NUL are text, also where they begin like the bytes of another format, unless the name has that
+format's own suffix. What cannot be read comes with what it is and the command that makes it readable.
+
+What it gives up: a format that begins with neither a signature nor NUL bytes is told from text by its control
+characters only, and nothing behind the first 4 KiB is looked at.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import unicodedata
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+HEAD_BYTES = 1 << 12
+"""Bytes of an input that are looked at."""
+JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
+"""Of JSON lines. `.json` is one too where a file is named by itself."""
+PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
+"""Of plain text."""
+COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
+_MOST_CONTROLS = 0.05
+"""Share of control characters from which on bytes that are not UTF-8 are no text in any encoding. Random bytes have
+0.1, and the 8-bit encodings of text nearly none."""
+_MOST_ODD = 0.02
+"""Share of unassigned and control characters up to which decoded bytes are text."""
+_MOST_SCRIPTS = 12
+"""Blocks of 256 characters in which text lies, each large script counted as one."""
+_LARGE_SCRIPTS = (range(0x2E80, 0xA000), range(0xAC00, 0xD7B0))
+"""Characters of Chinese and Japanese, and of Korean."""
+_FEWEST_LETTERS = 0.5
+"""Share of letters among the characters of words."""
+_MOST_STRAY_NULS = 0.1
+"""Share of NUL up to which UTF-8 with NUL bytes is taken for that, and not for a wide encoding."""
+
+Kind = Literal["text", "jsonl", "json", "parquet", "npy", "gzip", "bzip2", "xz", "zstd", "binary", "refused"]
+
+
+class Content(NamedTuple):
+    """What the first bytes of an input are."""
+
+    kind: Kind
+    """json: no object on each line, which matters where records are meant. binary: no text, of use to those who keep
+    bytes as they are. refused: of use to nobody before it is unpacked or fetched."""
+    what: str = ""
+    """What it is, where it cannot be read."""
+    remedy: str = ""
+    """What to do; {file} stands for the file and {stored} for the file as it is, when what it holds was compressed."""
+
+
+class _Signature(NamedTuple):
+    pattern: bytes
+    """Regular expression for the first bytes."""
+    content: Content
+    suffixes: frozenset[str] = frozenset()
+    """Own suffixes of the format: with these even bytes that could be text are of the format."""
+
+
+def _archive(what: str, command: str) -> Content:
+    return Content("refused", what, f"Unpack it (`{command}`) and give the files that it holds.")
+
+
+def _convert(command: str) -> str:
+    return f"Convert it (`{command}`) and give the result."
+
+
+def _packed(what: str, command: str) -> Content:
+    return Content("refused", what, f"Decompress it (`{command}`) and give the result.")
+
+
+def _document(what: str, command: str) -> Content:
+    return Content("binary", what, f"Extract its text (`{command}`) and give that.")
+
+
+def _pointer(store: str, command: str) -> Content:
+    return Content("refused", f"a pointer of {store}, and not the file that it names", f"Fetch it: `{command}`.")
+
+
+_TAR = Content(
+    "refused",
+    "a tar archive",
+    "Unpack it (`tar -xf {stored}`) and give the files that it holds; tars of token ids take --reindex.",
+)
+_RECORDS = "Write its texts as JSON lines or parquet, and give that file."
+_ARROW = Content(
+    "binary",
+    "an Arrow file",
+    "Convert it (`python -c \"import datasets; datasets.Dataset.from_file('{file}').to_parquet('out.parquet')\"`) and "
+    "give the result.",
+)
+_MEDIA = Content("binary", "an image, sound or video", "Leave it out.")
+_PROGRAM = Content("binary", "a program", "Leave it out.")
+_SIGNATURES = (
+    _Signature(rb"\x1f\x8b\x08", Content("gzip")),
+    _Signature(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", Content("bzip2")),
+    _Signature(rb"\xfd7zXZ\x00", Content("xz")),
+    _Signature(rb"\x5d\x00\x00..(\xff{8}|.{5}\x00{3})\x00", Content("xz")),  # the older .lzma
+    _Signature(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", Content("zstd")),
+    _Signature(rb"PAR1", Content("parquet"), frozenset({".parquet"})),
+    _Signature(rb"PARE", Content("binary", "an encrypted parquet file", "Decrypt it first."), frozenset({".parquet"})),
+    _Signature(rb"\x93NUMPY", Content("npy")),
+    _Signature(
+        rb"PK\x03\x04.{26}(\[Content_Types\]\.xml|_rels/|mimetypeapplication/)",
+        _document("an office document or e-book", "pandoc {file} -t plain -o out.txt"),
+    ),
+    _Signature(rb"PK(\x03\x04|\x05\x06|\x07\x08)", _archive("a zip archive", "unzip {file}")),
+    _Signature(rb"7z\xbc\xaf\x27\x1c", _archive("a 7z archive", "7z x {file}")),
+    _Signature(rb"Rar!\x1a\x07", _archive("a rar archive", "unrar x {file}")),
+    _Signature(rb"!<arch>\n", _archive("an ar archive or Debian package", "ar x {file}"), frozenset({".a", ".deb"})),
+    _Signature(rb"0707(01|02|07)", _archive("a cpio archive", "cpio -i < {file}"), frozenset({".cpio"})),
+    _Signature(rb"MSCF\x00{4}", _archive("a cabinet archive", "cabextract {file}")),
+    _Signature(rb"\xed\xab\xee\xdb", _archive("an rpm package", "rpm2cpio {file} | cpio -id")),
+    _Signature(rb"\x1f[\x9d\xa0\x1e]", _packed("compressed (.Z)", "gzip -d {file}")),
+    _Signature(rb"\x04\x22\x4d\x18|\x02\x21\x4c\x18", _packed("compressed (lz4)", "lz4 -d {file}")),
+    _Signature(rb"\xff\x06\x00\x00sNaPpY", _packed("compressed (snappy)", "snzip -d {file}")),
+    _Signature(rb"LZIP\x01", _packed("compressed (lzip)", "lzip -d {file}"), frozenset({".lz"})),
+    _Signature(rb"\x89LZO\x00\r\n\x1a\n", _packed("compressed (lzop)", "lzop -d {file}")),
+    _Signature(rb"WARC/1\.\d\r?\nWARC-", Content(
+        "refused", "a WARC archive of web pages",
+        "Extract the texts first, for instance with the Python packages warcio and trafilatura.",
+    ), frozenset({".warc", ".wet", ".wat"})),
+    _Signature(rb"ARROW1\x00\x00|\xff{4}..\x00\x00\x10\x00\x00\x00", _ARROW),
+    _Signature(rb"Obj\x01", Content("binary", "an Avro file", _RECORDS)),
+    _Signature(rb"ORC[\x00-\x1f]", Content("binary", "an ORC file", _RECORDS)),
+    _Signature(rb"\x89HDF\r\n\x1a\n", Content("binary", "an HDF5 file", _RECORDS)),
+    _Signature(rb"SQLite format 3\x00", Content("binary", "an SQLite database", _RECORDS)),
+    _Signature(rb"\x80[\x02-\x05][\x28-\x8f\x95]", Content("binary", "a Python pickle", _RECORDS), frozenset({".pkl"})),
+    _Signature(rb".{6}\x00\x00\{\"", Content("binary", "a safetensors file", "It holds weights: leave it out.")),
+    _Signature(rb"\s*%PDF-\d", _document("a PDF", "pdftotext {file} out.txt"), frozenset({".pdf"})),
+    _Signature(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _document("an old office document", "catdoc {file} > out.txt")),
+    _Signature(rb"\{\\rtf\d", _document("an RTF document", "pandoc {file} -t plain -o out.txt"),
+               frozenset({".rtf", ".doc"})),
+    _Signature(rb"%!PS", _document("a PostScript file", "ps2ascii {file} out.txt"), frozenset({".ps", ".eps"})),
+    _Signature(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|II\*\x00|MM\x00\*|RIFF.{4}(WAVE|WEBP|AVI )", _MEDIA),
+    _Signature(rb"OggS\x00|ID3[\x02-\x04]\x00|fLaC\x00|MThd\x00|.{4}ftyp|\x1aE\xdf\xa3", _MEDIA),
+    _Signature(rb"\x7fELF|MZ.\x00|\x00asm|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe", _PROGRAM),
+    _Signature(rb"\x00\x05\x16[\x00\x07]\x00", Content(
+        "refused", "what macOS stores beside a file (AppleDouble)", "Leave it out; the text is in the file itself.",
+    )),
+)  # fmt: skip
+"""In order: the first that fits counts."""
+
+_WHOLE_FILES = (
+    (
+        rb"version https://[\w.-]+/spec/v1\r?\n(ext-[^\n]+\n)*oid sha256:[0-9a-f]{64}\r?\nsize \d+\s*",
+        _pointer("git-lfs", "git lfs pull"),
+    ),
+    (rb"(\.\./)*(\.git)?/?annex/objects/\S+\s*", _pointer("git-annex", "git annex get {file}")),
+    (
+        rb"(\w+: [^\n]*\n)*outs:\r?\n- (md5|etag|hash): [^\n]+\n( +\w+: [^\n]*\n?)*",
+        _pointer("DVC", "dvc pull {file}"),
+    ),
+    (rb"# xet version \d\s+filesize = \d+\s+hash = \S+\s*", _pointer("git-xet", "git xet pull")),
+    (
+        rb"\s*(404: Not Found|Entry not found|Repository not found|Invalid username or password\.|"
+        rb"Access to (model|dataset|space) \S+ is restricted[^\n]*|<\?xml[^>]*\?>\s*<Error>\s*<Code>.*</Error>|"
+        rb"\{\"(error|message|detail)\": ?\"[^\"\n]*\"(, ?\"(documentation_url|status|code)\": ?[^\n]*)?\})\s*",
+        Content(
+            "refused",
+            "the error message of a server, and not a file",
+            "Check the address and your access, and download the file again.",
+        ),
+    ),
+)
+"""Texts that stand for a file which is elsewhere: only where they are the whole file."""
+_PAGE = Content(
+    "refused",
+    "a web page (HTML), and not the file that its name promises",
+    "Sign in, or use the address of the file itself: on GitHub `raw.githubusercontent.com`, on Hugging Face "
+    "`/resolve/` in place of `/blob/`.",
+)
+_HTML = re.compile(rb"\s*(<\?xml[^>]*\?>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>])", re.DOTALL | re.IGNORECASE)
+_ISO_2022 = re.compile(rb"\x1b\$[@AB].*?\x1b\([BJ]|\x1b\$\)[ACG].*?\x0e", re.DOTALL)
+_FIRST_KEY = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_CONTROLS = frozenset({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
+
+
+def is_url(given: str) -> bool:
+    """Whether an input is neither a path nor a name."""
+    return "://" in given
+
+
+def path_of_name(location: str) -> PurePosixPath:
+    """The path in a URL, without its query, or a local path."""
+    return PurePosixPath(location.split("?")[0].split("#")[0] if is_url(location) else location)
+
+
+def text_suffix(location: str) -> str:
+    """`.jsonl` for x.jsonl, X.JSONL and x.jsonl.gz."""
+    path = path_of_name(location)
+    while path.suffix.lower() in COMPRESSED_SUFFIXES:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
+def is_named_compressed(location: str) -> bool:
+    """Whether the name ends like that of a compressed file."""
+    return path_of_name(location).suffix.lower() in COMPRESSED_SUFFIXES
+
+
+def detect_content(head: bytes, *, name: str) -> Content:
+    """What an input is by its first bytes: all of it where they are fewer than HEAD_BYTES.
+
+    `name` is its path or URL, or empty where it has none.
+    """
+    is_text = b"\0" not in head and _is_utf8(head)
+    suffix = text_suffix(name) if name else ""
+    for signature in _SIGNATURES:
+        could_be_text = is_text and suffix not in signature.suffixes
+        if not could_be_text and re.match(signature.pattern, head, re.DOTALL):
+            return signature.content
+    if _is_tar(head):
+        return _TAR
+    return _detect_text(head, suffix, name) if is_text else _detect_bytes(head, suffix)
+
+
+def _detect_text(head: bytes, suffix: str, name: str) -> Content:
+    if len(head) < HEAD_BYTES:
+        for pattern, content in _WHOLE_FILES:
+            if re.fullmatch(pattern, head, re.DOTALL):
+                return content
+    if _ISO_2022.search(head):
+        return _in_encoding("ISO-2022-JP")
+    is_from_web = name.startswith(("http://", "https://")) and suffix in PLAIN_SUFFIXES
+    is_data = suffix in JSONL_SUFFIXES | {".json", ".parquet", ".npy"} or bool(name and is_named_compressed(name))
+    if (is_from_web or is_data) and _HTML.match(head):
+        return _PAGE
+    text = head.decode("utf-8-sig", errors="ignore").lstrip("\ufeff \t\r\n")
+    if text.startswith("["):
+        return Content(
+            "json", "a JSON array, and not an object on each line", _convert("jq -c '.[]' {file} > out.jsonl")
+        )
+    if re.match(r"\{\s*\n", text):
+        return Content(
+            "json", "JSON over many lines, and not an object on each", _convert("jq -c . {file} > out.jsonl")
+        )
+    return Content("jsonl" if _begins_with_record(text, is_whole=len(head) < HEAD_BYTES) else "text")
+
+
+def _begins_with_record(text: str, *, is_whole: bool) -> bool:
+    """Whether the first line is a JSON object, as far as it can be seen."""
+    line, end, _ = text.partition("\n")
+    if not end and not is_whole:
+        return bool(_FIRST_KEY.match(line))
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _detect_bytes(head: bytes, suffix: str) -> Content:
+    """What bytes are that are not UTF-8, or hold NUL."""
+    for mark, encoding in (
+        (codecs.BOM_UTF32_LE, "UTF-32"),
+        (codecs.BOM_UTF32_BE, "UTF-32"),
+        (codecs.BOM_UTF16_LE, "UTF-16"),
+        (codecs.BOM_UTF16_BE, "UTF-16"),
+    ):
+        if head.startswith(mark):
+            return _in_encoding(encoding)
+    if (at := head.find(0)) >= 0:
+        wide = _wide_encoding(head)
+        if wide:
+            return _in_encoding(wide)
+        return Content(
+            "binary",
+            f"no text: byte {at:,} is NUL",
+            "Leave it out; or, if it is text all the same, remove them (`tr -d '\\000' < {file} > out.txt`).",
+        )
+    if suffix == ".br":
+        return _packed("compressed (brotli)", "brotli -d {file}")
+    if sum(byte in _CONTROLS for byte in head) > _MOST_CONTROLS * len(head):
+        return Content("binary", "no text, but bytes of an unknown format", "Leave it out, or convert it to text.")
+    return Content("text")
+
+
+def _in_encoding(encoding: str) -> Content:
+    return Content(
+        "binary",
+        f"text in {encoding}, and not in UTF-8",
+        _convert(f"iconv -f {encoding} -t UTF-8 {{file}} > out.txt"),
+    )
+
+
+def _wide_encoding(head: bytes) -> str:
+    """The encoding of UTF-16 or UTF-32 without a mark; empty for anything else.
+
+    Bytes of the one order often decode in the other as well, to characters that hardly occur together. Blanks, line
+    ends and other ASCII tell which is right.
+    """
+    if head.count(0) <= _MOST_STRAY_NULS * len(head) and _has_words(head.replace(b"\0", b"")):
+        return ""  # UTF-8 with a few of them
+    best, most = "", -1.0
+    for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
+        try:
+            text = codecs.getincrementaldecoder(encoding)().decode(head, final=False)
+        except UnicodeDecodeError:
+            continue
+        ascii_share = sum(each.isascii() for each in text) / max(len(text), 1)
+        if ascii_share > most and _is_plausible(text):
+            best, most = encoding, ascii_share
+    return best
+
+
+def _has_words(head: bytes) -> bool:
+    """Whether bytes are UTF-8 and mostly letters. The bytes of other encodings may be ASCII, of any kind."""
+    text = "".join(head.decode("utf-8", errors="ignore").split())
+    return _is_utf8(head) and sum(map(str.isalpha, text)) > _FEWEST_LETTERS * len(text)
+
+
+def _is_plausible(text: str) -> bool:
+    """Whether decoded characters are text: nearly all of them assigned, and of a few scripts. Numbers are of many."""
+    odd = sum(unicodedata.category(each) in ("Cn", "Co", "Cc") and each not in "\t\n\v\f\r" for each in text)
+    scripts = {next((each.start for each in _LARGE_SCRIPTS if code in each), code >> 8) for code in map(ord, text)}
+    return bool(text) and odd <= _MOST_ODD * len(text) and len(scripts) <= _MOST_SCRIPTS
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Whether the bytes are valid UTF-8; a character that is cut at the end is."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _is_tar(head: bytes) -> bool:
+    """Whether the first 512 bytes are a tar header: old ones have no signature, all have a checksum."""
+    header = head[:512]
+    if len(header) < 512 or not any(header):
+        return False
+    try:
+        checksum = int(header[148:156].strip(b"\0 ") or b"-", 8)
+    except ValueError:
+        return False
+    return checksum == sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
