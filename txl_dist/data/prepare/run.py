@@ -52,7 +52,7 @@ from txl_dist.data.prepare.encoding import Encoding, PartInfo, PartTask, encode_
 from txl_dist.data.prepare.held_out import no_text
 from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, move_into_place
 from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.prepare.sources import count_left_out, identities, is_repeatable
+from txl_dist.data.prepare.sources import Listing, identities, is_repeatable
 from txl_dist.data.prepare.tokenizing import (
     Preparation,
     check_in_the_way,
@@ -89,6 +89,8 @@ class PrepareSummary:
     """An identical corpus was already there and was left alone."""
     files_left_out: int
     """Files in the given folders whose suffix is none of a text. Not in the index: they change no content."""
+    hidden_files: tuple[str, ...] = ()
+    """Files that people do not see in the given folders, patterns and URLs, which were left out."""
     remarks: tuple[str, ...] = ()
     """Sentences on what is held out."""
     parts_kept: int = 0
@@ -107,6 +109,9 @@ class PrepareSummary:
         lines += [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
+        if self.hidden_files:
+            shown = ", ".join(self.hidden_files[:3]) + ", ..." * (len(self.hidden_files) > 3)
+            lines.append(f"  hidden files left out: {len(self.hidden_files):,} ({shown})")
         if self.parts_kept:
             lines.append(
                 f"  kept from an interrupted preparation: {self.parts_kept:,} parts, {self.shards_kept:,} shards"
@@ -138,12 +143,11 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     check_target(target)
     check_learning(job_settings)
     is_named = job_settings.name is not None
-    files, remarks = ([], []) if is_named else list_files(job_settings)
-    given = [*job_settings.inputs, *job_settings.valid_inputs, *job_settings.test_inputs]
-    left_out = 0 if is_named else count_left_out(given, job_settings)
-    stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(files)
+    listing, remarks = (Listing([]), []) if is_named else list_files(job_settings)
+    stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(listing.files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
-        job = Preparation(job_settings, scratch, files_of_named(job_settings, scratch) if is_named else files, remarks)
+        files = files_of_named(job_settings, scratch) if is_named else listing.files
+        job = Preparation(job_settings, scratch, files, remarks)
         choose_held_out(job, streams)
         check_in_the_way(job, target)
         tokenizer = make_tokenizer(job)
@@ -155,7 +159,8 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     return PrepareSummary(
         corpus=open_corpus(output),
         is_unchanged=is_unchanged,
-        files_left_out=left_out,
+        files_left_out=listing.num_other,
+        hidden_files=listing.hidden,
         remarks=tuple(job.remarks),
         parts_kept=job.kept["parts"],
         shards_kept=job.kept["shards"],

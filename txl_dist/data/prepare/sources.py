@@ -4,6 +4,7 @@
                                       (detection.py); a name that says nothing leaves both to the content
     folder/                           its files of the known suffixes, sorted; links to folders are not followed
     'data/**/*.jsonl.gz'              sorted; quoted, or the shell has already expanded it
+                                      of both, and of URLs, hidden files are left out (`is_hidden`)
     https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
     -                                 stdin
     pipe:COMMAND                      what a shell command prints; only if the protocol `pipe` is allowed by name
@@ -18,9 +19,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -43,6 +45,15 @@ ID_SUFFIXES = JSONL_SUFFIXES | {".npy", ".json"}
 _NAMES_SAY = TEXT_SUFFIXES | ID_SUFFIXES
 """Suffixes that say how text is read."""
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_HIDDEN_NAMES = frozenset(
+    {
+        *("__macosx", "__pycache__", "lost+found", "_temporary", "_delta_log"),
+        *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
+        *("$recycle.bin", "system volume information", "@eadir", "#recycle"),
+    }
+)
+"""In lower case: what systems, caches and unfinished jobs leave in a folder under names without a dot."""
+_MAGIC = re.compile(r"[*?[]")
 _URL_MARKS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime"),
     *("LastModified", "Last-Modified", "last_modified", "updated", "created"),
@@ -82,12 +93,26 @@ class SourceFile(NamedTuple):
         return "" if self.is_stream else self.path
 
 
-def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, split: str) -> list[SourceFile]:
-    """The files of the inputs in reading order.
+class Listing(NamedTuple):
+    """The files of some inputs, and how many of their folders, patterns and URLs were left out."""
+
+    files: list[SourceFile]
+    num_other: int = 0
+    """Files in folders whose suffix is none of a text. The built-in corpus has none."""
+    hidden: tuple[str, ...] = ()
+    """Files that people do not see, see `is_hidden`."""
+
+    def joined(self, other: Listing) -> Listing:
+        """The files of both."""
+        return Listing(self.files + other.files, self.num_other + other.num_other, self.hidden + other.hidden)
+
+
+def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, split: str) -> Listing:
+    """The files of the inputs in reading order, and what was left out.
 
     Raises DataError if an input does not exist, holds no text, may not be used, or cannot be listed.
     """
-    found: list[SourceFile] = []
+    listing = Listing([])
     keeps_bytes = settings.encoding_errors == "keep"
     for given in map(str, inputs):
         if given == STDIN and sys.stdin is None:
@@ -96,19 +121,23 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             raise DataError(f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`.")
         if given == STDIN or given.startswith(PIPE):
             form, is_open = _stream_form(given, settings), settings.stdin_format == "auto"
-            found.append(SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes))
-        else:
-            files = list(_of_url(given, settings) if is_url(given) else _of_paths(given, settings))
-            if not files:
-                num_others, suffixes = count_left_out([given], settings), " ".join(sorted(suffixes_of(settings)))
-                raise DataError(
-                    f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
-                    f"and {num_others} others left out. Name those that are text."
-                )
-            for path, size, mark in files:
-                form, is_open = _form(path, settings), text_suffix(path) not in _NAMES_SAY
-                found.append(SourceFile(path, split, form, size, mark, is_form_open=is_open, keeps_bytes=keeps_bytes))
-    return found
+            file = SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes)
+            listing = listing.joined(Listing([file]))
+            continue
+        found = _of_url(given, settings) if is_url(given) else _of_paths(given, settings)
+        if not found.files:
+            suffixes = " ".join(sorted(suffixes_of(settings)))
+            raise DataError(
+                f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
+                f"{found.num_other} others left out, {len(found.hidden)} hidden files left out. Name those that are "
+                "text."
+            )
+        files = []
+        for path, size, mark in found.files:
+            form, is_open = _form(path, settings), text_suffix(path) not in _NAMES_SAY
+            files.append(SourceFile(path, split, form, size, mark, is_form_open=is_open, keeps_bytes=keeps_bytes))
+        listing = listing.joined(Listing(files, found.num_other, found.hidden))
+    return listing
 
 
 def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
@@ -129,11 +158,9 @@ def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
     return TEXT_SUFFIXES if settings.vocab_list is None else ID_SUFFIXES
 
 
-def count_left_out(inputs: Sequence[str | Path], settings: PrepareSettings) -> int:
-    """Files below the given folders that are not taken, because of their suffix. The built-in corpus has none."""
-    folders = [Path(given) for given in inputs if given != STDLIB and Path(given).is_dir()]
-    taken = suffixes_of(settings)
-    return sum(text_suffix(name) not in taken for folder in folders for name in _walk(folder))
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is none that people see, but one of a system, an editor or a cache."""
+    return (name.startswith((".", "~$")) and name not in (".", "..")) or name.lower() in _HIDDEN_NAMES
 
 
 def is_repeatable(files: Iterable[SourceFile]) -> bool:
@@ -176,72 +203,119 @@ def _form(path: str, settings: PrepareSettings) -> Form:
     return "jsonl" if suffix in JSONL_SUFFIXES or suffix == ".json" else settings.documents
 
 
-def _of_paths(given: str, settings: PrepareSettings) -> Iterator[tuple[str, int | None, str]]:
-    """Path, size and identity of each local file of one input."""
-    for path in _paths_of(given, settings):
+class _Found(NamedTuple):
+    """What one input stands for, before its files are looked at."""
+
+    files: list[tuple[str, int | None, str]]
+    """Path or URL, size and identity."""
+    num_other: int = 0
+    hidden: tuple[str, ...] = ()
+
+
+def _of_paths(given: str, settings: PrepareSettings) -> _Found:
+    """The local files of one input."""
+    taken, num_other, hidden = _paths_of(given, settings)
+    files: list[tuple[str, int | None, str]] = []
+    for path in taken:
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"{path} is a link to {os.readlink(path)}, which is not there. Fetch that file (of git-annex: "
+                "`git annex get FILE`), or remove the link."
+            )
         with explained(DataError, f"cannot read {path}", "Mend or remove the file."):
             status = path.stat()
-        yield str(path), status.st_size, f"{status.st_mtime_ns}"
+        files.append((str(path), status.st_size, f"{status.st_mtime_ns}"))
+    return _Found(files, num_other, tuple(map(str, hidden)))
 
 
-def _paths_of(given: str, settings: PrepareSettings) -> Iterator[Path]:
+def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, list[Path]]:
+    """(files to take, number of files of other suffixes, hidden files)."""
     path = Path(given)
     if given == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
-        yield from (folder / name for name in _walk(folder, left_out=_STDLIB_LEFT_OUT) if name.endswith(".py"))
-    elif path.is_dir():
-        yield from (path / name for name in _walk(path) if text_suffix(name) in suffixes_of(settings))
-    elif path.is_file():
-        yield path
-    elif os.path.exists(given):
+        names = _walk(folder, left_out=_STDLIB_LEFT_OUT)
+        return [folder / name for name in names if name.endswith(".py")], 0, []
+    if path.is_dir():
+        names = _walk(path)
+        seen = [name for name in names if not _has_hidden(name)]
+        hidden = [path / name for name in names if _has_hidden(name)]
+        taken = [path / name for name in seen if text_suffix(name) in suffixes_of(settings)]
+        return taken, len(seen) - len(taken), hidden
+    if path.is_file() or (path.is_symlink() and not path.exists()):
+        return [path], 0, []
+    if os.path.exists(given):
         raise DataError(f"{given} is a pipe or a device, no file. Give what comes out of it as `... | txl prepare -`.")
-    elif glob.has_magic(given):
-        matches = [Path(match) for match in sorted(glob.glob(given, recursive=True)) if os.path.isfile(match)]
-        if not matches:
-            raise DataError(f"no file matches {given}. Check the pattern; `**` stands for folders at any depth.")
-        yield from matches
-    else:
-        raise DataError(
-            f"input {given} does not exist.{did_you_mean(given, [STDLIB, *NAMED])} Give a file, a folder, or {STDLIB} "
-            "for the built-in text."
-        )
+    if glob.has_magic(given):
+        matches = sorted(glob.glob(given, recursive=True, include_hidden=True))
+        matches = [match for match in matches if os.path.isfile(match) or not os.path.exists(match)]
+        hidden = [Path(match) for match in matches if _is_hidden_match(match, given)]
+        taken = [Path(match) for match in matches if not _is_hidden_match(match, given)]
+        if not taken:
+            but = f", only {len(hidden)} hidden ones: name them if you mean them" if hidden else ""
+            raise DataError(f"no file matches {given}{but}. Check the pattern; `**` stands for folders at any depth.")
+        return taken, 0, hidden
+    raise DataError(
+        f"input {given} does not exist.{did_you_mean(given, [STDLIB, *NAMED])} Give a file, a folder, or {STDLIB} "
+        "for the built-in text."
+    )
 
 
-def _of_url(given: str, settings: PrepareSettings) -> Iterator[tuple[str, int | None, str]]:
-    """URL, size and identity of each file of one URL; globs and folders only where the store can list."""
+def _has_hidden(relative: str) -> bool:
+    return any(map(is_hidden, relative.split("/")))
+
+
+def _is_hidden_match(match: str, pattern: str) -> bool:
+    """Whether a match is hidden below the fixed part of its pattern. A pattern that spells hidden names means them."""
+    magic = _MAGIC.search(pattern)
+    assert magic is not None
+    fixed = pattern[: magic.start()].rpartition("/")[0]
+    return not _has_hidden(pattern.removeprefix(fixed)) and _has_hidden(match.removeprefix(fixed))
+
+
+def _of_url(given: str, settings: PrepareSettings) -> _Found:
+    """The files of one URL; globs and folders only where the store can list."""
     filesystem, path = filesystem_of(given, allow=settings.allow_protocols)
     can_list = not given.startswith(("http://", "https://"))
+    is_pattern = can_list and glob.has_magic(path)
 
-    def look() -> dict[str, Any]:
-        if can_list and glob.has_magic(path):
-            return dict(filesystem.glob(path, detail=True))
+    def look() -> tuple[dict[str, Any], bool]:
+        if is_pattern:
+            return dict(filesystem.glob(path, detail=True)), False
         about = filesystem.info(path)
         if not can_list or about.get("type") != "directory":
-            return {path: about}
-        return {
-            name: info
-            for name, info in filesystem.find(path, detail=True).items()
-            if text_suffix(name) in suffixes_of(settings)
-        }
+            return {path: about}, False
+        return dict(filesystem.find(path, detail=True)), True
 
-    infos = retrying(look, what=given, retries=3)
+    infos, is_folder = retrying(look, what=given, retries=3)
     if not infos:
         raise DataError(f"no file matches {given}. Check the pattern, or give the URL of a file.")
+    files: list[tuple[str, int | None, str]] = []
+    hidden: list[str] = []
+    num_other = 0
     for name, about in sorted(infos.items()):
-        if about.get("type") != "directory":
-            url = filesystem.unstrip_protocol(name) if can_list else given
-            size = about.get("size")
-            yield url, size, next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
+        if about.get("type") == "directory":
+            continue
+        url = filesystem.unstrip_protocol(name) if can_list else given
+        below = name.removeprefix(path.rstrip("/"))
+        if (is_folder and _has_hidden(below)) or (is_pattern and _is_hidden_match(name, path)):
+            hidden.append(url)
+        elif is_folder and text_suffix(name) not in suffixes_of(settings):
+            num_other += 1
+        else:
+            version = next((str(about[key]) for key in _URL_MARKS if about.get(key)), "")
+            files.append((url, about.get("size"), version))
+    return _Found(files, num_other, tuple(hidden))
 
 
 def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
-    """Regular files below a folder, relative, with `/`, sorted by code points; not those in folders `left_out`."""
+    """Regular files, and links to nothing, below a folder, relative, with `/`, sorted by code points; not those in
+    folders `left_out`."""
     found = []
     try:
         for root, folders, names in os.walk(folder, onerror=_raise):
             folders[:] = [name for name in folders if name not in left_out]
             paths = map(Path(root).joinpath, names)
-            found += [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+            found += [path.relative_to(folder).as_posix() for path in paths if path.is_file() or not path.exists()]
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename}: {error.strerror}. Mend its permissions, or give inputs without it."

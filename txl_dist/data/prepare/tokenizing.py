@@ -29,7 +29,7 @@ from txl_dist.data.prepare.named import materialise
 from txl_dist.data.prepare.opening import begin, chunks_of
 from txl_dist.data.prepare.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.prepare.sources import SourceFile, check_inputs, identities, list_sources
+from txl_dist.data.prepare.sources import Listing, SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.prepare.split_names import split_by_name
 from txl_dist.data.read.corpus import Corpus, open_corpus
 from txl_dist.data.workers import num_cores
@@ -91,17 +91,21 @@ class Preparation:
         return 1 if 0 < self.total_bytes < _SMALL else num_cores()
 
 
-def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
-    """All files, train first, and sentences on the splits that their names say.
+def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
+    """All files, train first, with what was left out, and sentences on the splits that their names say.
 
     Raises DataError if there are none, or none to train on, one is missing, or is given twice; ConfigError if a share
     is asked for of a split that has files.
     """
     if not settings.inputs:
         raise DataError("there are no inputs. Give files, folders, globs, URLs, or stdlib for the built-in text.")
-    found = [(str(one), list_sources([one], settings, split=TRAIN)) for one in settings.inputs]
-    others = {VALID: settings.valid_inputs, TEST: settings.test_inputs}
-    held_out = [(str(one), list_sources([one], settings, split=split)) for split, own in others.items() for one in own]
+    listed = [list_sources([one], settings, split=TRAIN) for one in settings.inputs]
+    found = [(str(one), listing.files) for one, listing in zip(settings.inputs, listed, strict=True)]
+    held_out = []
+    for split, inputs in ((VALID, settings.valid_inputs), (TEST, settings.test_inputs)):
+        for one in inputs:
+            listed.append(list_sources([one], settings, split=split))
+            held_out.append((str(one), listed[-1].files))
     remarks: list[str] = []
     if not settings.ignore_split_names:
         given = {os.path.realpath(file.path) for _, files in held_out for file in files}
@@ -115,7 +119,8 @@ def list_files(settings: PrepareSettings) -> tuple[list[SourceFile], list[str]]:
             "train on too, or train on these with `--ignore-split-names`."
         )
     settings.check_given({file.split for file in files})
-    return files, remarks
+    num_other, hidden = sum(each.num_other for each in listed), tuple(path for each in listed for path in each.hidden)
+    return Listing(files, num_other, hidden), remarks
 
 
 def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]:
@@ -126,7 +131,7 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
         paths = materialise(
             name, scratch / DOWNLOADS, source=settings.source, progress=lambda done, _: progress.reach(done)
         )
-    files = [file for split, own in paths.items() for file in list_sources(own, settings, split=split)]
+    files = [file for split, own in paths.items() for file in list_sources(own, settings, split=split).files]
     return [file._replace(identity=name) for file in files]
 
 

@@ -463,7 +463,7 @@ def test_parts_batches_and_shards_hold_only_so_many_documents_however_short(
     monkeypatch.setattr(inputs, "MOST_RECORDS", 100)
     monkeypatch.setattr(parts, "_BATCH_DOCUMENTS", 7)
     monkeypatch.setattr(assembly, "_MOST_DOCUMENTS", 200)
-    files = list_sources([tmp_path / "a.txt"], PrepareSettings((), documents=cut), split="train")
+    files = list_sources([tmp_path / "a.txt"], PrepareSettings((), documents=cut), split="train").files
     cut_up = list(inputs.read_parts(files, part_bytes=1 << 20))
     assert len(cut_up) > 10
     for number, part in enumerate(cut_up):

@@ -30,6 +30,7 @@ from txl_dist.data.prepare.documents import (
     split_of,
     text_bytes_of,
 )
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import check_inputs, identities, list_sources
 from txl_dist.data.storage import retries as remote
@@ -42,7 +43,7 @@ def read(inputs: Sequence[Any], *, part_bytes: int = 1 << 22, field: str = "text
     listing = {name: settings.pop(name) for name in names if name in settings}
     if "encoding_errors" in settings:
         listing["encoding_errors"] = settings["encoding_errors"]
-    files = list_sources(inputs, PrepareSettings((), **listing), split="train")
+    files = list_sources(inputs, PrepareSettings((), **listing), split="train").files
     reading = Reading(jsonl_field=field, **settings)
     parts = read_parts(
         files, part_bytes=part_bytes, allow_protocols=listing.get("allow_protocols", ()), jsonl_field=field
@@ -114,7 +115,7 @@ def test_reading_goes_on_from_any_cursor(tmp_path: Path, cut: Any) -> None:
     (tmp_path / "e.jsonl").write_text("".join(json.dumps({"text": f"json {i}"}) + "\n" for i in range(40)))
     table = pyarrow.table({"text": [f"row {i}" for i in range(2500)]})
     parquet.write_table(table, tmp_path / "f.parquet", row_group_size=1100)
-    files = list_sources([tmp_path], PrepareSettings((), documents=cut), split="train")
+    files = list_sources([tmp_path], PrepareSettings((), documents=cut), split="train").files
     parts = list(read_parts(files, part_bytes=64))
     assert len(parts) > 6
     assert parts[0].begin == Cursor()
@@ -279,7 +280,7 @@ def test_urls_are_read_like_files(tmp_path: Path) -> None:
         urls = [f"{server.url}/{name}" for name in ("a.txt.gz", "b.txt")]
         for server.has_ranges in (True, False):
             assert texts_of(urls) == texts
-        first, _ = list_sources(urls, PrepareSettings(()), split="train")
+        first, _ = list_sources(urls, PrepareSettings(()), split="train").files
         assert first.size == (tmp_path / "a.txt.gz").stat().st_size
         assert not sources.is_repeatable([first]), "this server names no version, and a size proves nothing"
 
@@ -290,7 +291,7 @@ def test_a_url_that_gives_less_than_it_announced_is_named(tmp_path: Path, monkey
     (tmp_path / "a.txt").write_bytes(b"0123456789" * 100_000)
     with serve(tmp_path) as server:
         url = f"{server.url}/a.txt"
-        files = list_sources([url], PrepareSettings(()), split="train")
+        files = list_sources([url], PrepareSettings(()), split="train").files
         (tmp_path / "a.txt").write_bytes(b"0123456789" * 10)
         with pytest.raises(DataError, match=r"cannot read .*/a\.txt"):
             list(read_parts(files, part_bytes=1 << 20))
@@ -305,7 +306,7 @@ def test_stores_that_list_take_globs_and_folders() -> None:
     try:
         assert texts_of(["memory://listed/*.txt"]) == ["a.txt", "b.txt"]
         assert texts_of(["memory://listed"]) == ["a.txt", "b.txt"]
-        assert sources.is_repeatable(list_sources(["memory://listed"], PrepareSettings(()), split="train"))
+        assert sources.is_repeatable(list_sources(["memory://listed"], PrepareSettings(()), split="train").files)
         with pytest.raises(DataError, match=r"no file matches memory://listed/\*\.md"):
             read(["memory://listed/*.md"])
     finally:
@@ -343,7 +344,7 @@ def test_progress_counts_what_was_read_of_a_source_of_unknown_size() -> None:
         ["pipe:seq 1000", "pipe:seq 500"],
         PrepareSettings((), documents="line", allow_protocols=("pipe",)),
         split="train",
-    )
+    ).files
     stored = [part.stored_bytes for part in read_parts(files, part_bytes=1000, allow_protocols=("pipe",))]
     assert stored == sorted(set(stored))
     assert len(stored) > 3
@@ -368,8 +369,84 @@ def test_a_document_that_is_too_long_is_refused_with_the_remedy(
     assert len(read([tmp_path], documents="line", part_bytes=64)) == 3000
 
 
+HIDDEN = (
+    "._a.txt",
+    ".hidden.md",
+    ".cache/huggingface/a.txt",
+    ".git/a.txt",
+    ".ipynb_checkpoints/a-checkpoint.md",
+    "deep/.Trash-1000/files/a.txt",
+    "__MACOSX/a.txt",
+    "__MACOSX/deep/._a.txt",
+    "__pycache__/a.txt",
+    "deep/Thumbs.db",
+    "desktop.ini",
+    "~$letter.txt",
+    "$RECYCLE.BIN/a.txt",
+    "_temporary/0/part-0.jsonl",
+    "_delta_log/0.parquet",
+    "@eaDir/a.txt",
+    ".DS_Store",
+)
+
+
+def laid_out(folder: Path) -> list[str]:
+    """Writes two texts that people see, and what they do not see. Returns the hidden files."""
+    for name in ("a.txt", "deep/b.txt", "deep/cache/c.txt", "_posts/d.txt", "__init__.py", *HIDDEN):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return sorted(str(folder / name) for name in HIDDEN)
+
+
+SEEN = ["__init__.py", "_posts/d.txt", "a.txt", "deep/b.txt", "deep/cache/c.txt"]
+
+
+def test_hidden_files_are_left_out_of_folders_patterns_and_urls_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / ".home" / "data"  # what is above the input does not count
+    hidden = laid_out(folder)
+    for given in (str(folder), f"{folder}/**/*", f"file://{folder}", f"file://{folder}/**"):
+        listing = list_sources([given], PrepareSettings(()), split="train")
+        assert [file.path.removeprefix("file://").removeprefix(f"{folder}/") for file in listing.files] == SEEN
+        assert sorted(path.removeprefix("file://") for path in listing.hidden) == hidden
+        assert listing.num_other == 0
+
+
+def test_the_summary_says_what_is_hidden(tmp_path: Path) -> None:
+    laid_out(tmp_path / "data")
+    summary = prepare_corpus(
+        tmp_path / "out", inputs=[tmp_path / "data"], valid_inputs=[], kind="byte", valid_fraction=0, num_workers=1
+    )
+    assert summary.corpus.statistics["documents_read"] == len(SEEN)
+    assert summary.hidden_files
+    assert any(f"hidden files left out: {len(HIDDEN)} (" in line for line in summary.lines())
+
+
+def test_a_hidden_file_that_is_named_or_spelt_in_a_pattern_is_taken(tmp_path: Path) -> None:
+    laid_out(tmp_path)
+    assert texts_of([tmp_path / "._a.txt"]) == ["._a.txt"]
+    assert texts_of([f"{tmp_path}/.*.md"]) == [".hidden.md"]
+    assert texts_of([tmp_path / "__MACOSX"]) == ["__MACOSX/a.txt"]
+    assert texts_of([f"{tmp_path}/.cache/**/*.txt"]) == [".cache/huggingface/a.txt"]
+
+
+def test_a_folder_or_a_pattern_with_hidden_files_only_says_so(tmp_path: Path) -> None:
+    (tmp_path / "._a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"holds no text: .* 1 hidden files left out"):
+        read([tmp_path])
+    with pytest.raises(DataError, match=r"no file matches .*, only 1 hidden ones: name them"):
+        read([f"{tmp_path}/*.txt"])
+
+
+@pytest.mark.parametrize("given", ["", "a.txt", "*.txt"])
+def test_a_link_to_a_file_that_was_not_fetched_is_refused(tmp_path: Path, given: str) -> None:
+    (tmp_path / "b.txt").write_text("text")
+    (tmp_path / "a.txt").symlink_to("../.git/annex/objects/5e/5e/SHA256E-s9--5e.txt")
+    with pytest.raises(DataError, match=r"a\.txt is a link to .*annex.*, which is not there.*git annex get"):
+        read([f"{tmp_path}/{given}"])
+
+
 def test_the_standard_library_is_there_without_its_tests() -> None:
-    files = [file.path for file in list_sources(["stdlib"], PrepareSettings(()), split="train")]
+    files = [file.path for file in list_sources(["stdlib"], PrepareSettings(()), split="train").files]
     assert len(files) > 300
     assert files == sorted(files)
     assert any(name.endswith("/json/decoder.py") for name in files)
@@ -379,18 +456,19 @@ def test_the_standard_library_is_there_without_its_tests() -> None:
 def test_inputs_have_an_identity_that_changes_with_them_and_only_from_there_on(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name)
-    before = identities(list_sources([tmp_path], PrepareSettings(()), split="train"))
+    before = identities(list_sources([tmp_path], PrepareSettings(()), split="train").files)
     (tmp_path / "b.txt").write_text("another")
-    after = identities(list_sources([tmp_path], PrepareSettings(()), split="train"))
+    after = identities(list_sources([tmp_path], PrepareSettings(()), split="train").files)
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
-    assert not sources.is_repeatable(list_sources(["-"], PrepareSettings(()), split="train"))
+    assert not sources.is_repeatable(list_sources(["-"], PrepareSettings(()), split="train").files)
 
 
 def test_a_file_in_two_splits_is_found_through_links(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
     found = [
-        (name, list_sources([tmp_path / name], PrepareSettings(()), split="train")) for name in ("a.txt", "link.txt")
+        (name, list_sources([tmp_path / name], PrepareSettings(()), split="train").files)
+        for name in ("a.txt", "link.txt")
     ]
     with pytest.raises(DataError, match=r"given twice, by the inputs a\.txt and link\.txt"):
         check_inputs(found)
@@ -437,7 +515,7 @@ def test_a_full_disk_below_a_copy_is_not_said_of_the_input(tmp_path: Path, monke
 
     monkeypatch.setattr(opening, "open_new", lambda path: Full())
     path = tmp_file(tmp_path)
-    (file,) = list_sources([path], PrepareSettings(inputs=(str(path),)), split="train")
+    (file,) = list_sources([path], PrepareSettings(inputs=(str(path),)), split="train").files
     with ExitStack() as streams, pytest.raises(OSError, match="No space left"):
         opening.begin(file, tmp_path / "copy", at_most=10, allow_protocols=(), streams=streams)
 

@@ -25,7 +25,7 @@ def laid_out(folder: Path, *names: str) -> Path:
 
 def splits_of(*inputs: str | Path) -> tuple[dict[str, set[str]], str]:
     """(names of the files by split, all sentences)."""
-    found = [(str(one), list_sources([one], PrepareSettings(()), split="train")) for one in inputs]
+    found = [(str(one), list_sources([one], PrepareSettings(()), split="train").files) for one in inputs]
     named = split_by_name(found)
     splits: dict[str, set[str]] = {"train": set(), "valid": set(), "test": set()}
     for file in (file for own in named.files for file in own):
@@ -212,7 +212,7 @@ def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
 
 
 def test_the_built_in_text_has_no_splits() -> None:
-    found = [("stdlib", list_sources(["stdlib"], PrepareSettings(()), split="train"))]
+    found = [("stdlib", list_sources(["stdlib"], PrepareSettings(()), split="train").files)]
     named = split_by_name(found)
     assert named.remarks == []
     assert {file.split for file in named.files[0]} == {"train"}
@@ -274,7 +274,9 @@ def test_a_share_beside_named_held_out_files_and_a_folder_without_training_text_
 
 def test_names_count_below_urls_too(tmp_path: Path) -> None:
     data = laid_out(tmp_path / "data", "train.txt", "dev.txt", "latest.txt")
-    named = split_by_name([(f"file://{data}", list_sources([f"file://{data}"], PrepareSettings(()), split="train"))])
+    named = split_by_name(
+        [(f"file://{data}", list_sources([f"file://{data}"], PrepareSettings(()), split="train").files)]
+    )
     splits = {Path(file.path).name: file.split for file in named.files[0]}
     assert splits == {"train.txt": "train", "dev.txt": "valid", "latest.txt": "train"}
 
