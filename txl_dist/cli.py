@@ -12,7 +12,6 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +21,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
 from txl_dist.config import Config, changed, load_config, setting_names
-from txl_dist.console import say
+from txl_dist.console import LostOutputError, drop_output, flush_output, guard_streams, say
 from txl_dist.errors import ConfigError, TxlError, no_package
 from txl_dist.foreign_names import find_command
 from txl_dist.suggest import did_you_mean
@@ -40,7 +39,7 @@ from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.serve import serve
 from txl_dist.verbs.sweep import sweep as run_sweep
 from txl_dist.verbs.train import check_config_file, usage
-from txl_dist.verbs.words import call, parse, refuse_slips
+from txl_dist.verbs.words import announce_ranks, call, parse, refuse_slips
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ def train(argv: Sequence[str]) -> int:
 
         say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
         return 0
+    announce_ranks()
     from txl_dist.allocator import give_memory_back
 
     give_memory_back()  # before torch is imported
@@ -174,6 +174,10 @@ VERBS: dict[str, Callable[..., object]] = {
 }
 
 
+RANKED = ("train", "evaluate", "recl", "doctor")
+"""Commands whose ranks work together and speak once. Any other command is alone, whatever the environment says."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
     # The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same.
@@ -198,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return own(rest)  # they read the words themselves: flags begin with those of a file
         call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:
-        if _should_print(error):
+        if verb not in RANKED or _should_print(error):
             say(f"txl {verb}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
@@ -227,34 +231,47 @@ def run() -> None:
     # millisecond made steps ten times longer (docs/log.md). Read when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    guard_streams()
     try:
-        code = main()
-    except KeyboardInterrupt:
+        code = _code_of_main()
+        flush_output()
+    except LostOutputError as error:
         if _is_speaker():
-            goes_on = "; the same command goes on from what is kept" if sys.argv[1:2] == ["prepare"] else ""
-            say(f"txl: interrupted{goes_on}", to=sys.stderr)
-        code = 130
+            lost = f"standard output cannot be written: {error.strerror}"
+            say(f"txl: error: {lost}. Send it elsewhere; what the command wrote to files is there", to=sys.stderr)
+        drop_output()
+        code = 2
     except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
         os._exit(141)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except ModuleNotFoundError as error:
-        if _is_speaker():
-            say(f"txl: error: {no_package(error)}", to=sys.stderr)
-        code = 2
-    except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
-        traceback.print_exc()
-        code = 1
     if "torch" in sys.modules:
         # Everything is written and all ranks have met. In about one exit of a hundred, native threads behind gloo
         # abort the interpreter while it takes itself apart (no Python frame is left), and the launcher would report
         # a finished run as failed: leave without that.
         logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a terminal that has gone away
-                stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _code_of_main() -> int:
+    """Run the command line; the exit code, after a line about whatever ended it. Raises what lost output raises."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        if _is_speaker():
+            goes_on = "; the same command goes on from what is kept" if sys.argv[1:2] == ["prepare"] else ""
+            say(f"txl: interrupted{goes_on}", to=sys.stderr)
+        return 130
+    except (LostOutputError, BrokenPipeError):
+        raise
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except ModuleNotFoundError as error:
+        if _is_speaker():
+            say(f"txl: error: {no_package(error)}", to=sys.stderr)
+        return 2
+    except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
+        traceback.print_exc()
+        return 1
 
 
 def _should_print(error: TxlError) -> bool:
@@ -268,7 +285,9 @@ def _should_print(error: TxlError) -> bool:
 
 
 def _is_speaker() -> bool:
-    """Before ranks have joined, the first process of each node speaks."""
+    """Whether this process speaks: before ranks have joined, the first process of each node does."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # what else is left in the environment describes another job
+        return True
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

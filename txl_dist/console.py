@@ -9,11 +9,77 @@ byte; on a terminal it is escaped too.
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
-from typing import TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class LostOutputError(OSError):
+    """Standard output cannot be written: its disk is full, for instance."""
+
+
+def guard_streams() -> None:
+    """Prepare standard output and standard error of this process for disks that are full and readers that are gone.
+
+    What cannot be written to standard output raises LostOutputError, or BrokenPipeError if its reader has ended. What
+    cannot be written to standard error is dropped: a lost message never changes what a command does.
+    """
+    # Python has None for a stream that was closed before it started.
+    sys.stdout = _nowhere() if sys.stdout is None else _reopened(sys.stdout, _StandardOutput)
+    sys.stderr = _nowhere() if sys.stderr is None else _reopened(sys.stderr, _StandardError)
+
+
+def flush_output() -> None:
+    """Write what standard output still holds. Raises as `guard_streams` says."""
+    sys.stdout.flush()
+
+
+def drop_output() -> None:
+    """Send all further standard output nowhere: Python would fail on it again when it ends."""
+    sys.stdout = _nowhere()
+
+
+class _StandardOutput(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise LostOutputError(error.errno, error.strerror) from error
+
+
+class _StandardError(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        with suppress(OSError):
+            return super().write(data)
+        return len(memoryview(data))
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
+    """The same stream through another class; as it is where it has no file, as in a notebook."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return stream
+    stream.flush()
+    raw = kind(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=kind is _StandardError or raw.isatty(),
+        write_through=kind is _StandardError,
+    )
 
 
 def escaped(text: str) -> str:

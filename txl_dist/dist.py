@@ -19,8 +19,9 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from txl_dist.errors import ConfigError, LostRankError, TxlError, explained
+from txl_dist.errors import ConfigError, LostRankError, TxlError
 from txl_dist.meeting import first_line, free_port, meet
+from txl_dist.rank_environment import read_rank_environment
 
 T = TypeVar("T")
 
@@ -172,25 +173,15 @@ def uses_gpu() -> bool:
 
 
 def _join(*, timeout_s: int, num_threads: int) -> Ranks:
-    what = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT and OMP_NUM_THREADS must be integers"
-    with explained(ConfigError, what, "Unset them or fix the launcher.", of=(ValueError,)):
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        local_size = local_world_size(world_size)
-        threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "0"))
-        int(os.environ.get("MASTER_PORT", "0"))
-    if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ConfigError(
-            f"WORLD_SIZE={world_size} but MASTER_ADDR or MASTER_PORT is not set: the ranks cannot find each other. "
-            "Start with the deepspeed launcher or torchrun, or set them."
-        )
+    place = read_rank_environment(os.environ)
+    rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     # DeepSpeed reads these from the environment, also in a job of one rank.
     defaults = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
     if "MASTER_PORT" not in os.environ:
         defaults["MASTER_PORT"] = free_port()
     for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
-    threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+    threads = num_threads or place.num_threads or max(1, len(os.sched_getaffinity(0)) // max(1, place.local_size))
     torch.set_num_threads(threads)
     device, backend, problem = torch.device("cpu"), "gloo", ""
     if uses_gpu():

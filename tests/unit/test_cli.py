@@ -149,8 +149,8 @@ def test_a_missing_input_is_an_error_that_names_it(tmp_path: Path, capsys: pytes
 def test_only_the_first_process_of_a_node_prints_what_all_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert exit_code_of("train", str(tmp_path / "missing.toml")) == 2
     assert capsys.readouterr().err == ""
 

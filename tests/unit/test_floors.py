@@ -20,8 +20,8 @@ import txl_dist
 PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
     "__init__ errors",
-    "allocator console faults files meeting rng sections suggest tables",
-    "foreign_names",
+    "allocator console faults files rank_environment rng sections suggest tables",
+    "foreign_names meeting",
     "config dist log manifest processes run_files tensor_files",
     "hub progress stages",
     "text",
@@ -60,7 +60,19 @@ STRANGERS = {("infer", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = {
     *("__init__", "__main__", "allocator", "cli", "config", "console", "errors", "files", "manifest", "processes"),
-    *("foreign_names", "hub", "progress", "rng", "run_files", "sections", "stages", "suggest", "tables", "text"),
+    *(
+        "foreign_names",
+        "hub",
+        "progress",
+        "rank_environment",
+        "rng",
+        "run_files",
+        "sections",
+        "stages",
+        "suggest",
+        "tables",
+        "text",
+    ),
     *("data", "verbs"),
 }
 """Rooms that can be imported without torch."""

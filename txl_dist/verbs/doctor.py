@@ -8,6 +8,7 @@ from pathlib import Path
 
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
+from txl_dist.verbs.words import announce_ranks
 
 
 def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
@@ -25,6 +26,7 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         say("txl doctor: looking at this machine; some seconds", to=sys.stderr)
+    announce_ranks()
     from dataclasses import asdict
     from json import dumps
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,10 +40,21 @@ SWITCHES = (
     *("--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid"),
     *("--bind_cores_to_rank", "--quiet -q", "--help -h"),
 )
+CHOICES = {
+    "--launcher": ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi"),
+    "--log_level": ("debug", "info", "warning", "error", "critical"),
+    "--autotuning": ("tune", "run"),
+}
+"""Flags of the launcher that take one of a few words."""
 TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "ranks", "init")
 """Those of `txl train` that are no settings."""
 RANKS_PER_CORE = 4
 """Above that a word is said: the ranks of a CPU compute in turns."""
+_MOST_SLOTS = 1 << 10
+"""Slots that a machine may have before it is asked."""
+_MOST_SHOWN = 8
+"""Machines that a message lists."""
+_SLOT_NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})(?!\d)", re.ASCII)
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
@@ -75,6 +86,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     asked = _read_flags(flags, train_words)
     slots = _slots(asked.hostfile)
     _check_together(asked, has_hosts=bool(slots))
+    _check_choice(asked, slots)
     settings = read_settings(train_words, not slots)
     num_ranks = check_launch(asked, settings, slots=slots)
     from txl_dist.dist import uses_gpu
@@ -82,9 +94,15 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     from txl_dist.ops.launcher import launch as run_launcher
     from txl_dist.ops.launcher_files import files_for_launcher
 
-    if not slots and not uses_gpu():
+    is_on_cpu = not slots and not uses_gpu()
+    if is_on_cpu:
         # Without it DeepSpeed looks for other hardware first and may find half-installed drivers.
         os.environ["DS_ACCELERATOR"] = "cpu"
+    if not slots and (asked.include or asked.exclude):
+        from txl_dist.train.engine.devices import count_devices
+
+        _check_choice(asked, {"localhost": count_devices()})
+    if is_on_cpu:
         if not flags:
             flags = ["--num_accelerators", "1"]  # its own choice would be one per NUMA node
             say("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
@@ -96,7 +114,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     seen_within_s = SEEN_WITHIN_S if slots else 0.0
     if slots:
         train_words = encode_words(train_words)
-        if _uses_pdsh(asked, num_hosts=len(slots)):
+        if _uses_pdsh(asked, num_hosts=len(_chosen(asked, slots))):
             places = {"this folder": os.getcwd(), "this Python": sys.executable}
             flags_sent = ("--venv_script", "--enable_each_rank_log", "--master_addr")
             values = {flag: getattr(asked, flag.removeprefix("--")) for flag in flags_sent}
@@ -110,7 +128,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
         return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
 
 
-def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Sequence[int]) -> int:
+def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Mapping[str, int]) -> int:
     """Refuse what needs no ranks to be seen wrong. Returns their number; 0 where only the launcher knows it.
 
     `slots`: ranks of each machine of the hostfile; none where there is none. Raises ConfigError.
@@ -118,8 +136,11 @@ def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Sequence
     from txl_dist.train.run_dir import check_run_dir
 
     num_local = int(asked.num_accelerators or asked.num_gpus or 0)
-    used = slots[: int(asked.num_nodes)] if asked.num_nodes else slots
-    num_ranks = 0 if asked.include or asked.exclude else num_local * (len(used) or 1) or sum(used)
+    counts = list(slots.values())
+    used = counts[: int(asked.num_nodes)] if asked.num_nodes else counts
+    num_ranks = num_local * (len(used) or 1) or sum(used)
+    if asked.include or asked.exclude:
+        num_ranks = sum(map(len, _chosen(asked, slots).values())) if slots else 0
     check_config(settings)
     if num_ranks:
         plan_batch(settings.train, world_size=num_ranks)
@@ -176,12 +197,19 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
 
 
 def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
+    for flag, value in (("--include", asked.include), ("--exclude", asked.exclude)):
+        if value == "":
+            raise ConfigError(f"{flag} needs a value: NODE:SLOT,SLOT@NODE. Is a variable of the shell unset?")
     if asked.include and asked.exclude:
         raise ConfigError("--include and --exclude cannot be given together. Leave one out.")
     if (asked.include or asked.exclude) and (asked.num_accelerators or asked.num_gpus or asked.num_nodes):
         raise ConfigError(
             "--include and --exclude choose the ranks: leave out --num_accelerators, --num_gpus and --num_nodes."
         )
+    for flag, choices in CHOICES.items():
+        value = getattr(asked, flag.removeprefix("--"))
+        if value is not None and (value.lower() if flag == "--launcher" else value) not in choices:
+            raise ConfigError(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
     if not has_hosts and int(asked.num_nodes or 1) != 1:
         raise ConfigError(f"--num_nodes {asked.num_nodes} needs the machines: give them by --hostfile.")
 
@@ -195,10 +223,55 @@ def _names() -> list[str]:
     return [names.split()[0].removeprefix("--") for names in (*NUMBERS, *TEXTS, *SWITCHES)]
 
 
-def _slots(hostfile: str | None) -> list[int]:
+def _check_choice(asked: argparse.Namespace, slots: Mapping[str, int]) -> None:
+    """Refuse a value of --include or --exclude that the launcher cannot read, or that leaves no rank.
+
+    `slots`: ranks of each machine; none where the machine is this one, and not known yet. Raises ConfigError.
+    """
+    chosen = _chosen(asked, slots or {"localhost": _MOST_SLOTS})
+    if not any(chosen.values()):
+        raise ConfigError(f"--exclude {asked.exclude} leaves no rank. Exclude fewer.")
+    if slots and asked.no_ssh and not 0 <= int(asked.node_rank or -1) < len(chosen):
+        raise ConfigError(f"--no_ssh needs --node_rank, the number of this machine: 0 to {len(chosen) - 1}.")
+
+
+def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return the slots of each machine that --include and --exclude leave, in order; machines without any are left out.
+
+    The form is NODE[:SLOT,...][@NODE...]; a machine without slots means all of its slots. Raises ConfigError.
+    """
+    every = {host: list(range(count)) for host, count in slots.items()}
+    value = asked.include or asked.exclude
+    if not value:
+        return every
+    flag = "--include" if asked.include else "--exclude"
+    named: dict[str, set[int]] = {}
+    for part in value.split("@"):
+        host, has_slots, numbers = part.partition(":")
+        if host not in every:
+            hint = did_you_mean(host, every) or f" There is {', '.join(list(every)[:_MOST_SHOWN])}."
+            raise ConfigError(f"{flag} {value}: no machine is called {host!r}.{hint}")
+        if has_slots and not _SLOT_NUMBERS.fullmatch(numbers):
+            raise ConfigError(
+                f"{flag} {value}: {numbers!r} are no slots. Write their numbers with commas: {host}:0,1. "
+                f"{host} alone means all."
+            )
+        wanted = {int(number) for number in numbers.split(",")} if has_slots else set(every[host])
+        if lacking := sorted(wanted - set(every[host])):
+            few = f"slots 0 to {len(every[host]) - 1}" if len(every[host]) > 1 else "slot 0 alone"
+            on_cpu = " On a CPU choose the number of ranks by --num_accelerators N." if host == "localhost" else ""
+            raise ConfigError(f"{flag} {value}: {host} has no slot {lacking[0]}, but {few}.{on_cpu}")
+        named[host] = named.get(host, set()) | wanted
+    if asked.include:
+        return {host: sorted(named[host]) for host in every if host in named}
+    left = {host: sorted(set(every[host]) - named.get(host, set())) for host in every}
+    return {host: numbers for host, numbers in left.items() if numbers}
+
+
+def _slots(hostfile: str | None) -> dict[str, int]:
     """Ranks of each machine of the hostfile that the launcher will read; none if it will read none."""
     if hostfile is None and not os.path.isfile(DEFAULT_HOSTFILE):
-        return []
+        return {}
     file = hostfile or DEFAULT_HOSTFILE
     a_line = "Give each machine a line `HOST slots=N`."
     try:
@@ -216,7 +289,9 @@ def _slots(hostfile: str | None) -> list[int]:
             raise ConfigError(f"--hostfile {file} is no hostfile: line {number} is not `HOST slots=N`.")
         if found[1] in hosts:
             raise ConfigError(f"--hostfile {file}: line {number} names {found[1]} again. Give each machine one line.")
+        if int(found[2]) < 1:
+            raise ConfigError(f"--hostfile {file}: line {number} gives {found[1]} no slots. Leave the line out.")
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ConfigError(f"--hostfile {file} names no machine. {a_line}")
-    return list(hosts.values())
+    return hosts

@@ -15,7 +15,7 @@ from txl_dist.infer.card import Stated
 from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.tables import size
-from txl_dist.verbs.words import announce
+from txl_dist.verbs.words import announce, announce_ranks
 
 WeightType = Literal["fp32", "bf16", "fp16", "int8"]
 
@@ -46,7 +46,7 @@ def evaluate(
     for flag, corpus in (("--data", data), ("--adapt-train", adapting.adapt_train)):
         if corpus:
             require(corpus, Kind.CORPUS, what=flag)
-    announce(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
+    announce_ranks(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
     from txl_dist.ops.evaluate.evaluate import evaluate_trained
 
     lines = evaluate_trained(

@@ -11,7 +11,7 @@ from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 from txl_dist.run_files import TRAINED, Kind, require
-from txl_dist.verbs.words import announce
+from txl_dist.verbs.words import announce_ranks
 
 
 def recl(
@@ -38,7 +38,7 @@ def recl(
         require(data, Kind.CORPUS, what="--data")
     elif kinds[0] is Kind.BUNDLE:
         raise ConfigError(f"{targets[0]} is a bundle and knows no corpus. Name one with --data, or a run before it.")
-    announce(
+    announce_ranks(
         f"scoring {len(targets)} model{'s' * (len(targets) > 1)} behind {len(settings.contexts)} lengths of context"
     )
     from txl_dist.ops.evaluate.recl import compare_contexts

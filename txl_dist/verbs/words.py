@@ -20,7 +20,9 @@ from txl_dist.config import choices_of, explain_flag, lower, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.foreign_names import find_counterpart
+from txl_dist.rank_environment import RUN_ALONE, format_ranks, read_rank_environment
 from txl_dist.suggest import did_you_mean
+from txl_dist.train.watch.stopping import launchers
 from txl_dist.verbs.repeated_flags import join_repeated
 from txl_dist.verbs.tyro_events import (
     Argument,
@@ -69,9 +71,26 @@ def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> Non
 
 
 def announce(what: str) -> None:
-    """Before torch is imported, which takes seconds: that it begins, and with what. One process of a job says it."""
-    if os.environ.get("RANK", "0") == "0":
-        say(f"{what} ...", to=sys.stderr)
+    """Say what begins, before torch is imported, which takes seconds."""
+    say(f"{what} ...", to=sys.stderr)
+
+
+def announce_ranks(what: str = "") -> None:
+    """The same for a command whose ranks work together: rank 0 says it. A rank that no launcher has started says for
+    whom it will wait, and how to run alone.
+
+    Raises ConfigError if the variables of the environment that describe a job contradict each other.
+    """
+    place = read_rank_environment(os.environ)
+    if what and place.rank == 0:
+        announce(what)
+    if place.world_size > 1 and not launchers():
+        others = format_ranks([rank for rank in range(place.world_size) if rank != place.rank])
+        say(
+            f"txl: the variables WORLD_SIZE and RANK make this rank {place.rank} of {place.world_size}. It waits at "
+            f"{place.address} for rank {others}. {RUN_ALONE}",
+            to=sys.stderr,
+        )
 
 
 def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:

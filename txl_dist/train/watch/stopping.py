@@ -45,7 +45,7 @@ class StopRequests:
         self._num_told = 0
         self._next_look_s = 0.0
         self._start_s = time.monotonic() - _age_s()
-        self._launchers = _launchers()
+        self._launchers = launchers()
         self._is_orphan = (
             not self._launchers and os.getppid() == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
         )
@@ -123,8 +123,8 @@ def parse_duration(text: str) -> float:
     return duration_s
 
 
-def _launchers() -> list[ProcessId]:
-    """The launchers that this process descends from."""
+def launchers() -> list[ProcessId]:
+    """Return the launchers that this process descends from."""
     named = os.environ.get(LAUNCHED_BY)
     found, pid = [process_of(parse_json(named))] if named else [], os.getppid()
     while pid > 1:
