@@ -173,6 +173,34 @@ def test_the_cost_of_text_is_the_same_with_document_masks_and_without(
             assert result["bits_per_byte"] == pytest.approx(math.log2(62), rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_bits_of_the_text_are_those_of_the_formula_in_the_documentation(tmp_path: Path, kind: str) -> None:
+    """From the tokens' log-probabilities, the held-out texts as they are, and the page's own words."""
+    page = (Path(__file__).parents[3] / "docs" / "evaluating.md").read_text(encoding="utf-8")
+    assert "loss / ln 2 * tokens of the split / bytes (characters) of its text" in page
+    assert "exp(loss * tokens of the split / words)" in page
+    texts = ["\u00e4\u4e16 the cat sat\n" * (3 + number) for number in range(12)]
+    made = make(tmp_path, texts=texts, kind=kind, vocab_size=280 if kind == "bpe" else 0)
+    result = evaluated(made, num_lanes=3, log_probs=tmp_path / "scores.npz")["model"]
+    log_p = np.load(tmp_path / "scores.npz")["log_p"].astype(np.float64)
+    split, tokenizer = made.corpus.split("valid"), made.corpus.tokenizer
+    documents = [document.tolist() for document in split.each_document()]
+    held_out = [tokenizer.decode([i for i in ids if i != made.corpus.end_of_text]) for ids in documents]
+    assert held_out
+    assert set(held_out) <= set(texts)
+    loss, num_tokens = -log_p.mean(), sum(map(len, documents))
+    assert (len(log_p), result["tokens"]) == (num_tokens - 1, num_tokens - 1)
+    num_bytes, num_characters = sum(len(text.encode()) for text in held_out), sum(map(len, held_out))
+    assert num_bytes > num_characters
+    assert result["bits_per_byte"] == pytest.approx(loss / math.log(2) * num_tokens / num_bytes, rel=1e-6)
+    assert result["bits_per_character"] == pytest.approx(loss / math.log(2) * num_tokens / num_characters, rel=1e-6)
+    num_words = sum(len(text.split()) + 1 for text in held_out)
+    assert (result["words"], result["word_ppl"]) == (
+        num_words,
+        pytest.approx(math.exp(loss * num_tokens / num_words), rel=1e-5),
+    )
+
+
 @pytest.mark.parametrize("num_lanes", [1, 4])
 def test_a_masked_evaluation_scores_each_document_as_if_it_stood_alone_behind_an_end_of_text(
     tmp_path: Path, num_lanes: int
