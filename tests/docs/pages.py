@@ -80,10 +80,34 @@ def code_of(page: Path) -> list[str]:
     return [*re.findall(r"`([^`\n]+)`", prose_of(page)), *(block.text for block in blocks_of(page))]
 
 
-def anchors_of(page: Path) -> set[str]:
-    """The anchors that GitHub and mkdocs give its headings."""
+def headings_of(page: Path) -> list[str]:
+    """Its headings as a reader sees them, in order."""
     titles = re.findall(r"^#+ (.+?)\s*$", prose_of(page), re.MULTILINE)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower())).strip("-") for title in titles}
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of its headings that GitHub and mkdocs spell alike; a link to any other is broken on one of them."""
+    titles = headings_of(page)
+    return {github_anchor(title) for title in titles} & {mkdocs_anchor(title) for title in titles}
+
+
+def github_anchor(title: str) -> str:
+    """GitHub removes punctuation and writes each blank as a hyphen."""
+    return re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-")
+
+
+def mkdocs_anchor(title: str) -> str:
+    """Markdown's `toc` also joins hyphens that follow each other."""
+    return re.sub(r"[\s-]+", "-", github_anchor(title)).strip("-")
+
+
+def links_of(text: str) -> list[str]:
+    """Targets of all links in Markdown without its fenced blocks: inline, by reference, in HTML."""
+    inline = re.findall(r"\]\(\s*<?([^)\s>]+)", text)
+    by_reference = re.findall(r"^ *\[[^\]]+\]:\s*<?([^\s>]+)", text, re.MULTILINE)
+    in_html = re.findall(r"""<[a-z]+ [^>]*\b(?:href|src)=["']?([^"'\s>]+)""", text)
+    return inline + by_reference + in_html
 
 
 def pattern_of(output: str) -> re.Pattern[str]:

@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, SHELLS, anchors_of, blocks_of, code_of, pattern_of, prose_of
+from tests.docs.pages import (
+    PAGES,
+    ROOT,
+    SHELLS,
+    anchors_of,
+    blocks_of,
+    code_of,
+    headings_of,
+    links_of,
+    mkdocs_anchor,
+    pattern_of,
+    prose_of,
+)
 from tools.reference_pages import help_text, stale_pages
 from txl_dist.cli import VERBS
 from txl_dist.config import setting_names
@@ -43,6 +55,10 @@ ATTRIBUTES = {"model.config", "model.empty_memory", "optim.apply_settings"}
 """What looks like a setting and is code."""
 PLACEHOLDERS = {"--section.key"}
 
+WITH_LINKS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "tests/golden/README.md"]
+CODE_FOLDERS = ("configs", "docker", "examples", "launch", "tools", "txl_dist")
+CODE_SUFFIXES = {".py", ".toml", ".sh", ".sbatch", ".yaml", ".j2", ".html", ".js", ".ipynb", ".env"}
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -61,15 +77,42 @@ def test_the_reference_pages_are_what_the_code_gives() -> None:
     assert stale_pages() == [], "run `python tools/reference_pages.py`"
 
 
-@each_page
+@pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_and_their_anchors_resolve(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
-        if "://" in target:
+    assert broken_links(page, prose_of(page)) == []
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links of a page with this text that lead to no file, or to no heading."""
+    broken = []
+    for target in links_of(text):
+        if re.match(r"[a-z]+:", target):  # of another site
             continue
         name, _, anchor = target.partition("#")
         other = (page.parent / name).resolve() if name else page
-        assert other.exists(), f"{page.name} links {target}"
-        assert not anchor or anchor in anchors_of(other), f"{page.name} links {target}; there are {anchors_of(other)}"
+        if not other.exists() or (anchor and anchor not in anchors_of(other)):
+            broken.append(target)
+    return broken
+
+
+@each_page
+def test_no_two_headings_of_a_page_have_the_same_anchor(page: Path) -> None:
+    anchors = [mkdocs_anchor(title) for title in headings_of(page)]
+    assert {anchor for anchor in anchors if anchors.count(anchor) > 1} == set(), f"{page.name}: a link finds the first"
+
+
+def test_pages_that_code_and_messages_name_exist_with_their_headings() -> None:
+    """A page is `docs/NAME.md`, or in a template of a page a link beside it; with an anchor perhaps."""
+    pattern = re.compile(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?|\b[\w-]+\.md#[\w-]+")
+    num_checked = 0
+    for path in sorted(path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*")):
+        if path.suffix not in CODE_SUFFIXES:
+            continue
+        for target in pattern.findall(path.read_text(encoding="utf-8")):
+            link = target if target.startswith("docs/") else f"docs/{target}"
+            assert broken_links(ROOT / "README.md", f"[page]({link})") == [], f"{path.relative_to(ROOT)}: {target}"
+            num_checked += 1
+    assert num_checked > 30
 
 
 @each_page
@@ -207,6 +250,12 @@ def test_the_rules_see_what_is_wrong(tmp_path: Path) -> None:
         "# One `two` three\n\n<!-- not run: gpu -->\n```bash\ntxl train x.toml --no_such 1 | cat --ok\n```\n"
     )
     assert anchors_of(page) == {"one-two-three"}
+    (tmp_path / "b.md").write_text("## Code 1 or -9\n\n## An [inner](page.md) link\n\n## A - b\n")
+    links = "[a](page.md#one-two-three) [b](page.md#one) [c](#code) [d](none.md) [e\nf](b.md) <a href='no.md'>g</a>\n"
+    links += "[h](b.md#an-inner-link) [i](b.md#code-1-or-9) [j](b.md#a-b) [k](https://x.org/a#b)\n\n[l]: no.md#x\n"
+    assert broken_links(page, links) == [
+        *("page.md#one", "#code", "none.md", "b.md#code-1-or-9", "b.md#a-b", "no.md#x", "no.md")
+    ]
     assert [(block.mark, block.detail) for block in blocks_of(page)] == [("not run", "gpu")]
     assert list(commands_of(page)) == [("train", ["x.toml", "--no_such", "1"])]
     assert "--no-such" not in flags_of("train")
