@@ -2,12 +2,17 @@
 
 A body is read here, whole and within its bounds, before a route sees it; so what a route receives then is only that its
 client has gone away. Whatever goes wrong is told as JSON, in OpenAI's form.
+
+Many clients send a whole request before they read. A connection that is closed while bytes arrive is reset, and a reset
+discards the answer. So the rest of a request that is answered early is read and discarded, up to DRAIN_BYTES, DRAIN_S.
+Then the connection is closed, whatever else the client would send.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +25,10 @@ OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
 """Without a key, and while the server drains."""
 BODY_S = 30.0
 """Seconds for a body to arrive."""
+DRAIN_BYTES = 2**26
+"""Bytes of a body that are read and discarded after an early answer."""
+DRAIN_S = 10.0
+"""Seconds for these bytes to arrive."""
 SEND_S = 60.0
 """Seconds that a client may leave a full buffer unread."""
 HEADER_BYTES = 2**14
@@ -46,7 +55,8 @@ class Gate:
         """Answer a request."""
         if scope["type"] != "http":
             return
-        answer = _Answer(send)
+        arriving = _Arriving(scope, receive)
+        answer = _Answer(send, arriving)
         is_open, is_upload = scope["path"] in OPEN_PATHS, _is_upload(scope)
         self.num_active += not is_open
         self._num_uploads += is_upload
@@ -54,7 +64,7 @@ class Gate:
             body = b""  # of an open path it is not read: anybody may send one
             if not is_open:
                 self._admit(scope)
-                body = await self._body(scope, receive, most=self._max_upload if is_upload else self._max_body)
+                body = await self._body(scope, arriving, most=self._max_upload if is_upload else self._max_body)
             await self._app(scope, _replay(body, receive), answer.send)
         except RefusalError as refusal:
             await self._refuse(refusal, scope, receive, answer)
@@ -81,22 +91,18 @@ class Gate:
         if self.num_active > self._max_requests or self._num_uploads > MOST_UPLOADS:
             raise RefusalError(429, "the server has too many requests. Come again later.", code="too_many_requests")
 
-    async def _body(self, scope: Scope, receive: Receive, *, most: int) -> bytes:
+    async def _body(self, scope: Scope, arriving: _Arriving, *, most: int) -> bytes:
         too_long = RefusalError(413, f"the body has more than {most:,} bytes. Send less.", code="body_too_large")
         if int(_header(scope, b"content-length") or b"0") > most:
             raise too_long
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGoneError
-                    body += message.get("body", b"")
+                while not arriving.has_ended:
+                    body += await arriving.take()
                     if len(body) > most:
                         raise too_long
-                    if not message.get("more_body"):
-                        return bytes(body)
+            return bytes(body)
         except TimeoutError:
             raise RefusalError(
                 408, "the body did not arrive in time. Send it again, faster.", code="slow_body"
@@ -121,18 +127,56 @@ class _ClientGoneError(Exception):
     """Before its body was there."""
 
 
+class _Arriving:
+    """The body of a request, while it arrives."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        has_length = _header(scope, b"content-length") not in (b"", b"0")
+        self.has_ended = not (has_length or _header(scope, b"transfer-encoding"))
+
+    async def take(self) -> bytes:
+        """The next bytes. Raises _ClientGoneError."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientGoneError
+        self.has_ended = not message.get("more_body")
+        content: bytes = message.get("body", b"")
+        return content
+
+    async def discard(self) -> None:
+        """Read what is left, within the bounds, as long as the client is there."""
+        num_bytes = 0
+        with suppress(TimeoutError, _ClientGoneError):
+            async with asyncio.timeout(DRAIN_S):
+                while not self.has_ended and num_bytes <= DRAIN_BYTES:
+                    num_bytes += len(await self.take())
+
+
 class _Answer:
     """What was answered, while it is."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, arriving: _Arriving) -> None:
+        self._send, self._arriving = send, arriving
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
-        """On, as long as the client reads. Raises TimeoutError."""
+        """Send it. Before the end, discard what still arrives. Raises TimeoutError if the client does not read."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message.setdefault("headers", []).append((b"x-content-type-options", b"nosniff"))
+            headers = message.setdefault("headers", [])
+            headers.append((b"x-content-type-options", b"nosniff"))
+            if not self._arriving.has_ended:
+                headers.append((b"connection", b"close"))
+        is_last = message["type"] == "http.response.body" and not message.get("more_body")
+        if is_last and not self._arriving.has_ended:
+            # All of the answer goes out first: a client that reads early need not wait.
+            await self._send_in_time({**message, "more_body": True})
+            await self._arriving.discard()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send_in_time(message)
+
+    async def _send_in_time(self, message: Message) -> None:
         async with asyncio.timeout(SEND_S):
             await self._send(message)
 

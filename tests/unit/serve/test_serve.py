@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -624,6 +626,102 @@ def test_a_body_that_is_too_long_is_refused_however_it_is_sent(server: Served) -
         assert small.ask("POST", "/v1/memories", bytes(20_000), **upload).status == 400
 
 
+LARGE = b'{"prompt": "' + b"a" * 20_000_000 + b'"}'
+"""More than the buffers of a connection hold, so that a client which sends all of it first must be read."""
+JSON_TYPE = {"Content-Type": "application/json"}
+
+
+def by_socket(server: Served, path: str, *, is_chunked: bool) -> bytes:
+    """The answer to LARGE, of a client that sends everything before it reads."""
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    if is_chunked:
+        head += "Transfer-Encoding: chunked\r\n\r\n"
+        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(LARGE), LARGE)
+    else:
+        head += f"Content-Length: {len(LARGE)}\r\n\r\n"
+        body = LARGE
+    with socket.create_connection((server.address.hostname, server.address.port), timeout=60) as connection:
+        connection.sendall(head.encode() + body)
+        time.sleep(0.2)  # a reset would arrive by now
+        with connection.makefile("rb") as answer:
+            return answer.read()
+
+
+def by_http_client(server: Served, *, is_chunked: bool) -> int:
+    connection = server.connect()
+    body = iter([LARGE[:10_000_000], LARGE[10_000_000:]]) if is_chunked else LARGE
+    connection.request("POST", "/v1/completions", body, JSON_TYPE, encode_chunked=is_chunked)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def by_requests(server: Served, *, is_chunked: bool) -> int:
+    import requests
+
+    body = iter([LARGE[:10_000_000], LARGE[10_000_000:]]) if is_chunked else LARGE
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.post(f"{server.url}/v1/completions", data=body, headers=JSON_TYPE, timeout=60).status_code
+
+
+def by_curl(server: Served, *, is_chunked: bool) -> int:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    command = ["curl", "-s", "--noproxy", "*", "-o", "/dev/null", "-w", "%{http_code}", "--data-binary", "@-"]
+    command += ["-H", "Content-Type: application/json", "-H", "Expect:"]  # without asking first
+    command += ["-H", "Transfer-Encoding: chunked"] if is_chunked else []
+    done = subprocess.run([*command, f"{server.url}/v1/completions"], input=LARGE, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("ask", [by_http_client, by_requests, by_curl])
+def test_clients_that_send_a_long_body_first_read_the_refusal(server: Served, ask: Any, is_chunked: bool) -> None:
+    for _ in range(3):
+        assert ask(server, is_chunked=is_chunked) == 413
+    assert server.complete("a").status == 200
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+def test_every_early_answer_reaches_a_client_that_sends_everything_first(is_chunked: bool) -> None:
+    with served(random_model(), max_body=1000, api_key="secret") as closed:
+        assert b" 401 " in by_socket(closed, "/v1/completions", is_chunked=is_chunked)
+        assert b" 405 " in by_socket(closed, "/health", is_chunked=is_chunked)
+    with served(random_model(), max_body=1000) as server:
+        answer_of_413 = by_socket(server, "/v1/completions", is_chunked=is_chunked)
+        assert b" 413 " in answer_of_413
+        assert b"the body has more than 1,000 bytes" in answer_of_413
+        server.service.is_draining = True
+        assert b" 503 " in by_socket(server, "/v1/completions", is_chunked=is_chunked)
+
+
+def test_only_an_early_answer_closes_the_connection(server: Served) -> None:
+    assert server.ask("POST", "/v1/completions", LARGE[:3_000_000]).headers["connection"] == "close"
+    for reply in (server.ask("GET", "/"), server.complete("a", max_tokens=1), server.complete("a", n=0)):
+        assert "connection" not in reply.headers
+
+
+@pytest.mark.parametrize("bound", ["bytes", "seconds"])
+def test_what_is_discarded_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(gate, "DRAIN_BYTES" if bound == "bytes" else "DRAIN_S", 2**20 if bound == "bytes" else 0.5)
+    with served(random_model(), max_body=1000) as server:
+        endless = socket.create_connection((server.address.hostname, server.address.port), timeout=60)
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99999999999"
+        )
+        endless.sendall(head.encode() + b"\r\n\r\n")
+        with suppress(OSError):  # once the server has closed it
+            for _ in range(10_000):
+                endless.sendall(b"a" * 65536)
+                time.sleep(0.001 if bound == "bytes" else 0.05)
+            pytest.fail("the server read on and on")
+        endless.close()
+        wait_until(lambda: server.server._gate.num_active == 0)
+        assert server.complete("a").status == 200
+
+
 def test_who_finds_the_queue_full_is_told_to_come_again() -> None:
     with served(random_model(), rows=1, queue=2, max_tokens=100_000) as server:
         streams = [begin_stream(server, max_tokens=100_000)]
@@ -688,6 +786,7 @@ def test_a_slow_reader_holds_nobody_up_and_50_that_are_cut_leave_their_rows(serv
 def test_who_neither_reads_nor_sends_is_cut_off(monkeypatch: Any) -> None:
     monkeypatch.setattr(gate, "SEND_S", 0.5)
     monkeypatch.setattr(gate, "BODY_S", 0.5)
+    monkeypatch.setattr(gate, "DRAIN_S", 0.5)
     with served(random_model(), max_tokens=10_000) as server:
         stuck = begin_stream(server, max_tokens=10_000, logprobs=20)
         half = socket.create_connection((server.address.hostname, server.address.port))
