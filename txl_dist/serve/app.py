@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from txl_dist.infer.language_model import Text
 from txl_dist.infer.settings import Writing, check_ids
 from txl_dist.serve import schema
 from txl_dist.serve.answer import Answer, ClientGoneError, num_tokens_of
+from txl_dist.serve.paths import advice
 from txl_dist.serve.refusals import RefusalError, of_validation
 from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 from txl_dist.serve.service import Service
@@ -36,6 +38,8 @@ POLICY = (
 MOST_TOLD = 2**17
 """Log-probabilities of a request: to write more of them would hold up all others."""
 UPLOAD = "application/octet-stream"
+UNNAMED_TYPES = {"", "text/plain", "application/x-www-form-urlencoded"}
+"""Content types of a client that did not choose one."""
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -233,17 +237,32 @@ def _service_of(request: Request) -> Service:
 
 
 async def _read(request: Request, form: type[R]) -> R:
-    """A body. Raises RefusalError for one that is none."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which no page of another site may send
-        given = f"not {kind}" if kind else "and none is given"
-        raise RefusalError(415, f"the content type must be application/json, {given}. Send the header Content-Type.")
+    """A body. Raises RefusalError for one that cannot be read."""
+    body = (await request.body()).removeprefix(codecs.BOM_UTF8)
+    _check_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RefusalError(415, "bodies are taken as they are. Send it without Content-Encoding.")
     try:
-        return form.model_validate_json(await request.body())
+        return form.model_validate_json(body)
     except ValidationError as error:
         raise of_validation(error, known=form.model_fields) from error
+
+
+def _check_type(request: Request, body: bytes) -> None:
+    """Raises RefusalError for a body that is not JSON by its content type.
+
+    `curl -d` and other programs send JSON under the type of a form, or without a type. A web page of another site can
+    send such a request too, without asking first, so it counts only where no browser names its page.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return
+    is_from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
+    if kind in UNNAMED_TYPES and body.lstrip().startswith(b"{") and not is_from_page:
+        return
+    given = f"not {kind}" if kind else "and none is given"
+    remedy = "Send JSON, and the header `Content-Type: application/json`."
+    raise RefusalError(415, f"the content type must be application/json, {given}. {remedy}")
 
 
 def _texts_of(order: CompletionRequest) -> list[Text]:
@@ -349,8 +368,9 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    paths = {route.path for route in request.app.routes if "{" not in route.path}
     remedies = {
-        404: f"there is nothing at {request.url.path}. See /openapi.json.",
+        404: f"there is nothing at {request.url.path}. {advice(request.url.path, known=paths)}",
         405: f"{request.method} is not for {request.url.path}. See /openapi.json.",
     }
     refusal = RefusalError(error.status_code, remedies.get(error.status_code, str(error.detail)), code="no_route")

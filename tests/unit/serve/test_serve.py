@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gzip
 import importlib.util
 import inspect
@@ -368,6 +369,88 @@ def test_unknown_paths_and_methods_are_told_in_the_same_form(server: Served) -> 
     reply = server.ask("POST", "/v1/completions", b"prompt=a", content_type="application/x-www-form-urlencoded")
     assert reply.status == 415
     assert "must be application/json, not application/x-www-form-urlencoded" in reply.message
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/chat/completions", "This is a base model: it continues a text and has no chat roles or tools. Call POST"),
+        ("/chat/completions", "base model"),
+        ("/v1/responses", "base model"),
+        ("/v1/responses/resp_1", "base model"),
+        ("/v1/messages", "base model"),
+        ("/v1/threads/t/runs", "base model"),
+        ("/api/chat", "base model"),
+        ("/v1/embeddings", "has no embeddings"),
+        ("/api/embed", "has no embeddings"),
+        ("/v1/rerank", "has no embeddings"),
+        ("/v1/audio/speech", "generates text only"),
+        ("/v1/images/generations", "generates text only"),
+        ("/v1/fine_tuning/jobs", "runs no jobs"),
+        ("/v1/engines/davinci/completions", "Call POST /v1/completions"),
+        ("/generate", "Call POST /v1/completions"),
+        ("/api/generate", "Call POST /v1/completions"),
+        ("/completion", "Call POST /v1/completions"),
+        ("/completions", "Call /v1/completions."),
+        ("/v1/completions/", "Call /v1/completions."),
+        ("/v1/v1/completions", "Call /v1/completions."),
+        ("//v1//completions", "Call /v1/completions."),
+        ("/v1/tokenize", "Call /tokenize."),
+        ("/v1/compltions", "Did you mean /v1/completions?"),
+        ("/v1", "Call GET /v1/models."),
+        ("/api/tags", "Call GET /v1/models."),
+        ("/models", "Call /v1/models."),
+        ("/healthz", "Call GET /health."),
+        ("/docs", "See /openapi.json."),
+        ("/v1/chatter", "See /openapi.json."),
+    ],
+)
+def test_a_path_of_another_server_is_told_what_to_call(server: Served, path: str, advice: str) -> None:
+    for reply in (server.ask("POST", path, {"messages": []}), server.ask("GET", path)):
+        assert (reply.status, reply.json["error"]["code"]) == (404, "no_route")
+        assert reply.json["error"]["type"] == "not_found_error"
+        assert advice in reply.message
+        assert reply.message.startswith("there is nothing at /")
+
+
+def test_openais_client_is_told_what_a_base_model_has(client: Any) -> None:
+    import openai
+
+    with pytest.raises(openai.NotFoundError, match=r"base model: it continues a text .* Call POST /v1/completions"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+    with pytest.raises(openai.NotFoundError, match="base model"):
+        client.responses.create(model="tiny", input="a")
+    with pytest.raises(openai.NotFoundError, match="has no embeddings"):
+        client.embeddings.create(model="tiny", input="a")
+
+
+def test_json_is_read_under_the_content_types_that_programs_do_not_choose(server: Served) -> None:
+    body = json.dumps({"prompt": TEXT, **GREEDY}).encode()
+    whole = server.complete(TEXT, **GREEDY).json["choices"]
+    form = "application/x-www-form-urlencoded"
+    for kind in (form, f"{form}; charset=utf-8", "text/plain;charset=UTF-8", "Application/JSON"):
+        assert server.ask("POST", "/v1/completions", body, content_type=kind).json["choices"] == whole
+    for given in (body, b"\n  " + body, codecs.BOM_UTF8 + body):
+        assert server.ask("POST", "/v1/completions", given).json["choices"] == whole
+    for path, asked in (("/tokenize", b'{"prompt": "a"}'), ("/v1/memories", b'{"prompt": "a"}')):
+        assert server.ask("POST", path, asked, content_type=form).status in (200, 201)
+    if shutil.which("curl") is not None:
+        command = ["curl", "-s", "--noproxy", "*", "-d", body.decode(), f"{server.url}/v1/completions"]
+        assert json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["choices"] == whole
+
+
+def test_a_page_of_another_site_must_say_that_it_sends_json_which_it_cannot(server: Served) -> None:
+    body = json.dumps({"prompt": TEXT, **GREEDY}).encode()
+    for kind in ("application/x-www-form-urlencoded", "text/plain", ""):
+        for header in ({"origin": "https://example.org"}, {"origin": "null"}, {"sec_fetch_site": "cross-site"}):
+            reply = server.ask("POST", "/v1/completions", body, content_type=kind, **header)
+            assert (reply.status, "must be application/json" in reply.message) == (415, True)
+    for kind in ("multipart/form-data", "application/xml", "application/octet-stream"):
+        assert server.ask("POST", "/v1/completions", body, content_type=kind).status == 415
+    for form in (b"prompt=a&max_tokens=5", b"%7B%22prompt%22%3A1%7D", b""):
+        assert (
+            server.ask("POST", "/v1/completions", form, content_type="application/x-www-form-urlencoded").status == 415
+        )
 
 
 def test_the_page_may_run_its_own_scripts_only(server: Served) -> None:
