@@ -13,6 +13,7 @@ from pathlib import Path
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError, explained
 from txl_dist.files import free_name, open_regular, parse_object, replace_file
+from txl_dist.hub import local_model
 from txl_dist.run_files import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -49,7 +50,7 @@ def check_paths(settings: Config, *, resume: str) -> None:
         export = "Make one of it with `txl export {path} BUNDLE`."
         corpus = "Give the corpus with --data.path."
         instead = {Kind.RUN: export, Kind.CHECKPOINT: export, Kind.CORPUS: corpus}
-        require(settings.run.init, Kind.BUNDLE, what="--init", remedies=instead)
+        require(local_model(settings.run.init), Kind.BUNDLE, what="--init", remedies=instead)
     if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # whether it is there, rank 0 says for all
         checkpoints = list_checkpoints(Path(resume))
         name = f"Name a checkpoint of it: {checkpoints[-1]}." if checkpoints else "It has no checkpoint."

@@ -13,7 +13,9 @@ from tyro.conf import Positional, arg
 from txl_dist.console import say
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.errors import ConfigError
+from txl_dist.hub import address_of
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
+from txl_dist.verbs.words import local_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +97,15 @@ def verify(
     """Check every hash of a corpus, a run, or anything exported; exit code 1 and a list if something is damaged.
 
     Args:
-        path: Folder of a corpus, a run, a checkpoint, a bundle or an export with a manifest; or URL of a corpus.
+        path: Folder of a corpus, a run, a checkpoint, a bundle or an export with a manifest; URL of a corpus; or
+            hf://OWNER/NAME.
         num_workers: Processes for a corpus, a shard at a time each; 0 means one per core, or none for a small one.
         cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
         allow_protocols: URL schemes to allow beyond the usual ones.
     """
     from txl_dist.sections import DataSection
 
+    path = str(local_source(path)) if address_of(path) else path
     no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
     instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
     kind = require(path, Kind.CORPUS, *TRAINED, Kind.HUGGINGFACE_CODE, Kind.ONNX, remedies=instead)

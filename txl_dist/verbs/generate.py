@@ -11,7 +11,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.infer.settings import Writing, check_text
 from txl_dist.ops.evaluation_settings import check_output
 from txl_dist.run_files import TRAINED, require
-from txl_dist.verbs.words import announce
+from txl_dist.verbs.words import announce, local_source
 
 
 class _NotGiven(tuple[Any, ...]):
@@ -37,7 +37,7 @@ def generate(
     """Continue prompts with a bundle, a run or a checkpoint; one text is shown as it is made.
 
     Args:
-        source: Bundle, run directory (its newest whole checkpoint) or checkpoint folder.
+        source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         writing: How texts are generated.
         prompt: Texts to continue; without any, and without ids or a file, a document is begun.
         tokens: Ids of a text to continue, taken as they are.
@@ -48,6 +48,7 @@ def generate(
         save_memory: Write what is remembered of the prompt and the text to this file.
         device: Where the model runs: cpu, cuda or, of several GPUs, cuda:1.
     """
+    source = local_source(source)
     kind = require(source, *TRAINED)
     writing.check()
     for flag, values, kind_of_value in (("--prompt", prompt, "a text"), ("--tokens", tokens, "an id")):

@@ -11,11 +11,12 @@ from tyro.conf import Positional, arg
 
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
+from txl_dist.hub import check_login, push_folder
 from txl_dist.infer.card import Stated
 from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.tables import size
-from txl_dist.verbs.words import announce, announce_ranks
+from txl_dist.verbs.words import announce, announce_ranks, local_source
 
 WeightType = Literal["fp32", "bf16", "fp16", "int8"]
 
@@ -32,13 +33,14 @@ def evaluate(
     """Score a held-out split with a trained run, a checkpoint or a bundle.
 
     Args:
-        target: Run directory, checkpoint folder or bundle.
+        target: Run directory, checkpoint folder, bundle or hf://OWNER/NAME.
         overrides: How the evaluation differs from training.
         adapting: A row of a model that adapts to the text.
         outputs: Files that are written.
         data: Corpus, a folder or URL; a run knows its own.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
     """
+    target = local_source(target)
     kind = require(target, *TRAINED)
     overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
     adapting.check(overrides, outputs)
@@ -64,18 +66,29 @@ def export(
     format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
     dtype: WeightType = "fp32",
     average: bool = False,
+    push_to_hub: str = "",
+    private: bool = False,
 ) -> None:
     """Write an inference bundle, proven by the engine's own losses, or what other programs run.
 
     Args:
-        source: Run directory (its newest checkpoint), checkpoint folder or bundle.
+        source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.
         out: Folder to write; an older one of the same format is replaced.
         stated: What the model card, README.md in the folder, cannot take from the run.
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
         average: Take the average of the weights (optim.ema); for bundles, of which the other formats can be made.
+        push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that the folder is pushed to; made if missing.
+        private: Make a repository that is missing a private one.
     """
+    if push_to_hub:
+        check_login(push_to_hub)
+    elif private:
+        raise ConfigError(
+            "--private is about a repository that --push-to-hub makes. Give --push-to-hub OWNER/NAME too."
+        )
+    source = local_source(source)
     kind = require(source, *TRAINED)
     if average and (format != "bundle" or kind is Kind.BUNDLE):
         raise ConfigError(
@@ -94,6 +107,14 @@ def export(
     if remark := stated.remark():
         say(remark, to=sys.stderr)
     announce(f"exporting {source}, {kind.value}")
+    _write(source, out, stated, format=format, dtype=dtype, average=average)
+    if push_to_hub:
+        announce(f"pushing {out} to {push_to_hub}")
+        say(f"{out}: pushed, {push_folder(out, push_to_hub, private=private)}")
+
+
+def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, average: bool) -> None:
+    """Write the folder, and say what came of it."""
     from txl_dist.ops.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
     if format == "huggingface":
@@ -134,7 +155,8 @@ def import_(
     """Make a bundle of another system's weights, without running any code in their files.
 
     Args:
-        path: File or folder: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder, labml's state dict.
+        path: File, folder or hf://OWNER/NAME: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder,
+            labml's state dict.
         out: Folder of the bundle; an older bundle there is replaced.
         format: Whose it is: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples), huggingface, labml.
         vocab: Vocabulary, where the weights come without: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
@@ -144,6 +166,7 @@ def import_(
         memory_len: Tokens of memory; -1 means as the file says.
         dtype: Type of the weights, as for `txl export`.
     """
+    path = local_source(path)
     _require_foreign(path, format=format)
     _require_output(out, Kind.BUNDLE)
     from txl_dist.convert.importer import import_model

@@ -11,7 +11,7 @@ from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 from txl_dist.run_files import TRAINED, Kind, require
-from txl_dist.verbs.words import announce_ranks
+from txl_dist.verbs.words import announce_ranks, local_source
 
 
 def recl(
@@ -31,6 +31,7 @@ def recl(
     """
     if not targets:
         raise ConfigError("txl recl needs a model. Name run directories, checkpoint folders or bundles.")
+    targets = tuple(map(local_source, targets))
     kinds = [require(target, *TRAINED) for target in targets]
     settings.check()
     outputs.check()

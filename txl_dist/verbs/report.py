@@ -8,16 +8,23 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from txl_dist.console import say
+from txl_dist.hub import address_of
 from txl_dist.run_files import TRAINED, Kind, require
+from txl_dist.verbs.words import local_source
 
 
 def report(path: Positional[Path], /, out: Path | None = None) -> None:
     """Show a run, finished or in progress: a few lines here, and one HTML page with pictures, readable offline.
 
     Args:
-        path: Folder of the run (--run.dir); or a checkpoint, which shows its run, or a bundle: what it holds itself.
+        path: Folder of the run (--run.dir); or a checkpoint, which shows its run, or a bundle or hf://OWNER/NAME, which
+            show their model card.
         out: Page to write; RUN/report.html if not given, and for a bundle BUNDLE.html beside it.
     """
+    address = address_of(path)
+    if address is not None and out is None:
+        out = Path(f"{address.name}.html")  # not into the cache
+    path = local_source(path)
     kind = require(path, *TRAINED)
     say(f"txl report: reading {path}", to=sys.stderr)
     from txl_dist.ops.report.model_page import report_of

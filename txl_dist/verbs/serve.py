@@ -7,20 +7,24 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from txl_dist.hub import address_of
 from txl_dist.run_files import TRAINED, require
 from txl_dist.serve.listening import listen, require_packages
 from txl_dist.serve.settings import Serving
-from txl_dist.verbs.words import announce
+from txl_dist.verbs.words import announce, local_source
 
 
 def serve(source: Positional[Path], /, serving: Annotated[Serving, arg(name="")], device: str = "cpu") -> None:
     """Serve a bundle, a run or a checkpoint over HTTP, as OpenAI's completions, with memories.
 
     Args:
-        source: Bundle, run directory (its newest whole checkpoint) or checkpoint folder.
+        source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         serving: How it is served.
         device: Where it computes: cpu, cuda, cuda:1 ...
     """
+    address = address_of(source)
+    name = serving.name or (address.name if address else source.resolve().name)
+    source = local_source(source)
     kind = require(source, *TRAINED)
     serving.check()
     serving.key()
@@ -32,4 +36,4 @@ def serve(source: Positional[Path], /, serving: Annotated[Serving, arg(name="")]
     from txl_dist.serve.server import serve as run
 
     start_logging()
-    run(load(source, device=device), serving, listening, name=serving.name or source.resolve().name)
+    run(load(source, device=device), serving, listening, name=name)

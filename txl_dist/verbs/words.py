@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -20,6 +21,7 @@ from txl_dist.config import choices_of, explain_flag, lower, setting_names
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.foreign_names import find_counterpart
+from txl_dist.hub import address_of, local_model
 from txl_dist.rank_environment import RUN_ALONE, format_ranks, read_rank_environment
 from txl_dist.suggest import did_you_mean
 from txl_dist.train.watch.stopping import launchers
@@ -68,6 +70,15 @@ def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> Non
         return functools.partial(verb, *values, **named)
 
     parse(bound, words, prog=prog)()
+
+
+def local_source(path: str | Path) -> Path:
+    """The path itself, or the folder of a model of the Hub, which is downloaded unless it is in the cache. Raises
+    TxlError."""
+    address = address_of(path)
+    if address is not None and os.environ.get("RANK", "0") == "0":
+        announce(f"looking for {address} on the Hub")
+    return local_model(path)
 
 
 def announce(what: str) -> None:
