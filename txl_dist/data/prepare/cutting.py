@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import tokenize
 from collections.abc import Iterator, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,15 @@ MOST_RECORDS = 1 << 18
 _BLOCK_BYTES = 1 << 22
 _ROWS = 1024
 _MIB = 1 << 20
+_TEXT_TYPES = frozenset(
+    {
+        *("string", "large_string", "string_view"),
+        *("binary", "large_binary", "binary_view", "fixed_size_binary"),
+    }
+)
+"""Types of parquet's columns that are read, by pyarrow's names."""
+_NO_PARQUET = (ValueError, TypeError, KeyError, OverflowError, MemoryError, RuntimeError)
+"""What pyarrow raises for a damaged file, besides its own errors and OSError."""
 _NO_ARRAY = (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError, tokenize.TokenError)
 """What numpy raises for a damaged header or content."""
 
@@ -160,33 +169,70 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
 
 
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
-    """(the text column of up to 1,024 rows as an Arrow stream, number of rows), one row group in memory."""
+    """(the bytes of a column of up to 1,024 rows as an Arrow stream, number of rows), one row group in memory."""
     remedy = "Run `pip install 'txl_dist[parquet]'`."
     with explained(DataError, f"reading {path} needs the package pyarrow", remedy, of=(ImportError,)):
         import pyarrow
         import pyarrow.parquet
-    remedy = "Mend or remove the file, then prepare again."
-    with explained(DataError, f"cannot read {path}", remedy, of=(pyarrow.ArrowException,)):
+    row = 0
+    try:
         source = stream if stream.seekable() else io.BytesIO(stream.read())  # it is read from its end
         table = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
-        known = table.schema_arrow
-        kinds = {pyarrow.string(), pyarrow.large_string()}
-        if field not in known.names or known.field(field).type not in kinds:
-            columns = ", ".join(f"{column.name} ({column.type})" for column in known)
-            raise DataError(
-                f"{path}: no text in the column {field!r} (found: {columns}). Name a column of strings with "
-                "--jsonl-field."
-            )
-        row = 0
+        _check_column(table.schema_arrow, field, path)
+        if pyarrow.types.is_dictionary(table.schema_arrow.field(field).type):
+            # Asked for by name its text is not checked, which pyarrow else does while it reads.
+            options = {"page_checksum_verification": True, "read_dictionary": [field]}
+            table = pyarrow.parquet.ParquetFile(source, **options)
         for group in range(table.num_row_groups):
             count = table.metadata.row_group(group).num_rows
-            if row + count > first_row:
-                for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[field]):
-                    if row >= first_row:
-                        sink = pyarrow.BufferOutputStream()
-                        with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-                            writer.write_batch(batch)
-                        yield sink.getvalue().to_pybytes(), batch.num_rows
-                    row += batch.num_rows
-            else:
+            if row + count <= first_row:
                 row += count
+                continue
+            for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[field]):
+                if row >= first_row:
+                    yield _as_stream(batch.column(0)), batch.num_rows
+                row += batch.num_rows
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, *_NO_PARQUET) as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # pyarrow's may have several lines
+        raise DataError(
+            f"cannot read {path}, column {field!r}, from row {row + 1:,} on: {reason}. Mend or remove the file, then "
+            "prepare again."
+        ) from error
+
+
+def _check_column(schema: Any, field: str, path: str) -> None:
+    """Raise DataError unless one column of this name holds text, or bytes that may be text."""
+    kinds = [column.type for column in schema if column.name == field]
+    if len(kinds) == 1 and _is_text(kinds[0]):
+        return
+    if len(kinds) > 1:
+        raise DataError(f"{path}: {len(kinds)} columns are named {field!r}. Rename them, then prepare again.")
+    columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
+    raise DataError(
+        f"{path}: no text in the column {field!r} (found: {columns}). Name a column of strings with --jsonl-field."
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a type of pyarrow is text or bytes, in any layout."""
+    inner = getattr(kind, "storage_type", kind)  # of an extension type
+    inner = getattr(inner, "value_type", inner) if str(inner).startswith("dictionary") else inner
+    return str(inner).partition("[")[0] in _TEXT_TYPES
+
+
+def _as_stream(column: Any) -> bytes:
+    """The column as bytes, which may not be UTF-8 even where its type says so, as an Arrow stream."""
+    import pyarrow
+
+    if hasattr(column.type, "storage_type"):
+        column = column.storage
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    batch = pyarrow.record_batch([column.cast(pyarrow.large_binary())], names=["text"])
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    raw: bytes = sink.getvalue().to_pybytes()
+    return raw

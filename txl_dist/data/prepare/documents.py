@@ -98,12 +98,12 @@ def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
         import pyarrow
 
         with pyarrow.ipc.open_stream(block.data) as stream:
-            texts: list[str | None] = stream.read_all().column(0).to_pylist()
-        for row, text in enumerate(texts):
-            where = f"{block.where}, row {block.unit + row + 1}"
-            if text is None:
-                raise DataError(f"{where}: no text in the column {reading.jsonl_field!r} (null). Remove the row.")
-            yield _without_surrogates(Document(where, block.ordinal + row, text), reading.encoding_errors)
+            values: list[bytes | None] = stream.read_all().column(0).to_pylist()
+        for row, value in enumerate(values):
+            where = f"{block.where}, column {reading.jsonl_field!r}, row {block.unit + row + 1:,}"
+            if value is None:
+                raise DataError(f"{where}: no text, but null. Remove the row.")
+            yield _decode(value, where, block.ordinal + row, reading.encoding_errors, block.form)
         return
     if block.form == "npy":
         yield from _documents_of_array(block, reading.names)

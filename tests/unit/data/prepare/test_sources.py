@@ -8,10 +8,11 @@ import io
 import json
 import lzma
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,11 +254,105 @@ def test_parquet_is_read_by_column_and_what_holds_no_text_is_named(tmp_path: Pat
     with pytest.raises(DataError, match="no text in the column 'number'"):
         read([path], field="number")
     parquet.write_table(pyarrow.table({"text": ["fine", None]}), path)
-    with pytest.raises(DataError, match=r"x\.parquet, row 2: no text"):
+    with pytest.raises(DataError, match=r"x\.parquet, column 'text', row 2: no text, but null"):
         read([path])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cannot read .*x\.parquet"):
         read([path])
+
+
+def test_parquet_gives_the_same_texts_whatever_the_layout_of_its_column(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"text {i % 7} \u00e9\u4e00" for i in range(2100)]
+    raw = [text.encode() for text in texts]
+    columns = {
+        "string": pyarrow.array(texts),
+        "large": pyarrow.array(texts, pyarrow.large_string()),
+        "view": pyarrow.array(texts, pyarrow.string_view()),
+        "binary": pyarrow.array(raw, pyarrow.binary()),
+        "large binary": pyarrow.array(raw, pyarrow.large_binary()),
+        "binary view": pyarrow.array(raw, pyarrow.binary_view()),
+        "fixed": pyarrow.array(raw, pyarrow.binary(len(raw[0]))),
+        "dictionary": pyarrow.array(texts).dictionary_encode(),
+        "dictionary of bytes": pyarrow.array(raw).dictionary_encode(),
+        "json": pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts)),
+    }
+    for name, column in columns.items():
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pyarrow.table({"text": column}), path, row_group_size=700)
+        assert texts_of([path], part_bytes=3000) == texts, name
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "string_view", "dictionary"])
+def test_bytes_in_parquet_that_are_not_utf8_follow_the_policy_like_any_text(tmp_path: Path, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    raw = pyarrow.array([b"fine", b"caf\xe9!", b"fine too"])
+    if kind == "string_view":
+        text = pyarrow.array(["fine", "cafe!", "fine too"], pyarrow.string_view())  # short ones lie in the views
+        views = text.buffers()[1].to_pybytes().replace(b"cafe!", b"caf\xe9!")
+        text = pyarrow.Array.from_buffers(pyarrow.string_view(), 3, [None, pyarrow.py_buffer(views)])
+    else:
+        text = raw.view(pyarrow.string())
+        text = raw if kind == "binary" else text
+        text = raw.cast(pyarrow.large_binary()).view(pyarrow.large_string()) if kind == "large_string" else text
+    if kind == "dictionary":
+        text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 2]), text)
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"text": text}), path)
+    with pytest.raises(DataError, match=r"x\.parquet, column 'text', row 2: byte 3 \(0xe9\)"):
+        read([path])
+
+    def seen(policy: str) -> list[tuple[str, str]]:
+        return [(document.text, document.damage) for document in read([path], encoding_errors=policy)]
+
+    assert seen("replace")[1] == ("caf\ufffd!", "replaced")
+    assert seen("skip")[1] == ("", "skipped")
+    assert seen("keep")[1] == ("caf\udce9!", "")
+
+
+def test_whatever_pyarrow_raises_is_one_line_with_file_column_and_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"text": [f"text {i} " * 9 for i in range(9000)]}), path, row_group_size=3000)
+    whole = path.read_bytes()
+    chance = random.Random(0)
+    damaged = [whole[:length] for length in (len(whole) - 1, len(whole) - 9, 12, 5)]
+    damaged += [whole[:length] for length in range(100, len(whole), len(whole) // 9)]
+    for _ in range(60):
+        content = bytearray(whole)
+        for _ in range(chance.randint(1, 40)):
+            content[chance.randrange(4, len(content))] = chance.randrange(256)
+        damaged.append(bytes(content))
+    messages = []
+    for content in damaged:
+        path.write_bytes(content)
+        with suppress(DataError):  # of text, a changed letter is no damage that anybody could see
+            read([path])
+            continue
+        with pytest.raises(DataError) as caught:
+            read([path])
+        messages.append(str(caught.value))
+    assert len(messages) > 20
+    for message in messages:
+        assert "\n" not in message
+        assert "x.parquet" in message
+        assert "column 'text'" in message
+
+
+def test_two_columns_of_one_name_and_columns_of_no_text_are_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
+    with pytest.raises(DataError, match=r"x\.parquet: 2 columns are named 'text'"):
+        read([path])
+    for values, kind in (([["a"]], "list"), ([{"a": "b"}], "struct"), ([None], "null"), ([1.5], "double")):
+        parquet.write_table(pyarrow.table({"text": values}), path)
+        with pytest.raises(DataError, match=rf"no text in the column 'text' \(found: text \({kind}.*--jsonl-field"):
+            read([path])
 
 
 def test_a_flipped_bit_in_a_page_of_parquet_that_has_checksums_is_found(tmp_path: Path) -> None:
