@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
@@ -48,6 +49,11 @@ _MARKS = {  # that of UTF-32 begins with that of UTF-16; the codecs named so dro
 }
 _LONGEST_MARK = 4
 _MAX_NAME = 255
+_MOST_DIGITS = 4000
+"""Of a whole number that Python converts; its own limit is 4,300."""
+_KEPT_DEPTH = 1
+"""Of a record that is nested too deeply."""
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]')
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -194,6 +200,65 @@ def parse_json(content: bytes | str) -> Any:
         raise _too_deep() from None
     _check_depth(values)
     return values
+
+
+class Record(dict[str, Any]):
+    """A JSON object of a user, whose keys may come twice; the last value counts."""
+
+    repeated: frozenset[str] = frozenset()
+    """Keys that come more than once."""
+
+
+class LongNumber(str):
+    """The digits of a whole number that is too long for Python to convert."""
+
+
+def parse_record(line: str) -> Any:
+    """What a line of a user's JSON says: of any depth, with numbers of any length; objects are `Record`s.
+
+    Whole numbers of more than 4,000 digits are `LongNumber`s. Objects that are nested too deeply for
+    Python's parser are read by their own members, and what is nested in those is passed over. Raises ValueError.
+    """
+    try:
+        return _decode_record(line)
+    except RecursionError:
+        return _shallow(line)
+
+
+def _decode_record(line: str) -> Any:
+    return json.loads(line, object_pairs_hook=_as_record, parse_int=_as_int)
+
+
+def _as_record(members: list[tuple[str, Any]]) -> Record:
+    record = Record(members)
+    if len(record) < len(members):
+        keys = [key for key, _ in members]
+        record.repeated = frozenset(key for key in record if keys.count(key) > 1)
+    return record
+
+
+def _as_int(digits: str) -> int | LongNumber:
+    return int(digits) if len(digits) <= _MOST_DIGITS else LongNumber(digits)
+
+
+def _shallow(line: str) -> Any:
+    """An object, or a list, whose nested values are empty: found by their brackets, without recursion."""
+    flat = []
+    depth = end = 0
+    for token in _BRACKETS.finditer(line):
+        if token[0] in ("{", "["):
+            depth += 1
+            if depth == _KEPT_DEPTH + 1:
+                flat.append(line[end : token.start()])
+                opened = token[0]
+        elif token[0] in ("}", "]"):
+            depth -= 1
+            if depth == _KEPT_DEPTH:
+                flat.append("{}" if opened == "{" else "[]")
+                end = token.end()
+    if depth:
+        raise ValueError(f"{depth} brackets are not closed")
+    return _decode_record("".join(flat) + line[end:])
 
 
 def parse_object(content: bytes | str) -> dict[str, Any]:

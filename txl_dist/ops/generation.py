@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TextIO
 
 from txl_dist.console import say, write_text
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.files import open_text, parse_json, read_as_text
+from txl_dist.files import Record, open_text, parse_record, read_as_text
 from txl_dist.infer.language_model import LanguageModel, Text
 from txl_dist.infer.settings import Writing
 from txl_dist.infer.text_memory import TextMemory
@@ -104,16 +104,20 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
             continue
         place = f"{where}, line {number}: "
         try:
-            record = parse_json(line)
+            record = parse_record(line)
             json.dumps(record, allow_nan=False)  # as which it shall come back
+        except RecursionError as error:
+            raise ConfigError(f"{place}nested too deeply to come back with its texts. Leave that out.") from error
         except ValueError as error:
             raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
-        values = record if isinstance(record, dict) else {}
+        values = record if isinstance(record, Record) else Record()
+        if values.repeated:
+            raise ConfigError(f"{place}{', '.join(sorted(values.repeated))}: twice in the record. Remove one.")
         (text, *others) = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None] or [None]
         is_ids = isinstance(text, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in text)
         if others or not (isinstance(text, str) or is_ids):
             raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
-        if taken := [key for key in _TOLD if key in values]:
+        if taken := [key for key in _TOLD if values.get(key) is not None]:
             raise ConfigError(f"{place}{', '.join(taken)}: what is made would be written over it. Rename it.")
         yield Given(text, record, place)
 

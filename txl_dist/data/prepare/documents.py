@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from txl_dist.errors import DataError
-from txl_dist.files import parse_json
+from txl_dist.files import Record, parse_record
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
@@ -27,6 +27,8 @@ Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
 """Bytes from which on a document is too long; of ready ids those of their names."""
+_SKIP_INVALID = "Mend or remove it, or leave such records out with --skip-invalid."
+_SHOWN_KEYS = 8
 _IDS_AT_ONCE = 1 << 12
 _LOOKED_AT = 1 << 16
 """Bytes of a damaged document that say whether it is in another encoding."""
@@ -44,7 +46,7 @@ class Document(NamedTuple):
     ordinal: int
     """Number of its raw record among all inputs: later documents have larger ones."""
     text: str
-    damage: Literal["", "replaced", "skipped"] = ""
+    damage: Literal["", "replaced", "skipped", "invalid"] = ""
 
 
 class Block(NamedTuple):
@@ -72,6 +74,8 @@ class Reading(NamedTuple):
     valid_fraction: float = 0.0
     """Share of the documents given for train that are held out as valid."""
     test_fraction: float = 0.0
+    skip_invalid: bool = False
+    """Records without a text are left out; else they are refused."""
     tails: Mapping[bytes, str] | None = None
     """None: whole documents are held out. Else the end of each long one, and whatever equals such an end: the digests
     of the ends, and their splits."""
@@ -92,35 +96,60 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
+class InvalidRecordError(DataError):
+    """A record without a text: with `Reading.skip_invalid` it is left out."""
+
+
 def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
     """The documents of a block, empty ones and skipped ones included. Raises DataError for what cannot be read."""
     if block.form == "parquet":
-        import pyarrow
-
-        with pyarrow.ipc.open_stream(block.data) as stream:
-            values: list[bytes | None] = stream.read_all().column(0).to_pylist()
-        for row, value in enumerate(values):
-            where = f"{block.where}, column {reading.jsonl_field!r}, row {block.unit + row + 1:,}"
-            if value is None:
-                raise DataError(f"{where}: no text, but null. Remove the row.")
-            yield _decode(value, where, block.ordinal + row, reading.encoding_errors, block.form)
+        yield from _documents_of_rows(block, reading)
         return
     if block.form == "npy":
         yield from _documents_of_array(block, reading.names)
         return
     for number, raw in _records_of(block):
         where = block.where if block.form == "file" else f"{block.where}, line {block.unit + number + 1}"
-        if block.form == "ids":
-            if raw.strip():
-                ids = _parse_ids(raw, field=reading.jsonl_field, where=where)
-                yield Document(where, block.ordinal + number, _named(ids, reading.names, where=where))
-            continue
-        document = _decode(raw, where, block.ordinal + number, reading.encoding_errors, block.form)
-        if block.form != "jsonl" or document.damage == "skipped":
+        if block.form not in ("jsonl", "ids"):
+            yield _decode(raw, where, block.ordinal + number, reading.encoding_errors, block.form)
+        elif document := _document_of_line(raw, where, block.ordinal + number, reading, block.form):
             yield document
-        elif document.text.strip():
-            text = _parse_record(document.text, field=reading.jsonl_field, where=where)
-            yield _without_surrogates(document._replace(text=text), reading.encoding_errors)
+
+
+def _documents_of_rows(block: Block, reading: Reading) -> Iterator[Document]:
+    import pyarrow
+
+    with pyarrow.ipc.open_stream(block.data) as stream:
+        values: list[bytes | None] = stream.read_all().column(0).to_pylist()
+    for row, value in enumerate(values):
+        where = f"{block.where}, column {reading.jsonl_field!r}, row {block.unit + row + 1:,}"
+        if value is not None:
+            yield _decode(value, where, block.ordinal + row, reading.encoding_errors, block.form)
+        elif reading.skip_invalid:
+            yield Document(where, block.ordinal + row, "", "invalid")
+        else:
+            raise InvalidRecordError(f"{where}: it is null. {_SKIP_INVALID}")
+
+
+def _document_of_line(raw: bytes, where: str, ordinal: int, reading: Reading, form: Form) -> Document | None:
+    """The document of a line of JSON; None for a blank line."""
+    if not raw.strip():
+        return None
+    try:
+        if form == "ids":
+            ids = _parse_ids(raw, field=reading.jsonl_field, where=where)
+            return Document(where, ordinal, _named(ids, reading.names, where=where))
+        document = _decode(raw, where, ordinal, reading.encoding_errors, form)
+        if document.damage == "skipped":
+            return document
+        if not document.text.strip():
+            return None
+        text = _parse_record(document.text, field=reading.jsonl_field, where=where)
+        return _without_surrogates(document._replace(text=text), reading.encoding_errors)
+    except InvalidRecordError:
+        if not reading.skip_invalid:
+            raise
+        return Document(where, ordinal, "", "invalid")
 
 
 def check_length(num_bytes: int, where: str) -> None:
@@ -250,14 +279,20 @@ def _documents_of_array(block: Block, names: Sequence[str]) -> Iterator[Document
 
 def _parse_ids(line: bytes, *, field: str, where: str) -> list[Any]:
     try:
-        ids = parse_json(line)
+        ids = parse_record(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}), a list of ids on each line. Mend or remove it.") from error
-    ids = ids.get(field) if isinstance(ids, dict) else ids
+        raise InvalidRecordError(
+            f"{where}: not valid JSON ({error}), a list of ids on each line. {_SKIP_INVALID}"
+        ) from error
+    if isinstance(ids, Record):
+        ids = _value_of(ids, field, where=where)
     if not isinstance(ids, list):
-        raise DataError(f"{where}: no list of ids. Give one a line, as [5, 17], or name its field with --jsonl-field.")
+        raise InvalidRecordError(
+            f"{where}: {_type_of(ids)}, and no list of ids. Give one a line, as [5, 17], or name its field with "
+            "--jsonl-field."
+        )
     if not ids:
-        raise DataError(f"{where}: no ids. Leave empty documents out.")
+        raise InvalidRecordError(f"{where}: no ids. {_SKIP_INVALID}")
     return ids
 
 
@@ -333,11 +368,43 @@ def _not_utf8(where: str, what: str, *, is_mostly_damaged: bool = False) -> Data
 
 def _parse_record(line: str, *, field: str, where: str) -> str:
     try:
-        record = parse_json(line)
+        record = parse_record(line)
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}), an object on each line. Mend or remove it.") from error
-    text: Any = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        known = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{where}: no text in the field {field!r} (found: {known}). Name the field with --jsonl-field.")
+        raise InvalidRecordError(
+            f"{where}: not valid JSON ({error}), an object on each line. {_SKIP_INVALID}"
+        ) from error
+    if not isinstance(record, Record):
+        raise InvalidRecordError(
+            f"{where}: {_type_of(record)}, and no object with the field {field!r}. {_SKIP_INVALID}"
+        )
+    text = _value_of(record, field, where=where)
+    if text is None:
+        raise InvalidRecordError(f"{where}: the field {field!r} is null. {_SKIP_INVALID}")
+    if type(text) is not str:  # the digits of a long number are no text
+        raise InvalidRecordError(
+            f"{where}: the field {field!r} holds {_type_of(text)}, and no text. Convert it, or name another field with "
+            "--jsonl-field; --skip-invalid leaves such records out."
+        )
     return text
+
+
+def _value_of(record: Record, field: str, *, where: str) -> Any:
+    """The value of a field. Raises InvalidRecordError where it is missing, or comes twice: which one counts?"""
+    if field in record.repeated:
+        raise InvalidRecordError(f"{where}: the field {field!r} comes twice in the record. {_SKIP_INVALID}")
+    if field not in record:
+        shown = ", ".join(f"{key!r:.40}" for key in list(record)[:_SHOWN_KEYS])
+        more = f" and {len(record) - _SHOWN_KEYS} more" if len(record) > _SHOWN_KEYS else ""
+        raise InvalidRecordError(
+            f"{where}: no field {field!r} (found: {shown or 'none'}{more}). Name the field with --jsonl-field, or "
+            "leave such records out with --skip-invalid."
+        )
+    return record[field]
+
+
+def _type_of(value: Any) -> str:
+    """A word of JSON for the type of a value."""
+    if value is None:
+        return "null"
+    names = {bool: "true or false", str: "a string", list: "a list", Record: "an object", int: "a number"}
+    return names.get(type(value), "a number")

@@ -102,7 +102,7 @@ class PartInfo(NamedTuple):
     documents: dict[str, int]
     """Per split; a split without documents has no files."""
     counts: dict[str, int]
-    """Documents read, empty, replaced, skipped, cut into train and held out."""
+    """Documents read, empty, replaced, skipped, invalid, cut into train and held out."""
 
 
 def encode_part(task: PartTask) -> PartInfo:

@@ -77,6 +77,7 @@ _PARTS_VERSION = 3
 _COUNTS = {
     "held_out_duplicates": "train documents that also stand in a held-out split",
     "documents_cut": "documents cut, their ends held out",
+    "invalid_records_skipped": "invalid records left out (no JSON, or a field missing, null, of another type or twice)",
 }
 
 
@@ -250,6 +251,7 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
         "documents_skipped": counts["skipped"],
         **duplicated.statistics,
         **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
+        **({"invalid_records_skipped": counts["invalid"]} if counts["invalid"] else {}),
     }
     splits = {split: info for split, (info, _) in planned.items()}
     if settings.vocab_list is not None:

@@ -57,6 +57,9 @@ class PrepareSettings(Learning):
     """What `-` and `pipe:` give. auto: JSON lines where the first line is an object, else text."""
     encoding_errors: EncodingErrors = "refuse"
     """What happens to text that is not UTF-8. keep: bytes as they are, for byte tokenizers."""
+    skip_invalid: bool = False
+    """Leave out, and count, records without a text: not valid JSON, or a field that is missing, null, of another type
+    or there twice. Else they are refused."""
     allow_protocols: Sequence[str] = ()
     """URL schemes beyond the usual ones that may be used; `pipe` runs a shell."""
     duplicates: Literal["report", "drop", "ignore"] = "report"
@@ -153,6 +156,7 @@ class PrepareSettings(Learning):
             self.jsonl_field,
             () if self.vocab_list is None else read_names(self.vocab_list),
             self.encoding_errors,
+            skip_invalid=self.skip_invalid,
             valid_fraction=0.0 if VALID in given else self.valid_fraction,
             test_fraction=0.0 if TEST in given else self.test_fraction,
         )

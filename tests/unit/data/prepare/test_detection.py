@@ -180,6 +180,10 @@ WORLD: dict[str, Callable[[], bytes]] = {
     "`x.txt.dvc`": lambda: b"outs:\n- md5: " + b"5e" * 16 + b"\n  size: 12345\n  path: x.txt\n",
     "`x.jsonl`, a web page": lambda: b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>",
     "`x.txt`, `Entry not found`": lambda: b"Entry not found",
+    "`x.jsonl`, a field that is null": lambda: b'{"text": "a"}\n{"text": null}\n',
+    "`x.jsonl`, a field that is missing": lambda: b'{"text": "a"}\n{"body": "b"}\n',
+    "`x.jsonl`, a field that is a list": lambda: b'{"text": "a"}\n{"text": ["b"]}\n',
+    "`x.jsonl`, a field that comes twice": lambda: b'{"text": "a", "text": "b"}\n',
     "`x.json`, an array": lambda: json.dumps([{"text": each} for each in TEXTS]).encode(),
     "`x.json` over many lines": lambda: json.dumps({"text": "one"}, indent=1).encode(),
 }

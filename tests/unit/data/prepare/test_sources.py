@@ -254,7 +254,7 @@ def test_parquet_is_read_by_column_and_what_holds_no_text_is_named(tmp_path: Pat
     with pytest.raises(DataError, match="no text in the column 'number'"):
         read([path], field="number")
     parquet.write_table(pyarrow.table({"text": ["fine", None]}), path)
-    with pytest.raises(DataError, match=r"x\.parquet, column 'text', row 2: no text, but null"):
+    with pytest.raises(DataError, match=r"x\.parquet, column 'text', row 2: it is null"):
         read([path])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cannot read .*x\.parquet"):
