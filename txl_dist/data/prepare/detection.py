@@ -222,7 +222,9 @@ def detect_content(head: bytes, *, name: str) -> Content:
 
 
 def _detect_text(head: bytes, suffix: str, name: str) -> Content:
-    if len(head) < HEAD_BYTES:
+    is_whole = len(head) < HEAD_BYTES
+    head = head.removeprefix(codecs.BOM_UTF8)
+    if is_whole:
         for pattern, content in _WHOLE_FILES:
             if re.fullmatch(pattern, head, re.DOTALL):
                 return content
@@ -232,7 +234,7 @@ def _detect_text(head: bytes, suffix: str, name: str) -> Content:
     is_data = suffix in JSONL_SUFFIXES | {".json", ".parquet", ".npy"} or bool(name and is_named_compressed(name))
     if (is_from_web or is_data) and _HTML.match(head):
         return _PAGE
-    text = head.decode("utf-8-sig", errors="ignore").lstrip("\ufeff \t\r\n")
+    text = head.decode("utf-8", errors="ignore").lstrip("\ufeff \t\r\n")
     if text.startswith("["):
         return Content(
             "json", "a JSON array, and not an object on each line", _convert("jq -c '.[]' {file} > out.jsonl")
@@ -241,7 +243,7 @@ def _detect_text(head: bytes, suffix: str, name: str) -> Content:
         return Content(
             "json", "JSON over many lines, and not an object on each", _convert("jq -c . {file} > out.jsonl")
         )
-    return Content("jsonl" if _begins_with_record(text, is_whole=len(head) < HEAD_BYTES) else "text")
+    return Content("jsonl" if _begins_with_record(text, is_whole=is_whole) else "text")
 
 
 def _begins_with_record(text: str, *, is_whole: bool) -> bool:

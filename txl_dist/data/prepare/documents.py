@@ -1,14 +1,16 @@
 """From raw bytes to documents: cut, decode, parse, and decide the split. This runs in the workers of `txl prepare`.
 
 A `Block` is a run of consecutive raw records of one input; a record is a line, a paragraph, a row or a whole file.
-Text is UTF-8, taken as it is: no newline or Unicode normalisation, a byte order mark stays. What is not UTF-8 is
-refused, or by the caller's choice replaced (U+FFFD), skipped, or kept (`keep`: surrogate escapes, for tokenizers of
-bytes). A document's split is a frozen function of its content, so equal documents are never on both sides, and
-adding documents never moves others; but for inputs of so few documents that their ends are held out (held_out.py).
+Text is UTF-8, taken as it is, without newline or Unicode normalisation; but a byte order mark is no text, at the
+beginning of a file and of a document. What is not UTF-8 is refused, or by the caller's choice replaced (U+FFFD),
+skipped, or kept (`keep`: surrogate escapes, for tokenizers of bytes). A document's split is a frozen function of its
+content, so equal documents are never on both sides, and adding documents never moves others; but for inputs of so few
+documents that their ends are held out (held_out.py).
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
 """Bytes from which on a document is too long; of ready ids those of their names."""
+_MARK = "\ufeff"
+"""A byte order mark, decoded."""
 _SKIP_INVALID = "Mend or remove it, or leave such records out with --skip-invalid."
 _SHOWN_KEYS = 8
 _IDS_AT_ONCE = 1 << 12
@@ -102,6 +106,11 @@ class InvalidRecordError(DataError):
 
 def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
     """The documents of a block, empty ones and skipped ones included. Raises DataError for what cannot be read."""
+    for document in _documents_of(block, reading):
+        yield document._replace(text=document.text.lstrip(_MARK)) if document.text.startswith(_MARK) else document
+
+
+def _documents_of(block: Block, reading: Reading) -> Iterator[Document]:
     if block.form == "parquet":
         yield from _documents_of_rows(block, reading)
         return
@@ -142,9 +151,9 @@ def _document_of_line(raw: bytes, where: str, ordinal: int, reading: Reading, fo
         document = _decode(raw, where, ordinal, reading.encoding_errors, form)
         if document.damage == "skipped":
             return document
-        if not document.text.strip():
+        if not document.text.lstrip(_MARK).strip():
             return None
-        text = _parse_record(document.text, field=reading.jsonl_field, where=where)
+        text = _parse_record(document.text.lstrip(_MARK), field=reading.jsonl_field, where=where)
         return _without_surrogates(document._replace(text=text), reading.encoding_errors)
     except InvalidRecordError:
         if not reading.skip_invalid:
@@ -251,10 +260,13 @@ def end_of_records(data: bytes, form: Form) -> int:
 
 def _records_of(block: Block) -> Iterator[tuple[int, bytes]]:
     """Raw records and the number of their first line in the block. Line ends do not belong to a record."""
+    data = block.data
+    while block.unit == 0 and data.startswith(codecs.BOM_UTF8):
+        data = data.removeprefix(codecs.BOM_UTF8)
     if block.form == "file":
-        yield 0, block.data
+        yield 0, data
         return
-    lines = block.data.split(b"\n")
+    lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
     if block.form != "blank_line":

@@ -134,6 +134,8 @@ def zstd(content: bytes) -> bytes:
 
 WORLD: dict[str, Callable[[], bytes]] = {
     "`notes.txt`, UTF-8": TEXT.encode,
+    "`notes.txt`, UTF-8 with a byte order mark": lambda: codecs.BOM_UTF8 + TEXT.encode(),
+    "`notes.jsonl`, UTF-8 with a byte order mark": lambda: codecs.BOM_UTF8 + RECORDS.encode(),
     "`NOTES.TXT`": TEXT.encode,
     "`NOTES.JSONL`": RECORDS.encode,
     "`notes.jsonlines`": RECORDS.encode,

@@ -67,8 +67,39 @@ def test_a_folder_gives_its_text_files_sorted_by_relative_path(tmp_path: Path) -
 
 
 def test_a_file_named_by_itself_may_have_any_suffix_and_is_taken_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "enwik").write_bytes(b"\xef\xbb\xbfa\r\nb")
-    assert texts_of([tmp_path / "enwik"]) == ["\ufeffa\r\nb"]
+    (tmp_path / "enwik").write_bytes(b"a\r\nb\xef\xbb\xbfc")
+    assert texts_of([tmp_path / "enwik"]) == ["a\r\nb\ufeffc"]
+
+
+MARK = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("cut", ["file", "line", "blank_line", "jsonl"])
+@pytest.mark.parametrize("content", [b"one\ntwo\n\nthree", b"\none\n", b"\r\n\r\none", b"one", b""])
+def test_a_file_with_a_byte_order_mark_is_read_as_without(tmp_path: Path, cut: str, content: bytes) -> None:
+    if cut == "jsonl":
+        content = b"\n".join(
+            b'{"text": "%s"}' % line.strip() if line.strip() else line for line in content.split(b"\n")
+        )
+    (tmp_path / "a.txt").write_bytes(content)
+    expected = texts_of([tmp_path / "a.txt"], documents=cut)
+    for number in (1, 2):
+        for name, compress in (("b.txt", bytes), ("b.txt.gz", gzip.compress)):
+            (tmp_path / name).write_bytes(compress(MARK * number + content))
+            for part_bytes in (1, 5, 1000):
+                assert texts_of([tmp_path / name], documents=cut, part_bytes=part_bytes) == expected
+
+
+def test_no_document_begins_with_a_byte_order_mark_wherever_it_comes_from(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    line = b'{"text": "\\ufeffone"}\n'
+    (tmp_path / "a.jsonl").write_bytes(MARK + line + MARK + line.replace(b"\\ufeff", MARK) + MARK + b"\n")
+    (tmp_path / "b.txt").write_bytes(MARK + b"one\n" + MARK + b"one\n")
+    parquet.write_table(pyarrow.table({"text": ["\ufeffone"]}), tmp_path / "c.parquet")
+    assert texts_of([tmp_path], documents="line") == ["one"] * 5
+    for policy in ("replace", "skip", "keep"):
+        assert texts_of([tmp_path / "b.txt"], documents="line", encoding_errors=policy) == ["one"] * 2
 
 
 def test_a_folder_without_text_is_refused_with_what_would_be_taken_of_it(tmp_path: Path) -> None:
