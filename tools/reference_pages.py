@@ -50,6 +50,18 @@ COMMANDS_HEAD = f"""# Command reference
 
 What `txl VERB --help` prints. `python -m txl_dist VERB` is the same. Exit codes: 0 done, 2 a mistake that the message
 explains, 75 and 76 of a training that wants to be started again ([checkpoints.md](checkpoints.md#stopping)).
+
+## Shell completion
+
+`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names when TAB is
+pressed. It starts no program. Write it again after an update.
+
+<!-- not run: installs -->
+```bash
+txl completion bash > ~/.local/share/bash-completion/completions/txl
+txl completion zsh > ~/.zfunc/_txl        # with fpath+=(~/.zfunc) before compinit in ~/.zshrc
+txl completion fish > ~/.config/fish/completions/txl.fish
+```
 """
 
 

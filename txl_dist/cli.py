@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import FlagConversionOff, Positional
@@ -26,19 +26,24 @@ from txl_dist.errors import ConfigError, TxlError, no_package
 from txl_dist.foreign_names import find_command
 from txl_dist.suggest import did_you_mean
 from txl_dist.train.run_dir import check_paths
+from txl_dist.verbs.completion import Command, Shell, completion_script
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.doctor import doctor
 from txl_dist.verbs.generate import generate
 from txl_dist.verbs.inspect import inspect
 from txl_dist.verbs.launch import launch as run_launch
+from txl_dist.verbs.launch import launcher_arguments
 from txl_dist.verbs.model import evaluate, export, import_
+from txl_dist.verbs.plan import PlanArguments
 from txl_dist.verbs.plan import plan as run_plan
 from txl_dist.verbs.recl import recl
 from txl_dist.verbs.remote_words import decode_words
 from txl_dist.verbs.report import compare, report
 from txl_dist.verbs.serve import serve
+from txl_dist.verbs.sweep import SweepArguments
 from txl_dist.verbs.sweep import sweep as run_sweep
 from txl_dist.verbs.train import check_config_file, usage
+from txl_dist.verbs.tyro_events import list_arguments
 from txl_dist.verbs.words import announce_ranks, call, parse, refuse_slips
 
 
@@ -151,6 +156,32 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
 
 
+def completion(shell: Positional[Shell], /) -> None:
+    """Write the completion script of a shell to standard output: commands, flags, settings, choices and file names.
+
+    Args:
+        shell: For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For zsh a file _txl in
+            a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
+    """
+    settings = [each for each in list_arguments(TrainArguments, default=_DEFAULTS) if "." in "".join(each.names)]
+    say(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))
+
+
+def _completed(name: str) -> Command:
+    """A command as its completion needs it."""
+    summary = (VERBS[name].__doc__ or "").splitlines()[0].rstrip(".")
+    own: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
+    if name in ("train", "launch"):
+        listed = list_arguments(TrainArguments, default=_DEFAULTS)
+        arguments = [each for each in listed if "." not in "".join(each.names)]
+    else:
+        arguments = list_arguments(own.get(name, VERBS[name]))
+    if name == "launch":
+        arguments += launcher_arguments()
+    return Command(name, summary, arguments, takes_settings=name in (*own, "train", "launch"))
+
+
+_DEFAULTS = TrainArguments(config=Path("CONFIG"), settings=Config())
 _PATH_FLAGS = {"--out", "--data", "--valid", "--test", "--data.path", "--run.dir"}
 _PATH_FLAGS_JOINED = {f"{flag}=" for flag in _PATH_FLAGS}
 
@@ -171,6 +202,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "doctor": doctor,
     "report": report,
     "compare": compare,
+    "completion": completion,
 }
 
 

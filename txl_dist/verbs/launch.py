@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from txl_dist.config import Config, check_config, plan_batch, setting_names
 from txl_dist.console import say
@@ -18,6 +18,7 @@ from txl_dist.files import read_text
 from txl_dist.foreign_names import SURE, find_counterpart
 from txl_dist.suggest import did_you_mean, nearest
 from txl_dist.verbs.remote_words import check_remote, encode_words
+from txl_dist.verbs.tyro_events import Argument
 
 SEEN_WITHIN_S = 30.0
 """A network file system may show so late what rank 0 wrote on another machine."""
@@ -126,6 +127,18 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
         os.environ.update(files.environment)
         flags += files.flags
         return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=seen_within_s, verbose=verbose)
+
+
+def launcher_arguments() -> list[Argument]:
+    """The flags of the launcher, as a completion script needs them."""
+    arguments = []
+    for names in (*NUMBERS, *TEXTS, *SWITCHES):
+        flag = names.split()[0]
+        metavar = "INT" if flag in NUMBERS else "" if names in SWITCHES else "STR"
+        takes: Literal["nothing", "one"] = "one" if metavar else "nothing"
+        text = "flag of the deepspeed launcher, before the configuration"
+        arguments.append(Argument((flag,), metavar, text, (), takes=takes, is_list=False, is_required=False))
+    return [argument for argument in arguments if argument.names != ("--help",)]
 
 
 def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Mapping[str, int]) -> int:
