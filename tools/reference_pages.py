@@ -37,9 +37,10 @@ SETTINGS_HEAD = f"""# Configuration reference
 
 A run's settings stand in a TOML file, in the sections below; the file holds those that differ from the defaults, and
 `--section.key value` behind it overrides it: `txl train CONFIG.toml --optim.lr 1e-3`. Lists are written
-`--model.cutoffs 1000 5000` (nothing behind it: empty), switches `--checkpoint.keep_best True`; hyphens may stand for
-underscores. An unknown name is refused with the nearest known one. `txl train CONFIG.toml --dry-run` prints all that a
-run would have, `RUN/config.toml` what it has.
+`--model.cutoffs 1000 5000` (nothing behind it: empty). A switch is true where no value follows:
+`--checkpoint.keep_best`, else `--checkpoint.keep_best False`. Hyphens may stand for underscores. An unknown name is
+refused with the nearest known one, also where it comes from another code base. `txl train CONFIG.toml --dry-run`
+prints the settings of a run that differ from the defaults, with `--all` all of them. `RUN/config.toml` has all.
 
 Sizes are global: they do not depend on the number of ranks. *On resume* says what happens when the same run is started
 again with another value ([going on with other settings](checkpoints.md#going-on-with-other-settings)).

@@ -44,7 +44,7 @@ from txl_dist.verbs.sweep import SweepArguments
 from txl_dist.verbs.sweep import sweep as run_sweep
 from txl_dist.verbs.train import check_config_file, usage
 from txl_dist.verbs.tyro_events import list_arguments
-from txl_dist.verbs.words import announce_ranks, call, parse, refuse_slips
+from txl_dist.verbs.words import announce_ranks, call, complete_switches, parse, refuse_slips
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ class TrainArguments:
     profile: str = ""
     """FIRST:LAST, for instance 20:22: write a torch profiler trace of these steps to the run directory."""
     dry_run: bool = False
-    """Print the resolved configuration, batch arithmetic, parameters, memory and operations, and stop."""
+    """Print the settings that differ from the defaults, batch, parameters, memory and operations, and stop."""
+    all: bool = False
+    """With --dry-run: print every setting."""
     ranks: int = 1
     """Number of ranks that a dry run assumes. `txl launch --num_accelerators N` starts N ranks."""
     init: str = ""
@@ -74,13 +76,15 @@ def train(argv: Sequence[str]) -> int:
         say(usage(), to=sys.stderr)
         return 2
     arguments = _train_arguments(argv)
+    if arguments.all and not arguments.dry_run:
+        raise ConfigError("--all shows the settings of a dry run. Add --dry-run, or leave it out.")
     if arguments.ranks != 1 and not arguments.dry_run:
         raise ConfigError(_how_to_start_ranks(argv, num_ranks=arguments.ranks))
     check_paths(arguments.settings, resume=arguments.resume)
     if arguments.dry_run:
         from txl_dist.ops.plan.dry_run import dry_run
 
-        say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks)))
+        say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
         return 0
     announce_ranks()
     from txl_dist.allocator import give_memory_back
@@ -139,13 +143,14 @@ def sweep(argv: Sequence[str]) -> int:
 
 
 def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
+    argv = complete_switches(argv)
     file = argv[0] if argv and not argv[0].startswith("-") else None
     if file is not None:
         check_config_file(file)
     settings = load_config(file) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
     flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
-    refuse_slips(argv, [*setting_names(), *flags, "no_dry_run", "help"], prog=prog)
+    refuse_slips(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
     arguments: TrainArguments = parse(TrainArguments, argv, prog=prog, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")

@@ -274,6 +274,15 @@ def config_to_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
+def changes_to_toml(config: Config) -> str:
+    """The settings that differ from the defaults, as TOML that `load_config` reads back to an equal config."""
+    sections: dict[str, dict[str, Any]] = {}
+    for change in config_changes(Config(), config):
+        section, key = change.key.split(".")
+        sections.setdefault(section, {})[key] = change.new
+    return f"# settings that differ from the defaults; --all shows every one\n{tomli_w.dumps(sections)}"
+
+
 def config_fingerprint(config: Config) -> str:
     """sha256 over the frozen settings: equal for two configs that may continue one another."""
     frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}

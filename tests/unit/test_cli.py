@@ -55,9 +55,42 @@ def exit_code_of(*arguments: str) -> int:
 
 def dry_run(config_file: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, dict], str]:
     """(resolved settings, the lines after them)."""
-    assert exit_code_of("train", str(config_file), "--dry-run", *flags) == 0
+    assert exit_code_of("train", str(config_file), "--dry-run", "--all", *flags) == 0
     settings, _, rest = capsys.readouterr().out.partition("\nbatch: ")
     return tomllib.loads(settings), "batch: " + rest
+
+
+def test_a_dry_run_shows_the_settings_that_differ_from_the_defaults_before_what_they_make(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of("train", str(config_file), "--dry-run", "--optim.lr", "1e-3", "--checkpoint.keep_best") == 0
+    settings, _, rest = capsys.readouterr().out.partition("\nbatch: ")
+    assert tomllib.loads(settings) == {
+        **tomllib.loads(config_file.read_text()),
+        "optim": {"lr": 1e-3},
+        "checkpoint": {"keep_best": True},
+    }
+    assert settings.startswith("# settings that differ from the defaults; --all shows every one\n")
+    assert len(settings.splitlines()) < 30
+    assert "memory per rank" in rest
+
+
+@pytest.mark.parametrize(
+    ("words", "keep_best"),
+    [
+        (["--checkpoint.keep_best"], True),
+        (["--checkpoint.keep-best", "--optim.lr", "1"], True),
+        (["--checkpoint.keep_best", "True"], True),
+        (["--checkpoint.keep_best", "False"], False),
+        (["--checkpoint.keep_best=False"], False),
+        ([], False),
+    ],
+)
+def test_a_switch_among_the_settings_is_true_where_no_value_follows(
+    words: list[str], keep_best: bool, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, _ = dry_run(config_file, *words, capsys=capsys)
+    assert settings["checkpoint"]["keep_best"] is keep_best
 
 
 def test_every_help_is_answered_without_importing_a_heavy_library() -> None:

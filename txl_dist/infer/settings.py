@@ -15,6 +15,9 @@ from txl_dist.errors import ConfigError
 from txl_dist.foreign_names import find_counterpart
 from txl_dist.suggest import did_you_mean
 
+MOST_TOKENS = 10**9
+"""Of a text: more is a slip of the hand."""
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Sampling:
@@ -93,7 +96,7 @@ class Writing(Sampling):
         """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
         super().check(vocab_size=vocab_size)
         rules = [
-            ("max_tokens", self.max_tokens >= 0, "0 or more tokens"),
+            ("max_tokens", 0 <= self.max_tokens <= MOST_TOKENS, f"0 or more tokens, and at most {MOST_TOKENS:,}"),
             ("seed", 0 <= self.seed < 2**63, "0 or more and below 2**63"),
             ("num_samples", self.num_samples >= 1, "1 or more"),
             ("log_probs", self.log_probs >= -1, "0 or more tokens, or -1 for none"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import socket
+from pathlib import Path
 
 from txl_dist.errors import ConfigError
 from txl_dist.serve.settings import Serving
@@ -31,11 +33,24 @@ def listen(serving: Serving) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         listening.close()
+        if error.errno == errno.EACCES:
+            raise ConfigError(
+                f"--port {serving.port}: ports below {_first_free_port()} are reserved for root. Choose a higher "
+                f"--port, for instance {serving.port + 8000}, and forward the low one to it."
+            ) from error
         raise ConfigError(
             f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop what does, or choose "
             "another --port; 0 takes a free one."
         ) from error
     return listening
+
+
+def _first_free_port() -> int:
+    """The lowest port that needs no privilege on this machine."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 1024
 
 
 def url_of(listening: socket.socket) -> str:

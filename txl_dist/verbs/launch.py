@@ -47,7 +47,7 @@ CHOICES = {
     "--autotuning": ("tune", "run"),
 }
 """Flags of the launcher that take one of a few words."""
-TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "ranks", "init")
+TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "all", "ranks", "init")
 """Those of `txl train` that are no settings."""
 RANKS_PER_CORE = 4
 """Above that a word is said: the ranks of a CPU compute in turns."""
@@ -137,7 +137,7 @@ def launcher_arguments() -> list[Argument]:
         metavar = "INT" if flag in NUMBERS else "" if names in SWITCHES else "STR"
         takes: Literal["nothing", "one"] = "one" if metavar else "nothing"
         text = "flag of the deepspeed launcher, before the configuration"
-        arguments.append(Argument((flag,), metavar, text, (), takes=takes, is_list=False, is_required=False))
+        arguments.append(Argument((flag,), metavar, text, CHOICES.get(flag, ()), takes=takes, is_list=False, is_required=False))
     return [argument for argument in arguments if argument.names != ("--help",)]
 
 

@@ -104,6 +104,18 @@ def announce_ranks(what: str = "") -> None:
         )
 
 
+def complete_switches(words: Sequence[str]) -> list[str]:
+    """The words with True after each setting that is true or false and has no value: --checkpoint.keep_best."""
+    completed: list[str] = []
+    for number, word in enumerate(words):
+        completed.append(word)
+        is_bare = word.startswith("--") and "=" not in word and _name(word) in setting_names()
+        following = words[number + 1] if number + 1 < len(words) else "--"
+        if is_bare and choices_of(_name(word)) == ("True", "False") and following.startswith("--"):
+            completed.append("True")
+    return completed
+
+
 def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
     """Refuse unknown flags, impossible choices of settings and settings without dashes, all at once, in a line each.
 
@@ -129,6 +141,8 @@ def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> No
 def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
     name = _name(flag)
+    if switched_off := _switch_off(name, known):
+        return f"unknown flag {flag}. Did you mean --{switched_off.replace('_', '-')} False?"
     if counterpart := find_counterpart(name, known):
         return f"unknown flag {flag}.{counterpart.hint(spell=_spelt)}"
     lacks = " (its section is missing)" if "." not in name and any(one.endswith(f".{name}") for one in known) else ""
@@ -136,6 +150,14 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     longest = max(begun, key=len, default="")
     hint = did_you_mean(name, known, spell=_spelt) or did_you_mean(longest, begun, spell=_spelt)
     return f"unknown flag {flag}{lacks}.{hint or f' See {prog} --help.'}"
+
+
+def _switch_off(name: str, known: Sequence[str]) -> str:
+    """The setting that `no_section.key` or `section.no_key` switches off; empty if it is none."""
+    for setting in known:
+        if "." in setting and setting in (name.removeprefix("no_"), name.replace(".no_", ".", 1)):
+            return setting if choices_of(setting) == ("True", "False") else ""
+    return ""
 
 
 def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:

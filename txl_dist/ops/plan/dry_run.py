@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from txl_dist.config import Config, config_to_toml
+from txl_dist.config import Config, changes_to_toml, config_to_toml
 from txl_dist.data.read.position import continued
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import flops_by_part
@@ -25,15 +25,18 @@ from txl_dist.train.preflight import (
 from txl_dist.train.state import Job
 
 
-def dry_run(config: Config, *, world_size: int) -> Iterator[str]:
-    """Everything `--dry-run` prints. Raises TxlError where a real run would."""
+def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iterator[str]:
+    """Everything `--dry-run` prints: settings, then what they make of a run. Raises TxlError where a real run would.
+
+    `shows_all`: every setting, not only those that differ from the defaults.
+    """
     device = torch.device("cuda" if uses_gpu() else "cpu")
     ranks = Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads())
     jobs = check_jobs(config, ranks=ranks)
     first = jobs[0][1].corpora.first
     if config.run.init:
         initial_weights(config, first)
-    yield config_to_toml(config)
+    yield config_to_toml(config) if shows_all else changes_to_toml(config)
     warnings = remarks_on_evaluation(config, first)
     stream = jobs[0][1].corpora.begin
     for steps, job in jobs:
