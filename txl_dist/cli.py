@@ -165,8 +165,8 @@ def completion(shell: Positional[Shell], /) -> None:
     """Write the completion script of a shell to standard output: commands, flags, settings, choices and file names.
 
     Args:
-        shell: For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For zsh a file _txl in
-            a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
+        shell: bash, zsh or fish. For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For
+            zsh a file _txl in a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
     """
     settings = [each for each in list_arguments(TrainArguments, default=_DEFAULTS) if "." in "".join(each.names)]
     say(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))

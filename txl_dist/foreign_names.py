@@ -236,7 +236,7 @@ COUNTERPARTS = (
         "ffn_size hidden_ff",
         "model.ff_width",
     ),
-    Counterpart("vocab_size vocabulary_size n_vocab n_token ntokens padded_vocab_size", note=_VOCABULARY),
+    Counterpart("vocab_size vocabulary_size n_vocab n_token ntokens padded_vocab", note=_VOCABULARY, beside="run.dir"),
     Counterpart(
         "dropatt attn_dropout attn_pdrop attention_probs_dropout_prob attention_dropout_prob att_dropout",
         "model.attention_dropout",
@@ -511,6 +511,8 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
     for row in rows:
         for foreign in row.foreign.split():
             by_name.setdefault(_plain(foreign), row)
+    if _plain(name) in map(_plain, known):
+        return None  # ours, in another spelling
     section, _, key = name.rpartition(".")
     for candidate in (_plain(name), _plain(key)):
         if candidate in by_name:

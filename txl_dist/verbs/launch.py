@@ -137,7 +137,9 @@ def launcher_arguments() -> list[Argument]:
         metavar = "INT" if flag in NUMBERS else "" if names in SWITCHES else "STR"
         takes: Literal["nothing", "one"] = "one" if metavar else "nothing"
         text = "flag of the deepspeed launcher, before the configuration"
-        arguments.append(Argument((flag,), metavar, text, CHOICES.get(flag, ()), takes=takes, is_list=False, is_required=False))
+        arguments.append(
+            Argument((flag,), metavar, text, CHOICES.get(flag, ()), takes=takes, is_list=False, is_required=False)
+        )
     return [argument for argument in arguments if argument.names != ("--help",)]
 
 
