@@ -24,6 +24,7 @@ from txl_dist.config import Config, changed, load_config, setting_names
 from txl_dist.console import LostOutputError, drop_output, flush_output, guard_streams, say
 from txl_dist.errors import ConfigError, TxlError, no_package
 from txl_dist.foreign_names import find_command
+from txl_dist.registry import load_plugins
 from txl_dist.suggest import did_you_mean
 from txl_dist.train.run_dir import check_paths
 from txl_dist.verbs.completion import Command, Shell, completion_script
@@ -147,7 +148,8 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     file = argv[0] if argv and not argv[0].startswith("-") else None
     if file is not None:
         check_config_file(file)
-    settings = load_config(file) if file else Config()
+    load_plugins(_values_of_flag("--run.plugins", argv))
+    settings = load_config(file, imports_plugins=True) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
     flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
     refuse_slips(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
@@ -187,6 +189,23 @@ def _completed(name: str) -> Command:
 
 
 _DEFAULTS = TrainArguments(config=Path("CONFIG"), settings=Config())
+
+
+def _values_of_flag(flag: str, words: Sequence[str]) -> list[str]:
+    """The values of a flag that is needed before the words are parsed; it may be given more than once."""
+    values: list[str] = []
+    is_open = False
+    for word in words:
+        name, is_joined, value = word.partition("=")
+        if word.startswith("--"):
+            is_open = name.replace("_", "-") == flag
+            if is_open and is_joined:
+                values.append(value)
+        elif is_open:
+            values.append(word)
+    return values
+
+
 _PATH_FLAGS = {"--out", "--data", "--valid", "--test", "--data.path", "--run.dir"}
 _PATH_FLAGS_JOINED = {f"{flag}=" for flag in _PATH_FLAGS}
 

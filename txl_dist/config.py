@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from txl_dist.errors import ConfigError, explained
 from txl_dist.files import decode_text, parse_toml, path_of, read_bytes
 from txl_dist.foreign_names import SECTIONS, find_counterpart
+from txl_dist.registry import OneOf, load_plugins, not_loaded, remedy
 from txl_dist.sections import (
     SCHEMES,
     CheckpointSection,
@@ -218,8 +219,11 @@ def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
         )
 
 
-def load_config(path: str | Path) -> Config:
+def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
     """Read a TOML file over the defaults.
+
+    `imports_plugins`: load those that the file names, because the user has chosen it as settings. Settings that lie in
+    a checkpoint were not chosen so: their plugins must be loaded already.
 
     Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
     """
@@ -236,7 +240,16 @@ def load_config(path: str | Path) -> Config:
         if Path(path).suffix != ".toml":
             hint = f" If it is a text to train on: `txl prepare {path} --out DIR`, then name DIR with --data.path."
         raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
+    if imports_plugins:
+        load_plugins(_plugins_in(values))
     return config_from_dict(values, source=str(path))
+
+
+def _plugins_in(values: Mapping[str, Any]) -> list[str]:
+    """`run.plugins` of values that are not validated yet; none where they are no list of texts."""
+    run = values.get("run")
+    names = run.get("plugins") if isinstance(run, Mapping) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
 
 
 def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
@@ -245,7 +258,11 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
         # Strict, so that num_lanes = true is no 1; by way of JSON, so that a list is a tuple all the same.
         return Config.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, source))) from error
+        lines = list(_explain(error, source))
+        missing = not_loaded(_plugins_in(values))
+        if missing and any(problem["type"] == "unknown_name" for problem in error.errors()):
+            lines = [f"{source} names the plugin {missing[0]}, which is not loaded. {remedy(missing[0])}"]
+        raise ConfigError("\n".join(lines)) from error
 
 
 def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:
@@ -253,9 +270,11 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
 
         configure("configs/quickstart.toml", data={"path": "data/first"}, train={"num_lanes": 8})
 
-    Raises ConfigError for a name or a value that is wrong, with what was meant, as for a file.
+    Plugins that `run.plugins` names are imported. Raises ConfigError for a name or a value that is wrong, with what
+    was meant, as for a file.
     """
-    values = {} if path is None else load_config(path_of(path)).model_dump(mode="json")
+    load_plugins(_plugins_in(sections))
+    values = {} if path is None else load_config(path_of(path), imports_plugins=True).model_dump(mode="json")
     for section, settings in sections.items():
         if section not in _sections():
             raise ConfigError(f"configure: {unknown_setting(section)}")
@@ -454,7 +473,10 @@ def _in_file(name: str, value: str) -> str:
 
 def choices_of(name: str) -> tuple[str, ...]:
     """The values that a setting (`section.key`) can take on the command line, if they are few; else none."""
-    kind = _field(name).annotation
+    field = _field(name)
+    kind = field.annotation
+    if tables := [mark.table for mark in field.metadata if isinstance(mark, OneOf)]:
+        return tuple(tables[0])
     return (
         ("True", "False") if kind is bool else tuple(str(value) for value in get_args(kind) if isinstance(value, str))
     )

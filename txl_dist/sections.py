@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from txl_dist.registry import OneOf
+
 
 class Resume(NamedTuple):
     """How a setting may change when a run directory is continued: "free" silently, "warned" with a line in the log."""
@@ -32,14 +34,16 @@ class PositionScheme(NamedTuple):
     """Term (d) is made with a bias v."""
     has_table: bool = False
     """Distances are learned, `model.num_distances` of them."""
+    build: Callable[[ModelSection], Any] | None = None
+    """Of a plugin's scheme: the module of a layer that makes `Distances`; `model.positions` has ours."""
 
 
-SCHEMES = {
+SCHEMES: dict[str, PositionScheme] = {
     "relative": PositionScheme(True, "distances", has_distance_terms=True, has_position_bias=True),
     "learned_relative": PositionScheme(True, has_distance_terms=True, has_table=True),
     "absolute": PositionScheme(sinusoids="embedding"),
 }
-"""By `model.positions`."""
+"""By `model.positions`; a plugin may add rows (`plugins.register_positions`)."""
 
 AttentionKernel = Literal["auto", "plain", "fused", "triton"]
 
@@ -79,6 +83,9 @@ class RunSection(Section):
     """Seed of everything random: initial weights, document order, dropout."""
     init: str = ""
     """Bundle whose weights a new run begins with; empty draws them. `txl train --init BUNDLE` sets it."""
+    plugins: Annotated[tuple[str, ...], FREE] = ()
+    """Modules that are imported before anything else, which runs their code: "my_package.my_module". Each may add
+    positional schemes, optimizers and metrics (docs/extending.md)."""
 
 
 class DataSection(Section):
@@ -152,10 +159,10 @@ class ModelSection(Section):
     Hugging Face) or memory_len + 1 (memory_and_self: NVIDIA, TensorFlow). off: memory and segment up to itself."""
     clamp_len: Count = 0
     """Distances above this many tokens share one encoding; 0 means no clamping."""
-    positions: Literal["relative", "learned_relative", "absolute"] = "relative"
+    positions: Annotated[str, OneOf(SCHEMES)] = "relative"
     """relative: sinusoids of the distance, projected (the paper; attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw; attn_type 1; labml). absolute: sinusoids of the position
-    added to the embedding, no memory (Vaswani; attn_type 2: the vanilla baseline)."""
+    added to the embedding, no memory (Vaswani; attn_type 2: the vanilla baseline). Or a scheme of a plugin."""
     absolute_with_memory: bool = False
     """Allow absolute positions a memory, to see why the paper gave them up (section 3.3): positions are counted anew in
     each segment, and what is remembered keeps those that it was computed with, so that now and then look alike."""
@@ -239,6 +246,8 @@ class OptimizerKind(NamedTuple):
     """It takes norms of whole tensors, which ZeRO would cut up and flat parameters join."""
     matrix_state_bytes: int | None = None
     """Of what it keeps per value of the matrices of blocks, where it treats those apart: it orthogonalizes them."""
+    build: Callable[..., Any] | None = None
+    """Of a plugin's optimizer: what takes groups and a learning rate; `train.engine.optim` has ours."""
 
     @property
     def orthogonalizes(self) -> bool:
@@ -246,14 +255,14 @@ class OptimizerKind(NamedTuple):
         return self.matrix_state_bytes is not None
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, OptimizerKind] = {
     "adam": OptimizerKind(),
     "adamw": OptimizerKind(),
     "lamb": OptimizerKind(needs_whole_tensors=True),
     "muon": OptimizerKind(("betas", "eps", "muon_momentum"), matrix_state_bytes=4),
     "sgd": OptimizerKind(("momentum",), state_bytes=lambda optim: 4 if optim.momentum else 0),
 }
-"""By `optim.name`."""
+"""By `optim.name`; a plugin may add rows (`plugins.register_optimizer`)."""
 
 
 Schedule = Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "wsd", "constant"]
@@ -262,10 +271,10 @@ Schedule = Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "wsd
 class OptimSection(Section):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "lamb", "muon", "sgd"] = "adamw"
+    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """adam, adamw and sgd in torch's fused form; lamb as NVIDIA has it (no bias correction, norms of weights counted up
     to 10), only without ZeRO partitioning; muon orthogonalizes the steps of the matrices of blocks, as long as AdamW's,
-    and is AdamW for everything else."""
+    and is AdamW for everything else. Or an optimizer of a plugin."""
     lr: Annotated[float, Field(gt=0, le=1e30), WARNED] = 2.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)

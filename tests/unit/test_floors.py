@@ -20,7 +20,8 @@ import txl_dist
 PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
     "__init__ errors",
-    "allocator console faults files rank_environment rng sections suggest tables",
+    "allocator console faults files rank_environment registry rng suggest tables",
+    "sections",
     "foreign_names meeting",
     "config dist log manifest processes run_files tensor_files",
     "hub progress stages",
@@ -29,7 +30,7 @@ HOUSE = (
     "infer",
     "convert serve",
     "train",
-    "ops",
+    "ops plugins",
     "verbs",
     "cli",
     "__main__",
@@ -65,6 +66,7 @@ LIGHT = {
         "hub",
         "progress",
         "rank_environment",
+        "registry",
         "rng",
         "run_files",
         "sections",

@@ -29,7 +29,9 @@ from txl_dist.files import write_bytes
 from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance, prove
 from txl_dist.infer.card import write_readme
 from txl_dist.infer.probe import log_probabilities
+from txl_dist.registry import owner_of
 from txl_dist.run_files import CODE, Kind
+from txl_dist.sections import SCHEMES
 from txl_dist.tensor_files import write_tensors
 from txl_dist.text.base import END_OF_TEXT, UNKNOWN
 
@@ -65,6 +67,10 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         raise ConfigError(
             f"{section.positions} positions count from a segment's first token, and this code keeps a past that is "
             "told by distances. Export a bundle."
+        )
+    if owner_of(SCHEMES, section.positions) is not None:
+        raise ConfigError(
+            f"model.positions={section.positions!r} is of a plugin, which this code does not have. Export a bundle."
         )
     prove(bundle, bundle.model, bundle.dtype, where=str(out))
     with new_folder(out, kind=Kind.HUGGINGFACE_CODE) as folder:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from typing import TypeVar
 
 from txl_dist.errors import DataError
+from txl_dist.registry import load_plugins, loaded_plugins
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -63,7 +64,8 @@ def start_workers(num_workers: int) -> Iterator[Workers]:
         yield Workers(None, 1)
         return
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker)
+    plugins = [plugin.name for plugin in loaded_plugins()]
+    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker, initargs=(plugins,))
     try:
         yield Workers(executor, num_workers)
     finally:
@@ -75,12 +77,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _begin_worker() -> None:
+def _begin_worker(plugins: Sequence[str]) -> None:
     # The tokenizer library starts a thread per core in each process; there is a process per core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    load_plugins(plugins)  # a spawned process knows none
 
 
 def _end_with_parent() -> None:

@@ -32,19 +32,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.files import parse_object, read_bytes, write_bytes
+from txl_dist.files import parse_object, read_bytes, typed, write_bytes
 from txl_dist.hub import local_model
 from txl_dist.infer.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
 from txl_dist.infer.probe import probe_error
 from txl_dist.infer.streamed import StreamedXL
 from txl_dist.infer.weights import Weights, copy_rows, stored_weights, write_weights
+from txl_dist.log import logger
 from txl_dist.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.registry import Plugin, owner_of, require_plugins
 from txl_dist.run_files import Kind, kind_of
-from txl_dist.sections import Len, ModelSection, PositiveLen
+from txl_dist.sections import SCHEMES, Len, ModelSection, PositiveLen
 from txl_dist.tensor_files import write_tensors
 from txl_dist.text.base import Tokenizer
-from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.text.tokenizer import KINDS, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSIONS = (1, 2, 3)
@@ -72,6 +74,7 @@ class _Content(BaseModel):
     document_border: Literal["carry", "mask"]
     begins_documents: bool | None = None
     source: dict[str, Any]
+    plugins: tuple[Plugin, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,8 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         "tokenizer_fingerprint": package.tokenizer.fingerprint,
         "source": package.source,
     }
+    if plugins := _plugins_of(package):
+        content["plugins"] = [plugin._asdict() for plugin in plugins]
     names = _fitting(package.section, vocab_size=vocab_size, weights=package.weights, where=str(folder))
     try:
         temporary.mkdir(parents=True)
@@ -211,6 +216,12 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return error
+
+
+def _plugins_of(package: Package) -> list[Plugin]:
+    """The plugins without which a model cannot be run: of its positions and of its tokenizer."""
+    owners = owner_of(SCHEMES, package.section.positions), owner_of(KINDS, package.tokenizer.kind)
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
 def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
@@ -241,6 +252,9 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
                 f"{folder} has format version {version}; this program knows {' and '.join(map(str, FORMAT_VERSIONS))}. "
                 "Use the version of txl_dist that wrote it."
             )
+        recorded = parse_object(data).get("plugins", [])
+        for change in require_plugins([typed(Plugin, one)._asdict() for one in recorded], where=str(folder)):
+            logger.warning(change)
         content = _Content.model_validate_json(data)
         package = Package(
             section=content.model,

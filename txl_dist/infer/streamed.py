@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from txl_dist.errors import CheckpointError
 from txl_dist.infer.weights import Sliced, Weights, copy_rows, pieces
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, Columned, column_losses
+from txl_dist.model.block import Block
 from txl_dist.model.fused_softmax import Columns
 from txl_dist.model.memory import Memory, empty_memory
 from txl_dist.model.transformer_xl import TransformerXL
@@ -43,6 +45,7 @@ class StreamedXL(TransformerXL):
             super().__init__(model, vocab_size=vocab_size, memory_lens=memory_lens)
             self.embedding = _Embedding(model, vocab_size=vocab_size, reader=reader)
             self.softmax = _Softmax(model, vocab_size=vocab_size, embedding=self.embedding, reader=reader)
+        _fill_buffers(self, model, dtype)
         reader.sources.update({parameter: weights[name] for name, parameter in self.named_parameters()})
         self.final_norm = _Part(self.final_norm, reader)
         for part in (*self.blocks, self.residuals):
@@ -54,6 +57,29 @@ class StreamedXL(TransformerXL):
         """As that of the network itself."""
         lens = self.memory_of_layers(memory_len)
         return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=self._like)
+
+
+def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtype) -> None:
+    """Give the buffers of a plugin's layers, which were built without storage, the values that the settings give them.
+
+    Raises CheckpointError, naming the buffer, for one of any other layer.
+    """
+    build = model.scheme.build
+    for block in network.blocks.children():
+        assert isinstance(block, Block)
+        layer = block.attention.distance
+        if build is not None and layer is not None and any(True for _ in layer.buffers()):
+            values = dict(build(model).named_buffers())
+            for name, buffer in list(layer.named_buffers()):
+                place, _, leaf = name.rpartition(".")
+                value = values[name].to(dtype) if buffer.is_floating_point() else values[name]
+                layer.get_submodule(place)._buffers[leaf] = value
+    for name, buffer in network.named_buffers():
+        if buffer.is_meta:
+            raise CheckpointError(
+                f"the layer {name.rpartition('.')[0] or 'at the top'} has the buffer {name.rpartition('.')[2]}, whose "
+                "values no checkpoint holds: it cannot be exported. Make it a parameter, or compute it in forward."
+            )
 
 
 class _Reader(NamedTuple):
@@ -74,7 +100,7 @@ def _stream(module: nn.Module, reader: _Reader) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(reader.whole(parameter), requires_grad=False))
     for name, child in list(module.named_children()):
-        if any(child.children()):
+        if any(child.children()) and name != "distance":  # which a plugin may have made: it sees itself whole
             _stream(child, reader)
         else:
             setattr(module, name, _Part(child, reader))

@@ -102,3 +102,9 @@ def build_attention(
             return build(distance=LearnedDistances(model), content_bias_NH=content, kernel=kernel)
         case "absolute":
             return build()
+    scheme = model.scheme
+    if not scheme.has_distance_terms:
+        return build()
+    assert scheme.build is not None, "register_positions has asked for it"
+    v = position if scheme.has_position_bias else None
+    return build(distance=scheme.build(model), content_bias_NH=content, position_bias_NH=v, kernel=kernel)

@@ -20,6 +20,7 @@ from txl_dist.infer.card import Sample, Stated
 from txl_dist.infer.language_model import LanguageModel
 from txl_dist.log import logger
 from txl_dist.ops.training_facts import card_of_checkpoint
+from txl_dist.registry import plugin_changes
 from txl_dist.run_files import SETTINGS, TRAINED, Kind, kind_of, list_checkpoints, require
 from txl_dist.text.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.probe import AVERAGE_LOSSES, read_probe
@@ -101,7 +102,10 @@ def _in_memory(trained: Trained) -> Trained:
 
 def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
     """`name` says of which run it is, for those who get the model."""
-    saved, config = read_state(folder), load_config(folder / SETTINGS)
+    saved = read_state(folder)
+    config = load_config(folder / SETTINGS)
+    for change in plugin_changes(saved.values.get("plugins", ()), where=folder.name):
+        logger.warning(change)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     precision, probe = config.engine.dtype, read_probe(folder, vocab_size=tokenizer.vocab_size)
     package = Package(

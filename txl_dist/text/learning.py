@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 from txl_dist.errors import ConfigError
+from txl_dist.suggest import did_you_mean
 
-TokenizerKind = Literal["byte", "char", "word", "bpe", "unigram"]
-"""The kinds that can be trained here."""
 MOST_IDS = 1 << 24
 """That may be asked for; a library that learns pieces makes room for as many."""
-_KINDS_WITH = {
-    "vocab_size": ("word", "bpe", "unigram"),
-    "min_frequency": ("word", "bpe"),
-    "lower_case": ("char", "word"),
-    "only_seen": ("byte", "char"),
-    "sentence_marks": ("word",),
+
+
+class LearntKind(NamedTuple):
+    """What the program must know of a kind of tokenizer that `txl prepare` makes; `text.training` makes ours."""
+
+    settings: tuple[str, ...]
+    """The settings below that mean something for it, besides `end_of_text`."""
+    smallest: int
+    """Fewest ids besides marks."""
+    learn: Callable[[Iterable[str], Learning], Any] | None = None
+    """Of a plugin's kind: makes the `Tokenizer` of the texts, which it may read more than once."""
+
+
+LEARNT_KINDS: dict[str, LearntKind] = {
+    "byte": LearntKind(("only_seen",), 256),
+    "char": LearntKind(("lower_case", "only_seen"), 256),
+    "word": LearntKind(("vocab_size", "min_frequency", "lower_case", "sentence_marks"), 1),
+    "bpe": LearntKind(("vocab_size", "min_frequency"), 256),
+    "unigram": LearntKind(("vocab_size",), 256),
 }
-"""The kinds for which a setting means something."""
+"""By name; a plugin may add rows (`plugins.register_tokenizer`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +61,20 @@ class Learning:
 
     def check_kind(self, kind: str) -> None:
         """Raises ConfigError for an unknown kind, a setting that it does not have, and an impossible size."""
-        if kind not in get_args(TokenizerKind):
-            raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(get_args(TokenizerKind))}.")
+        if kind not in LEARNT_KINDS:
+            hint = did_you_mean(kind, LEARNT_KINDS)
+            raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(LEARNT_KINDS)}.{hint}")
         for name, least in (("vocab_size", 0), ("min_frequency", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be {least} or more.")
-        for name, kinds in _KINDS_WITH.items():
-            if getattr(self, name) != getattr(Learning, name) and kind not in kinds:
-                known = " and ".join(kinds)
-                raise ConfigError(f"{name} has no meaning for a {kind} tokenizer, only for {known}; leave it out.")
-        smallest = self.num_marks(kind) + (1 if kind == "word" else 256)
+        conditional = dict.fromkeys(name for row in LEARNT_KINDS.values() for name in row.settings)
+        for name in conditional:
+            known = [other for other, row in LEARNT_KINDS.items() if name in row.settings]
+            if getattr(self, name) != getattr(Learning, name) and kind not in known:
+                raise ConfigError(
+                    f"{name} has no meaning for a {kind} tokenizer, only for {' and '.join(known)}; leave it out."
+                )
+        smallest = self.num_marks(kind) + LEARNT_KINDS[kind].smallest
         if 0 < self.vocab_size < smallest:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is too small: a {kind} tokenizer needs {smallest} or more."

@@ -36,8 +36,13 @@ _CLASSES: tuple[type[Tokenizer], ...] = (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
 )
-_KINDS = {each.kind: each for each in _CLASSES}
+KINDS: dict[str, type[Tokenizer]] = {each.kind: each for each in _CLASSES}
+"""By the `kind` in the file; a plugin may add rows (`plugins.register_tokenizer`)."""
 _REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus again."
+
+
+class UnknownKindError(ValueError):
+    """A tokenizer of a kind that this process does not know."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -66,6 +71,8 @@ def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
                 f"{FORMAT_VERSION}. Prepare the corpus again, or use the program that wrote it."
             )
         return build_tokenizer(values)
+    except UnknownKindError as error:
+        raise DataError(f"the tokenizer {name} cannot be read: {error}.") from error
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -74,10 +81,13 @@ def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
 
 def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
     """A tokenizer from the values of its file. Raises ValueError or KeyError if they contradict themselves."""
-    if values["kind"] not in _KINDS:
-        raise ValueError(f"unknown kind {values['kind']!r}, known are {', '.join(_KINDS)}")
+    if values["kind"] not in KINDS:
+        raise UnknownKindError(
+            f"unknown kind {values['kind']!r}, known are {', '.join(KINDS)}; one of a plugin needs the plugin, by "
+            "--plugins NAME (for training: --run.plugins NAME)"
+        )
     try:
-        return _KINDS[values["kind"]].from_values(values)
+        return KINDS[values["kind"]].from_values(values)
     except Exception as error:
         if type(error) is not Exception:
             raise

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.errors import DataError
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.text.base import END_OF_TEXT, UNKNOWN, Tokenizer, batches, byte_symbols
-from txl_dist.text.learning import Learning, TokenizerKind
+from txl_dist.text.learning import LEARNT_KINDS, Learning
 from txl_dist.text.subwords import byte_level, cut_pieces
-from txl_dist.text.tokenizer import build_tokenizer
+from txl_dist.text.tokenizer import build_tokenizer, read_tokenizer
 from txl_dist.text.words import END_OF_LINE, split_words
 
 Texts = Callable[[], Iterable[str]]
@@ -40,7 +40,7 @@ BATCH_LEN = 1 << 20
 """Characters that are encoded at once."""
 
 
-def train_tokenizer(kind: TokenizerKind, texts: Texts, **settings: Any) -> Tokenizer:
+def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
     """A tokenizer for the texts; the settings are the fields of `Learning`.
 
     `vocab_size` is the largest number of ids, all marks included: 0 means 4,096 for bpe and unigram and no limit for
@@ -58,6 +58,8 @@ def train_tokenizer(kind: TokenizerKind, texts: Texts, **settings: Any) -> Token
     num_marks = learning.num_marks(kind)
     max_size = learning.vocab_size - num_marks if learning.vocab_size else 0
     documents = CountedTexts(texts, lower_case=learning.lower_case)
+    if (learn := LEARNT_KINDS[kind].learn) is not None:
+        return _checked(learn(documents, learning), kind)
     values: dict[str, Any] = {"lower_case": learning.lower_case, "only_seen": only_seen, **marks}
     if kind == "byte":
         counts = _count_bytes(documents, only_seen=only_seen)
@@ -77,6 +79,21 @@ def train_tokenizer(kind: TokenizerKind, texts: Texts, **settings: Any) -> Token
         # Its literal spelling in a text was never counted as the symbol.
         counts |= {END_OF_TEXT: documents.count}
     return _number(kind, counts, values, end_of_text=end_of_text)
+
+
+def _checked(tokenizer: Any, kind: str) -> Tokenizer:
+    """What a plugin has made. Raises ConfigError for what is no tokenizer of this kind, or cannot be read back."""
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.kind != kind:
+        raise ConfigError(
+            f"the plugin's tokenizer {kind!r} is a {type(tokenizer).__name__}: learn must return a Tokenizer of that "
+            "kind. Correct the plugin."
+        )
+    again = read_tokenizer(tokenizer.to_json().encode(), name=f"{kind} of a plugin")
+    if again.to_json() != tokenizer.to_json():
+        raise ConfigError(
+            f"the plugin's tokenizer {kind!r} reads another tokenizer from its own file. Correct its from_values."
+        )
+    return tokenizer
 
 
 class CountedTexts:

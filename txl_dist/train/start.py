@@ -17,9 +17,10 @@ import torch
 
 from txl_dist.config import Config, configure
 from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first, together
-from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError
+from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, of_all
 from txl_dist.files import replace_file
 from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
+from txl_dist.registry import loaded_plugins
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callback, Callbacks, RunResult
@@ -121,6 +122,7 @@ def _train(
 ) -> RunResult:
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
+    _check_plugins()
     jobs = together(lambda: check_jobs(config, ranks=ranks))
     on_first(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
@@ -199,6 +201,23 @@ def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) ->
         f"pretrain: {config!r:.200} is no configuration. Give a Config, the path of a TOML file, or a dictionary of "
         "sections."
     )
+
+
+def _check_plugins() -> None:
+    """Raises ConfigError on all ranks if a rank has loaded other plugins, or other versions of them, than rank 0."""
+    gathered = gather_objects(loaded_plugins())
+    for rank, plugins in enumerate(gathered):
+        if plugins != gathered[0]:
+            here, there = (
+                ", ".join(f"{one.name} {one.version} ({one.sha256[:12]})".replace("  ", " ") for one in each) or "none"
+                for each in (gathered[0], plugins)
+            )
+            raise of_all(
+                ConfigError(
+                    f"plugins differ between ranks: rank 0 has {here}, rank {rank} has {there}. Install the same "
+                    "version on every node."
+                )
+            )
 
 
 def _check_fits(jobs: list[tuple[range, Job]]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -14,7 +14,10 @@ from txl_dist.console import say
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.errors import ConfigError
 from txl_dist.hub import address_of
+from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
+from txl_dist.suggest import did_you_mean
+from txl_dist.text.learning import LEARNT_KINDS
 from txl_dist.verbs.words import local_source
 
 
@@ -34,21 +37,34 @@ class PrepareArguments(PrepareSettings):
     """The same for a second held-out split."""
     source: Annotated[str, arg(name="from")] = ""
     """Local archive, file or folder of a named corpus, in place of a download."""
-    kind: Annotated[Literal["auto", "byte", "char", "word", "bpe", "unigram"], arg(name="tokenizer")] = "auto"
-    """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe."""
+    kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"
+    """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe. Or a kind of
+    a plugin."""
     tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
     """Use this tokenizer.json, of ours or of Hugging Face, or sentencepiece .model, or the folder of one, instead of
     learning one."""
     vocab_list: Path | None = None
     """The inputs are ready ids, in place of text: .npy (a document, or one per row) and JSON lines (a list each). This
     file names the ids, one name a line, that of id 0 first; end-of-text is put behind the last."""
+    plugins: tuple[str, ...] = ()
+    """Modules to import first, which runs their code; each may add tokenizers and inputs NAME:REST
+    (docs/extending.md)."""
     reindex: bool = False
     """Make no shards: the inputs, or all of --out, are tars of tokens in the folder --out, which get their records and
     an index there. Needs --tokenizer-file, the one that made the tokens."""
 
+    def check_tokenizer(self) -> None:
+        """Raises ConfigError for an unknown kind of tokenizer."""
+        choices = ("auto", *LEARNT_KINDS)
+        if self.kind not in choices:
+            hint = did_you_mean(self.kind, choices)
+            raise ConfigError(f"--tokenizer {self.kind}: it can be {', '.join(choices)}.{hint}")
+
 
 def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
     """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
+    load_plugins(arguments.plugins)
+    arguments.check_tokenizer()
     if kind_of(arguments.out) is not Kind.NOTHING:
         require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
     if arguments.reindex:
@@ -66,7 +82,7 @@ def _reindex(arguments: PrepareArguments) -> None:
     from txl_dist.log import start_logging
     from txl_dist.progress import Progress
 
-    known = ("inputs", "out", "tokenizer_path", "ignore_split_names", "overwrite", "reindex")
+    known = ("inputs", "out", "plugins", "tokenizer_path", "ignore_split_names", "overwrite", "reindex")
     others = [field for field in dataclasses.fields(arguments) if field.name not in known]
     unused = [field.name for field in others if getattr(arguments, field.name) != field.default]
     if unused or arguments.tokenizer_path is None:

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 from txl_dist.errors import ConfigError
 from txl_dist.infer.settings import Writing, check_text
 from txl_dist.ops.evaluation_settings import check_output
+from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, require
 from txl_dist.verbs.words import announce, local_source
 
@@ -33,6 +34,7 @@ def generate(
     load_memory: Path | None = None,
     save_memory: Path | None = None,
     device: str = "cpu",
+    plugins: tuple[str, ...] = (),
 ) -> None:
     """Continue prompts with a bundle, a run or a checkpoint; one text is shown as it is made.
 
@@ -47,7 +49,9 @@ def generate(
         load_memory: Go on from this memory, which --save-memory wrote: its text is not read again.
         save_memory: Write what is remembered of the prompt and the text to this file.
         device: Where the model runs: cpu, cuda or, of several GPUs, cuda:1.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
+    load_plugins(plugins)
     source = local_source(source)
     kind = require(source, *TRAINED)
     writing.check()

@@ -11,17 +11,25 @@ from tyro.conf import Positional, arg
 from txl_dist.console import say
 from txl_dist.files import write_output
 from txl_dist.ops.inspect_settings import Question
+from txl_dist.registry import load_plugins
 from txl_dist.run_files import Kind, require
 
 
-def inspect(path: Positional[str], question: Annotated[Question, arg(name="")], json: Path | None = None) -> None:
+def inspect(
+    path: Positional[str],
+    question: Annotated[Question, arg(name="")],
+    json: Path | None = None,
+    plugins: tuple[str, ...] = (),
+) -> None:
     """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step.
 
     Args:
         path: Folder or URL of a corpus; a run, with --lane too: it knows its corpora, lanes and seed; or a checkpoint.
         question: What is wanted of it.
         json: Write the facts to this file too.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
+    load_plugins(plugins)
     kind = require(path, Kind.CORPUS, Kind.RUN, Kind.CHECKPOINT)
     question.check(path, kind)
     from txl_dist.ops.inspect_run import answer

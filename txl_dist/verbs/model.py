@@ -14,6 +14,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.hub import check_login, push_folder
 from txl_dist.infer.card import Stated
 from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
+from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, Kind, kind_of, require
 from txl_dist.tables import size
 from txl_dist.verbs.words import announce, announce_ranks, local_source
@@ -29,6 +30,7 @@ def evaluate(
     outputs: Annotated[Outputs, arg(name="")],
     data: str = "",
     baselines: bool = False,
+    plugins: tuple[str, ...] = (),
 ) -> None:
     """Score a held-out split with a trained run, a checkpoint or a bundle.
 
@@ -39,7 +41,9 @@ def evaluate(
         outputs: Files that are written.
         data: Corpus, a folder or URL; a run knows its own.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
+    load_plugins(plugins)
     target = local_source(target)
     kind = require(target, *TRAINED)
     overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
@@ -68,6 +72,7 @@ def export(
     average: bool = False,
     push_to_hub: str = "",
     private: bool = False,
+    plugins: tuple[str, ...] = (),
 ) -> None:
     """Write an inference bundle, proven by the engine's own losses, or what other programs run.
 
@@ -81,7 +86,9 @@ def export(
         average: Take the average of the weights (optim.ema); for bundles, of which the other formats can be made.
         push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that the folder is pushed to; made if missing.
         private: Make a repository that is missing a private one.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
+    load_plugins(plugins)
     if push_to_hub:
         check_login(push_to_hub)
     elif private:

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 from txl_dist.console import say
 from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
+from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, Kind, require
 from txl_dist.verbs.words import announce_ranks, local_source
 
@@ -20,6 +21,7 @@ def recl(
     settings: Annotated[ReclSettings, arg(name="")],
     outputs: Annotated[ReclOutputs, arg(name="")],
     data: str = "",
+    plugins: tuple[str, ...] = (),
 ) -> None:
     """Measure how far back a group of models gains: the paper's relative effective context length.
 
@@ -28,7 +30,9 @@ def recl(
         settings: How it is measured.
         outputs: Files that are written.
         data: Corpus, a folder or URL; without it that of the first model, if it is none of a bundle.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
+    load_plugins(plugins)
     if not targets:
         raise ConfigError("txl recl needs a model. Name run directories, checkpoint folders or bundles.")
     targets = tuple(map(local_source, targets))

@@ -8,20 +8,29 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from txl_dist.hub import address_of
+from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, require
 from txl_dist.serve.listening import listen, require_packages
 from txl_dist.serve.settings import Serving
 from txl_dist.verbs.words import announce, local_source
 
 
-def serve(source: Positional[Path], /, serving: Annotated[Serving, arg(name="")], device: str = "cpu") -> None:
+def serve(
+    source: Positional[Path],
+    /,
+    serving: Annotated[Serving, arg(name="")],
+    device: str = "cpu",
+    plugins: tuple[str, ...] = (),
+) -> None:
     """Serve a bundle, a run or a checkpoint over HTTP, as OpenAI's completions, with memories.
 
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         serving: How it is served.
         device: Where it computes: cpu, cuda, cuda:1 ...
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
+    load_plugins(plugins)
     address = address_of(source)
     name = serving.name or (address.name if address else source.resolve().name)
     source = local_source(source)

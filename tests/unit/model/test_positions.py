@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model
 from tests.helpers.naive import naive_encoding
+from txl_dist.config import choices_of
 from txl_dist.errors import ConfigError
 from txl_dist.model.positions import LearnedDistances, distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import SCHEMES, ModelSection
+from txl_dist.sections import SCHEMES
 
 NUM_POSITIONS, WIDTH = 2000, 64
 
 
 def test_every_name_has_its_facts() -> None:
-    assert set(SCHEMES) == set(get_args(ModelSection.model_fields["positions"].annotation))
+    assert set(SCHEMES) == set(choices_of("model.positions"))
 
 
 def exact_encodings(num_distances: int, *, width: int) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import shlex
 import subprocess
@@ -35,7 +36,7 @@ from txl_dist.data.prepare.detection import (
     text_suffix,
 )
 from txl_dist.data.prepare.documents import Form
-from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile
+from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile, TextSource, plugin_source
 from txl_dist.data.storage.origins import end_command, start_command
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
 from txl_dist.errors import DataError, explained
@@ -122,6 +123,8 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
         return open(sys.stdin.fileno(), "rb", closefd=False)
     if file.path.startswith(PIPE):
         return io.BufferedReader(_CommandStream(file.path.removeprefix(PIPE)), buffer_size=_MIB)
+    if (source := plugin_source(file.path)) is not None:
+        return io.BufferedReader(_DocumentStream(source, file), buffer_size=_MIB)
     if is_url(file.path):
         return io.BufferedReader(_UrlStream(file, allow_protocols), buffer_size=8 * _MIB)
     return io.BufferedReader(io.FileIO(file.path), buffer_size=_MIB)
@@ -288,6 +291,41 @@ class _CommandStream(_Stream):
         end_command(self._process)
         self._process.stdout.close()
         super().close()
+
+
+class _DocumentStream(_Stream):
+    """The documents of a plugin's source, as JSON lines."""
+
+    def __init__(self, source: TextSource, file: SourceFile) -> None:
+        self._file, self._held = file, memoryview(b"")
+        self._texts = self._documents(source)
+
+    def _documents(self, source: TextSource) -> Iterator[str]:
+        path = self._file.path
+        try:
+            for number, text in enumerate(source.read(path.partition(":")[2])):
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{path}: document {number + 1} of the plugin's source is a {type(text).__name__}, not a str. "
+                        "Correct the plugin."
+                    )
+                yield text
+        except DataError:
+            raise
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(
+                f"{path}: the plugin's source failed: {words}. Correct the plugin, or its input."
+            ) from error
+
+    @override
+    def take(self, count: int) -> memoryview:
+        if not self._held:
+            text = next(self._texts, None)
+            line = b"" if text is None else json.dumps({self._file.jsonl_field: text}).encode() + b"\n"
+            self._held = memoryview(line)
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
 
 
 class _UrlStream(_Stream):

@@ -10,11 +10,12 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from txl_dist import __version__
 from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
 from txl_dist.errors import ConfigError
+from txl_dist.registry import loaded_plugins
 from txl_dist.text.learning import Learning
 
 _HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
@@ -38,7 +39,7 @@ class PrepareSettings(Learning):
     """Train on all inputs. Else files and folders named train, valid, dev, val or test keep these splits."""
     source: str = ""
     """Local archive, file or folder of a named corpus, in place of a download."""
-    kind: Literal["auto", "byte", "char", "word", "bpe", "unigram"] = "auto"
+    kind: str = "auto"
     """Tokenizer to learn from the train split. auto: that of the named corpus, else bpe."""
     all_splits: bool = False
     """Learn the tokenizer from the held-out splits too, as papers do for closed vocabularies."""
@@ -184,7 +185,9 @@ class PrepareSettings(Learning):
         if self.vocab_list is not None:
             kept["vocab_list"] = hashlib.sha256("\n".join(self.reading(given=()).names).encode()).hexdigest()
         kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
-        facts = sorted(kept.items()), self.duplicates == "ignore", __version__
+        facts: tuple[Any, ...] = (sorted(kept.items()), self.duplicates == "ignore", __version__)
+        if plugins := loaded_plugins():
+            facts = (*facts, plugins)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _changed(self, *names: str) -> list[str]:

@@ -7,6 +7,7 @@
                                       of both, and of URLs, hidden files are left out (`is_hidden`)
     https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
     -                                 stdin
+    NAME:REST                         the documents of a plugin's text source
     pipe:COMMAND                      what a shell command prints; only if the protocol `pipe` is allowed by name
     stdlib                            the built-in corpus: the standard library of the running Python
 
@@ -22,7 +23,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -61,6 +62,17 @@ _URL_MARKS = (
 """What a file system may know about the version of a file. A size proves nothing."""
 
 
+class TextSource(NamedTuple):
+    """A text source of a plugin."""
+
+    read: Callable[[str], Iterable[str]]
+    """The documents of an input `NAME:REST`, given REST."""
+
+
+TEXT_SOURCES: dict[str, TextSource] = {}
+"""By NAME; only plugins add rows (`plugins.register_source`)."""
+
+
 class SourceFile(NamedTuple):
     """One file to read."""
 
@@ -81,11 +93,13 @@ class SourceFile(NamedTuple):
     """Neither the name nor a setting says what text is: what looks like JSON lines is read as such."""
     keeps_bytes: bool = False
     """What is no text is read too, as the bytes that it is."""
+    jsonl_field: str = "text"
+    """Of a plugin's source: the field that a document is given in."""
 
     @property
     def is_stream(self) -> bool:
         """Stdin or a command, not a file."""
-        return self.path == STDIN or self.path.startswith(PIPE)
+        return is_stream(self.path)
 
     @property
     def name(self) -> str:
@@ -119,10 +133,10 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             raise DataError("stdin is closed. Pipe text into it, or give files.")
         if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
             raise DataError(f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`.")
-        if given == STDIN or given.startswith(PIPE):
+        if is_stream(given):
             form, is_open = _stream_form(given, settings), settings.stdin_format == "auto"
             file = SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes)
-            listing = listing.joined(Listing([file]))
+            listing = listing.joined(Listing([file._replace(jsonl_field=settings.jsonl_field)]))
             continue
         found = _of_url(given, settings) if is_url(given) else _of_paths(given, settings)
         if not found.files:
@@ -177,8 +191,23 @@ def identities(files: Sequence[SourceFile]) -> list[str]:
     return hashes
 
 
+def is_stream(given: str) -> bool:
+    """Whether an input is read once, from front to back: standard input, a command, or a plugin's source."""
+    return given == STDIN or given.startswith(PIPE) or plugin_source(given) is not None
+
+
+def plugin_source(given: str) -> TextSource | None:
+    """The plugin's source that an input `NAME:REST` names."""
+    name, colon, rest = given.partition(":")
+    return TEXT_SOURCES.get(name) if colon and not rest.startswith("//") else None
+
+
 def _stream_form(given: str, settings: PrepareSettings) -> Form:
-    """Of stdin and commands. Raises ConfigError for ready ids in another form than JSON lines."""
+    """Of stdin, commands and plugins. Raises ConfigError for ready ids in another form than JSON lines."""
+    if plugin_source(given) is not None:
+        if settings.vocab_list is not None:
+            raise ConfigError(f"{given} gives text, not ready ids. Leave --vocab-list out.")
+        return "jsonl"
     if settings.vocab_list is None:
         return "jsonl" if settings.stdin_format == "jsonl" else settings.documents
     if settings.stdin_format == "text":

@@ -29,7 +29,7 @@ from urllib.parse import unquote
 
 from txl_dist.data.prepare.detection import is_url
 from txl_dist.data.prepare.documents import SPLITS, TEST, TRAIN, VALID
-from txl_dist.data.prepare.sources import PIPE, STDIN, STDLIB, SourceFile
+from txl_dist.data.prepare.sources import STDLIB, SourceFile, is_stream
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn"), TRAIN),
@@ -173,7 +173,7 @@ def _plain(path: str) -> PurePosixPath:
 
 def _root_of(given: str, paths: Sequence[str]) -> PurePosixPath | None:
     """The file or folder that an input names; of a pattern the folder above its first `*`. None: it has no name."""
-    if given in (STDIN, STDLIB) or given.startswith(PIPE):
+    if given == STDLIB or is_stream(given):
         return None
     magic = re.search(r"[*?[]", given)
     if magic and given not in paths:

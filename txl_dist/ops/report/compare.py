@@ -174,7 +174,7 @@ def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str
     ]
     rows += [
         Row("Speed", one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log)
-        for one in METRICS
+        for one in METRICS.values()
         if one.curve and one.curve.compared
     ]
     hours = max(run.history.hours for run in runs)

@@ -83,7 +83,7 @@ _ROWS = (
     Row(_MEMORY, "Attention on memory", "share of attention, %", {"layer": "memory_attention_pct_"}, "look",
         caption=f"The rest falls on the segment. {_LAYERS}"),
     *(Row(one.curve.group, one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log,
-          missing=one.curve.missing) for one in METRICS if one.curve),
+          missing=one.curve.missing) for one in METRICS.values() if one.curve),
     *(Row("Layers", title, unit, {"layer": f"{name}_"} | {word: f"{name}_{word}" for word in beside}, "layers",
           is_log=True, caption=f"{caption} {_LAYERS}", missing="metrics.norms_every_steps is off")
       for title, unit, name, beside, caption in (

@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from txl_dist.dist import Votes, gather_objects, on_first, poll, together
-from txl_dist.errors import CheckpointError, of_all
+from txl_dist.errors import CheckpointError, TrainingError, of_all
 from txl_dist.faults import fault_point
 from txl_dist.files import is_gone
 from txl_dist.log import warn_for_all
@@ -54,6 +57,7 @@ class Saving:
         self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
         self._job, self._watch, self._run_dir = saver.job, saver.watch, saver.job.run_dir
         self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
+        self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
         self._retry_at = 0
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
@@ -93,12 +97,22 @@ class Saving:
         check_finite(
             gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
         )
+        together(self._check_buffers)
         states = self._callbacks.states(step=state.step)
         packed = together(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
         self._saver.begin(state, self._engine, probe=probe, callbacks=packed)
         self._stall_s = time.perf_counter() - start_s
         if not self._job.config.checkpoint.asynchronous:
             self.finish(state.step)
+
+    def _check_buffers(self) -> None:
+        """Raises TrainingError for a buffer that training has changed: a checkpoint holds parameters only."""
+        for name, buffer in _buffers_of(self._engine):
+            if not torch.equal(buffer, self._buffers[name]):
+                raise TrainingError(
+                    f"training has changed the buffer {name} of the model, which a checkpoint does not hold: a resume "
+                    "or an export would lose it. Make it a parameter, or compute it in forward."
+                )
 
     def finish(self, step: int) -> bool:
         """Commit what is in flight, if anything is. Returns False if that failed: it is tried again, behind `step`."""
@@ -220,6 +234,11 @@ class Saving:
         # To free hundreds of gigabytes takes a file system minutes.
         self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
         self._removal.start()
+
+
+def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Those of the network, which our own layers have none of."""
+    return engine.model.named_buffers()
 
 
 def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:

@@ -33,6 +33,7 @@ from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.faults import fault_point
 from txl_dist.infer.weights import Rows
+from txl_dist.registry import plugin_changes
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import first_memories, load_memories
@@ -160,6 +161,7 @@ def check_checkpoint(saved: SavedState, job: Job) -> list[str]:
             "of then), or use another --run.dir."
         )
     remarks = refuse_frozen_changes(config, job.config, made=str(folder))
+    remarks += plugin_changes(saved.values.get("plugins", ()), where=folder.name)
     if not scores_first_tokens(config, saved):
         raise CheckpointError(
             f"{folder} was trained with document masks by a program that did not score the first token of a document: "

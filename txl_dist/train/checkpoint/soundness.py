@@ -73,6 +73,12 @@ class _Stream(_Section):
     version: int
 
 
+class _Plugin(_Section):
+    name: str
+    version: str
+    sha256: str
+
+
 class _State(_Section):
     """The form of state.json; what its parts mean stands where they are made, in `saver`."""
 
@@ -93,6 +99,7 @@ class _State(_Section):
     config_sha256: str = ""
     scores_first_tokens: bool = False
     corpora: tuple[str, ...] = ()
+    plugins: tuple[_Plugin, ...] = ()
 
 
 class SavedState(NamedTuple):

@@ -30,6 +30,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.faults import fault_point
 from txl_dist.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.manifest import commit_folder, write_manifest
+from txl_dist.registry import loaded_plugins
 from txl_dist.run_files import CHECKPOINTS, FORMAT_VERSION, PER_LAYER_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.stages import whole
 from txl_dist.tables import size
@@ -202,6 +203,8 @@ class Saver:
             "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
         }
+        if plugins := loaded_plugins():
+            content["plugins"] = [plugin._asdict() for plugin in plugins]
         return {
             SETTINGS: settings,
             "tokenizer.json": tokenizer.to_json().encode(),

@@ -48,7 +48,8 @@ def build_optimizer(
         groups.insert(0, {"params": orthogonal, "decays": True, "is_orthogonal": True})
     # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
     # 0; at a rate of 0 that moves no weight, and `ZeroEngine` forgets it.
-    optimizer = BUILDERS[optim.name](groups, lr=0.0)
+    build = optim.kind.build or BUILDERS[optim.name]
+    optimizer: torch.optim.Optimizer = build(groups, lr=0.0)
     apply_settings(optimizer.param_groups, optim)
     return optimizer
 

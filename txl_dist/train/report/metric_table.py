@@ -6,7 +6,7 @@ in TensorBoard. No torch here: who only shows numbers need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +47,8 @@ class Metric:
     curve: Curve | None = None
     tensorboard: Literal["scalar", "histogram", "none"] = "scalar"
     """histogram: of a list, which is drawn over the places in it, a line per record."""
+    measure: Callable[[Mapping[str, Any]], float | None] | None = None
+    """Of a plugin's metric: makes the number from the other numbers of a record; None where it cannot."""
 
     def text(self, value: Any) -> str:
         """The number with its label and unit."""
@@ -55,7 +57,7 @@ class Metric:
         return f"{self.label} {number}{gap}{self.unit}".lstrip()
 
 
-METRICS = (
+METRICS: dict[str, Metric] = {row.name: row for row in (
     Metric("loss", ".4f", "loss"),
     Metric("ppl", ".2f", "ppl", drop=4),
     Metric("bits_per_byte", ".4f", "bpb", drop=1),
@@ -86,8 +88,8 @@ METRICS = (
     Metric("skipped_documents", "d", "damaged documents", hides_zero=True),
     Metric("loss_by_position", tensorboard="histogram"),
     Metric("loss_by_position_without_memory", tensorboard="histogram"),
-)  # fmt: skip
-"""In the order in which a line, and a page, has them."""
+)}  # fmt: skip
+"""By name, in the order in which a line, and a page, has them; a plugin may add rows (`plugins.register_metric`)."""
 
 
 class Cell(NamedTuple):
@@ -100,7 +102,7 @@ class Cell(NamedTuple):
 
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
     """What a line says of a record: the numbers of the table that it holds."""
-    known = [(one, record[one.name]) for one in METRICS if one.form and record.get(one.name) is not None]
+    known = [(one, record[one.name]) for one in METRICS.values() if one.form and record.get(one.name) is not None]
     return [Cell(metric.text(value), metric.drop) for metric, value in known if value or not metric.hides_zero]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,9 +67,12 @@ class Reporter:
                     WeightsAndBiases(run_dir, project=metrics.wandb, config=config.model_dump(mode="json"))
                 )
         self._num_lost = [0] * len(self._sinks)
+        self._failed: set[str] = set()
 
     def write(self, kind: str, record: Record) -> None:
         """Hand a record (with its `step`) to every sink."""
+        if self._sinks and kind.startswith(("train", "eval")):
+            record = {**record, **self._measured(record)}
         for index, sink in enumerate(self._sinks):
             try:
                 sink.write(kind, record)
@@ -82,6 +86,22 @@ class Reporter:
             if self._num_lost[index]:
                 num_lost, self._num_lost[index] = self._num_lost[index], 0
                 logger.warning("metrics: %s is written again; it lacks %d records", type(sink).__name__, num_lost)
+
+    def _measured(self, record: Record) -> Record:
+        """The numbers that plugins make from a record. One that fails is left out, and named once."""
+        numbers: Record = {}
+        for metric in METRICS.values():
+            if metric.measure is None or metric.name in record:
+                continue
+            try:
+                value = metric.measure(MappingProxyType(dict(record)))
+                if value is not None:
+                    numbers[metric.name] = float(value)
+            except Exception as error:  # noqa: BLE001  a plugin's code may raise anything
+                if metric.name not in self._failed:
+                    self._failed.add(metric.name)
+                    logger.warning("metrics: %s of a plugin is left out where it fails: %r", metric.name, error)
+        return numbers
 
     def close(self) -> None:
         """Flush and release all sinks."""
@@ -176,7 +196,7 @@ def _summary(kind: str, record: Record) -> Any:
     elif kind == "event":
         facts = [f"{name}: {value}" for name, value in record.items() if name not in ("event", "step")]
         values = [_text(f"event/{record['event']}", facts)]
-    shapes = {metric.name: metric.tensorboard for metric in METRICS}
+    shapes = {metric.name: metric.tensorboard for metric in METRICS.values()}
     for name, value in record.items() if not values else ():
         tag, shape = f"{kind}/{name}", shapes.get(name, "scalar")
         if shape == "histogram":

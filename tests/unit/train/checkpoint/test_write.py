@@ -53,6 +53,7 @@ class FakeEngine:
 
     def __init__(self, *, size: int = 1000, rank: int = 0, world_size: int = 1) -> None:
         self.weight = torch.arange(float(size)) + rank * size
+        self.model = torch.nn.Module()
         self._start = rank * size
         self.shapes = {"w": [world_size * size]}
 

@@ -1,0 +1,205 @@
+"""Tables that a plugin extends, and the plugins of this process.
+
+A table (`sections.OPTIMIZERS`, for instance) is a dictionary of rows by name; settings, checkpoints and exports look
+names up in it. A plugin is a module that adds rows when it is imported, by the functions of `txl_dist.plugins`.
+
+Nothing here imports a module that a file names, unless the caller says that the user has agreed to it: a checkpoint or
+a bundle only says which plugins it needs, and is refused while they are not loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from txl_dist.errors import ConfigError
+
+Row = TypeVar("Row")
+
+
+class Plugin(NamedTuple):
+    """A plugin as a checkpoint or a bundle records it."""
+
+    name: str
+    """Of the module, as `run.plugins` names it."""
+    version: str
+    """Of its distribution, or its `__version__`; empty if it has none."""
+    sha256: str
+    """Over the Python files of the module's top-level package, or over the one file of the module."""
+
+
+class OneOf:
+    """Metadata of a setting whose values are the names of a table, those of loaded plugins included."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.table = table
+
+    def check(self, name: str) -> str:
+        """Raises PydanticCustomError for a name that is not in the table."""
+        if name not in self.table:
+            raise PydanticCustomError("unknown_name", "it can be {names}", {"names": ", ".join(self.table)})
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+_loaded: dict[str, Plugin] = {}
+"""The plugins of this process, in the order in which they were loaded."""
+_added: list[tuple[str, dict[str, Any], str]] = []
+"""(plugin, table, name) of each row that a plugin has added."""
+_loading: list[str] = []
+"""The plugin that is being imported, if one is."""
+
+
+def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
+    """Add a row to a table. Raises ConfigError for a name that the table has, or that cannot be one."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(f"{what} {name!r:.80}: a name has letters, digits and underscores. Choose another name.")
+    if name in table:
+        owner = _plugin_of(table, name)
+        raise ConfigError(
+            f"{what} {name!r} exists already{f', from the plugin {owner}' if owner else ''}. Choose another name."
+        )
+    table[name] = row
+    if _loading:
+        _added.append((_loading[-1], table, name))
+
+
+def owner_of(table: Mapping[str, Any], name: str) -> Plugin | None:
+    """The plugin that added this row; None for a row of our own."""
+    return _loaded.get(_plugin_of(table, name))
+
+
+def _plugin_of(table: Mapping[str, Any], name: str) -> str:
+    return next((plugin for plugin, other, row in _added if other is table and row == name), "")
+
+
+def load_plugins(names: Iterable[str]) -> None:
+    """Import the plugins that are not loaded yet, which runs their code: only for names that the user has given.
+
+    Raises ConfigError, in one line, for a module that is missing or raises.
+    """
+    for name in names:
+        if name in _loaded:
+            continue
+        _check_name(name)
+        _loading.append(name)
+        try:
+            module = importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            _forget(name)
+            raise ConfigError(_why_not(name, error)) from error
+        finally:
+            _loading.pop()
+        _loaded[name] = Plugin(name, _version_of(module), _sha256_of(module))
+
+
+def loaded_plugins() -> tuple[Plugin, ...]:
+    """The plugins of this process, in the order in which they were loaded."""
+    return tuple(_loaded.values())
+
+
+def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
+    """A sentence for each recorded plugin that has changed since. Raises ConfigError if one is not loaded."""
+    for plugin in recorded:
+        if plugin["name"] not in _loaded:
+            raise ConfigError(f"{where} was made with {_shown(plugin)}, which is not loaded. {remedy(plugin['name'])}")
+    return plugin_changes(recorded, where=where)
+
+
+def plugin_changes(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
+    """A sentence for each recorded plugin that is not loaded, or has changed since."""
+    sentences = []
+    for plugin in recorded:
+        now = _loaded.get(plugin["name"])
+        if now is None:
+            sentences.append(f"{where} was made with {_shown(plugin)}, which is not loaded now")
+        elif now.sha256 != plugin["sha256"]:
+            sentences.append(
+                f"{where} was made with {_shown(plugin)}; it has changed since: now {_shown(now._asdict())}"
+            )
+    return sentences
+
+
+def remedy(name: str) -> str:
+    """What to type to load a plugin."""
+    return (
+        f"If you trust that code, install it and name it: --plugins {name} (for training: --run.plugins {name}, or "
+        "run.plugins in the file)."
+    )
+
+
+def not_loaded(names: Iterable[str]) -> list[str]:
+    """Those of these plugins that are not loaded."""
+    return [name for name in names if name not in _loaded]
+
+
+def _shown(plugin: Mapping[str, str]) -> str:
+    version = f" {plugin['version']}" if plugin["version"] else ""
+    return f"the plugin {plugin['name']}{version} (sha256 {plugin['sha256'][:12]})"
+
+
+def _check_name(name: str) -> None:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(
+            f"run.plugins: {name!r:.200} is no name of a module. Give it as Python imports it: my_package.my_module."
+        )
+
+
+def _forget(name: str) -> None:
+    """Take out of the tables what a plugin added before it failed."""
+    for entry in [entry for entry in _added if entry[0] == name]:
+        _, table, row = entry
+        del table[row]
+        _added.remove(entry)
+    sys.modules.pop(name, None)
+
+
+def _why_not(name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return (
+            f"the plugin {name} is not installed for {sys.executable}: there is no module {error.name}. Install its "
+            "package (pip install), or put the folder that holds it into PYTHONPATH."
+        )
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    words = " ".join(str(error).split())
+    what = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return f"the plugin {name} cannot be imported: {what}{where}. Correct it, or leave it out."
+
+
+def _version_of(module: Any) -> str:
+    top = module.__name__.partition(".")[0]
+    for distribution in importlib.metadata.packages_distributions().get(top, []):
+        return importlib.metadata.version(distribution)
+    return str(getattr(module, "__version__", ""))
+
+
+def _sha256_of(module: Any) -> str:
+    digest = hashlib.sha256()
+    for name, path in sorted(_files_of(module)):
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _files_of(module: Any) -> Iterator[tuple[str, Path]]:
+    """(name, path) of the Python files whose code belongs to a plugin."""
+    top = sys.modules.get(module.__name__.partition(".")[0], module)
+    folders = [Path(folder) for folder in getattr(top, "__path__", ())]
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            yield path.relative_to(folder).as_posix(), path
+    if not folders and getattr(module, "__file__", None):
+        path = Path(module.__file__)
+        yield path.name, path
