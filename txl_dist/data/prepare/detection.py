@@ -52,7 +52,8 @@ class Content(NamedTuple):
     what: str = ""
     """What it is, where it cannot be read."""
     remedy: str = ""
-    """What to do; {file} stands for the file and {stored} for the file as it is, when what it holds was compressed."""
+    """What to do; {file} stands for the file, {stored} for the file as it is, when what it holds was compressed, and
+    {out} for a file of its kind."""
 
 
 class _Signature(NamedTuple):
@@ -271,11 +272,10 @@ def _detect_bytes(head: bytes, suffix: str) -> Content:
         wide = _wide_encoding(head)
         if wide:
             return _in_encoding(wide)
-        return Content(
-            "binary",
-            f"no text: byte {at:,} is NUL",
-            "Leave it out; or, if it is text all the same, remove them (`tr -d '\\000' < {file} > out.txt`).",
-        )
+        remedy = "Leave it out, or convert it to text."
+        if _has_words(head.replace(b"\0", b"")):
+            remedy = "Remove these bytes (`tr -d '\\000' < {file} > {out}`) and give the result, or leave it out."
+        return Content("binary", f"no text: byte {at:,} is NUL", remedy)
     if suffix == ".br":
         return _packed("compressed (brotli)", "brotli -d {file}")
     if sum(byte in _CONTROLS for byte in head) > _MOST_CONTROLS * len(head):
@@ -287,7 +287,7 @@ def _in_encoding(encoding: str) -> Content:
     return Content(
         "binary",
         f"text in {encoding}, and not in UTF-8",
-        _convert(f"iconv -f {encoding} -t UTF-8 {{file}} > out.txt"),
+        _convert(f"iconv -f {encoding} -t UTF-8 {{file}} > {{out}}"),
     )
 
 

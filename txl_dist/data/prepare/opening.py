@@ -185,7 +185,8 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
     is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
     is_no_record = content.kind == "json" and file.form == "jsonl"
     if is_no_record or (content.kind in ("binary", "refused") and not is_kept):
-        raise DataError(f"{file.path} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
+        name = "standard input" if file.path == STDIN else file.path
+        raise DataError(f"{name} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
     if file.form == "parquet":
         raise DataError(f"{file.path} is text, and no parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
     return "jsonl" if content.kind == "jsonl" and file.is_form_open and not is_ids else file.form
@@ -199,9 +200,11 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     elif is_url(name):
         name = path_of_name(name).name or "FILE"
     inner = name
+    suffix = text_suffix(file.name) if file.name else ""
     if is_compressed and "{file}" in content.remedy:
-        inner = f"out{text_suffix(file.name)}" if file.name else "out"
+        inner = f"unpacked{suffix}"
     remedy = content.remedy.replace("{stored}", shlex.quote(name)).replace("{file}", shlex.quote(inner))
+    remedy = remedy.replace("{out}", shlex.quote(f"out{suffix or '.txt'}"))
     if inner != name:
         remedy = f"Decompress it to {inner}. {remedy}"
     is_remote = file.is_stream or is_url(file.path)

@@ -172,6 +172,7 @@ WORLD: dict[str, Callable[[], bytes]] = {
     "`x.txt`, UTF-16 with a mark": lambda: TEXT.encode("utf-16"),
     "`x.txt`, UTF-16 without a mark": lambda: TEXT.encode("utf-16-le"),
     "`x.jsonl`, UTF-32": lambda: RECORDS.encode("utf-32-be"),
+    "`x.jsonl.gz`, UTF-16": lambda: gzip.compress(RECORDS.encode("utf-16")),
     "`x.txt`, ISO-2022-JP": lambda: prose("Kana", num_characters=40).encode("iso2022_jp", "ignore"),
     "`x.txt`, Windows-1252": lambda: "na\xefve caf\xe9s \xe0 la carte".encode("cp1252"),
     "`x.txt` with a NUL byte": lambda: b"some \x00text",
@@ -279,7 +280,9 @@ def test_token_ids_are_not_called_text_of_a_wide_encoding() -> None:
     np = pytest.importorskip("numpy")
     for dtype in ("<u2", "<u4"):
         ids = np.random.default_rng(0).zipf(1.2, 4000) % 50257
-        assert "NUL" in detect_content(ids.astype(dtype).tobytes()[:HEAD_BYTES], name="train.bin").what
+        content = detect_content(ids.astype(dtype).tobytes()[:HEAD_BYTES], name="train.bin")
+        assert "NUL" in content.what
+        assert "tr -d" not in content.remedy, "without NUL they would be noise"
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "koi8-r", "shift_jis", "gbk", "euc-kr", "cp1251"])
