@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.helpers.browser import find_chromium, started, visit
+from tests.helpers.browser import check_contrast, find_chromium, started, visit
 from tests.helpers.made_runs import make_run
 from txl_dist.ops.report.compare import write_comparison
 from txl_dist.ops.report.report import write_report
@@ -44,6 +44,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (empty / "metrics.jsonl").write_text('{"kind": "event", "event": "start", "step": 0}\n', encoding="utf-8")
     write_report(empty)
     return {"report": runs[0] / "report.html", "compare": folder / "compare.html", "empty": empty / "report.html"}
+
+
+TEXT_OUTSIDE = """svg => {
+    const frame = svg.getBoundingClientRect()
+    const isOutside = box => box.top < frame.top - 1 || box.bottom > frame.bottom + 1 || box.left < frame.left - 1 ||
+        box.right > frame.right + 1
+    const outside = [...svg.querySelectorAll('text')].filter(it => isOutside(it.getBoundingClientRect()))
+    return outside.map(it => it.textContent)
+}"""
+"""Labels of a picture that are cut off."""
 
 
 def pixels_of(element: Any) -> np.ndarray:
@@ -100,6 +110,7 @@ def test_no_picture_is_empty_and_each_is_as_wide_as_the_page_lets_it(
                 "t.getBoundingClientRect().height])"
             )
             assert len(labels) > 5
+            assert element.evaluate(TEXT_OUTSIDE) == []
             for fill, height in labels:
                 lightness = max(int(part) for part in fill[4:-1].split(","))
                 assert lightness > 200 if dark else lightness < 60
@@ -142,6 +153,14 @@ def test_wide_tables_scroll_inside_their_own_frame(browser: Any, pages: dict[str
         for frame in frames:
             assert frame.bounding_box()["width"] <= 200
             assert frame.get_attribute("tabindex") == "0"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tiles_and_their_text_can_be_seen(browser: Any, pages: dict[str, Path], width: int, dark: bool) -> None:
+    with visit(browser, pages["report"], width=width, dark=dark) as seen:
+        assert seen.page.locator(".fact").count() > 10
+        check_contrast(seen.page, ".fact", text=".fact dt, .fact dd, .fact .note")
 
 
 def test_the_page_is_whole_without_scripts(browser: Any, pages: dict[str, Path]) -> None:

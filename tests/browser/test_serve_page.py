@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.browser import Visit, find_chromium, started, visit
+from tests.helpers.browser import Visit, check_contrast, find_chromium, started, visit
 from tests.helpers.language import random_model
 from tests.helpers.served import Served, served
 
@@ -47,7 +47,7 @@ def turn(seen: Visit, prompt: str) -> str:
     page.fill("#prompt", prompt)
     page.click("#go")
     page.locator("#go:not([disabled])").wait_for()
-    assert "ended: " in page.text_content("#state")
+    assert re.search(r"^\d+ tokens in [\d.]+ s, [\d.e+]+ tokens/s; ended: ", page.text_content("#state"))
     return str(page.text_content("#talk"))
 
 
@@ -58,6 +58,12 @@ def test_a_conversation_goes_on_from_its_memory_and_asks_nobody_but_its_server(
     with visit(browser, server.url, width=width) as seen:
         page = seen.page
         page.get_by_text("tiny", exact=True).wait_for()
+        section = server.service.model.network.section
+        assert re.fullmatch(
+            rf"[\d,]+ parameters, {section.num_layers} layers?, width {section.width}, {section.num_heads} heads?, "
+            r"memory of [\d,]+ tokens, vocabulary of [\d,]+, (adaptive|plain) softmax",
+            page.text_content("#facts"),
+        )
         fill(page, **GREEDY)
         first = turn(seen, "the cat")
         told = server.complete("the cat", **GREEDY, keep_memory=True).json["choices"][0]
@@ -98,6 +104,18 @@ def test_a_tokens_colour_tells_how_unlikely_it_was_and_a_click_or_key_what_else_
         token.press("Enter")
         assert page.locator("#likeliest").is_hidden()
         assert not seen.errors
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_chips_fields_and_tokens_can_be_seen(browser: Any, server: Served, width: int, dark: bool) -> None:
+    with visit(browser, server.url, width=width, dark=dark) as seen:
+        page = seen.page
+        fill(page, max_tokens=40, temperature=1, top_k=0, seed=5)
+        turn(seen, "the cat")
+        check_contrast(page, ".legend span, textarea, input, #anew", text=".legend, .legend span, .token, label, .soft")
+        assert page.locator(".legend span").evaluate_all("all => new Set(all.map(it => it.offsetHeight)).size") == 1
+        assert page.locator("#talk").evaluate("talk => talk.scrollWidth <= talk.clientWidth")
 
 
 def test_a_turn_that_is_stopped_is_struck_out_and_its_prompt_comes_back(browser: Any) -> None:

@@ -26,6 +26,40 @@ def find_chromium() -> str | None:
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
+CONTRASTS = """elements => {
+    const parsed = colour => colour.match(/[\\d.]+/g).map(Number)
+    const over = (top, ground) => {
+        const [r, g, b, alpha = 1] = parsed(top)
+        return [r, g, b].map((value, index) => alpha * value + (1 - alpha) * ground[index])
+    }
+    const groundOf = element => {
+        if (!element) return [255, 255, 255]
+        return over(getComputedStyle(element).backgroundColor, groundOf(element.parentElement))
+    }
+    const lightness = colour => {
+        const linear = colour.map(value => value / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+        return .2126 * linear[0] + .7152 * linear[1] + .0722 * linear[2]
+    }
+    const contrast = (one, other) => {
+        const [low, high] = [lightness(one), lightness(other)].sort((a, b) => a - b)
+        return (high + .05) / (low + .05)
+    }
+    return elements.map(element => {
+        const style = getComputedStyle(element), outside = groundOf(element.parentElement), inside = groundOf(element)
+        return [contrast(over(style.color, inside), inside), contrast(over(style.borderTopColor, outside), outside)]
+    })
+}"""
+"""Of each element: contrast of its text with its ground, and of its border with what is around it (WCAG 2.1)."""
+
+
+def check_contrast(page: Any, frames: str, *, text: str) -> None:
+    """Check WCAG 2.1, AA: a contrast of 3 between these borders and the page, and of 4.5 between text and ground."""
+    for _, border in page.locator(frames).evaluate_all(CONTRASTS):
+        assert border >= 3
+    for ink, _ in page.locator(text).evaluate_all(CONTRASTS):
+        assert ink >= 4.5
+
+
 @contextmanager
 def started(executable: str) -> Iterator[Any]:
     """A browser; use it for several visits."""

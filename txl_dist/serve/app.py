@@ -328,7 +328,7 @@ def _writing_of(order: CompletionRequest) -> Writing:
 
 
 def _model_of(service: Service) -> dict[str, Any]:
-    serving, model = service.serving, service.model
+    serving, model, section = service.serving, service.model, service.model.network.section
     return {
         "id": service.name,
         "object": "model",
@@ -337,6 +337,13 @@ def _model_of(service: Service) -> dict[str, Any]:
         "max_model_len": serving.max_prompt + serving.max_tokens,
         "memory_len": service.memory_len,
         "vocab_size": model.tokenizer.vocab_size,
+        "parameters": sum(parameter.numel() for parameter in model.network.parameters()),
+        "num_layers": section.num_layers,
+        "width": section.width,
+        "num_heads": section.num_heads,
+        "positions": section.positions,
+        "softmax": "adaptive softmax" if section.cutoffs else "plain softmax",
+        "tokenizer": model.tokenizer.kind,
     }
 
 
@@ -429,7 +436,7 @@ _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
         "POST",
         _completions,
         _described(
-            "Go on with prompts",
+            "Continue prompts",
             *_ALL,
             openapi_extra=_body("CompletionRequest"),
             responses={

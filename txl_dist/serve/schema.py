@@ -179,6 +179,13 @@ class Model(BaseModel):
     max_model_len: int = Field(description="Most tokens of a prompt and its text.")
     memory_len: int = Field(description="Tokens of the past that are seen.")
     vocab_size: int
+    parameters: int = Field(description="Number of weights; a weight that is used twice counts once.")
+    num_layers: int
+    width: int
+    num_heads: int
+    positions: str
+    softmax: Literal["adaptive softmax", "plain softmax"]
+    tokenizer: str
 
 
 class Models(BaseModel):

@@ -78,7 +78,12 @@ def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(server
     import openai
 
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").owned_by == "txl_dist"
+    facts = client.models.retrieve("tiny").to_dict()
+    assert facts["owned_by"] == "txl_dist"
+    network = server.service.model.network
+    assert facts["parameters"] == sum(parameter.numel() for parameter in network.parameters())
+    assert (facts["num_layers"], facts["width"]) == (network.section.num_layers, network.section.width)
+    assert facts["softmax"] == ("adaptive softmax" if network.section.cutoffs else "plain softmax")
     whole = client.completions.create(model="tiny", prompt=TEXT, max_tokens=30, seed=3, logprobs=3)
     (choice,) = whole.choices
     assert whole.usage is not None

@@ -149,7 +149,8 @@ def _event_rows(events: Sequence[Event]) -> list[list[str]]:
 def _details(event: Event) -> str:
     """What else is known of an event, in words; of one that other versions record, what it holds."""
     try:
-        return _DETAILS[event.name].format(**event.fields)
+        words = _DETAILS[event.name].format(**event.fields)
+        return re.sub(r"\b1 (rank|host|thread)s\b", r"1 \1", words)
     except (LookupError, ValueError, TypeError, OverflowError):
         return ", ".join(
             f"{name} {value}" for name, value in event.fields.items() if not isinstance(value, dict | list)

@@ -201,14 +201,14 @@ def lead(run: Run) -> str:
 
 _TOOLS = ("torch %(torch)s", "DeepSpeed %(deepspeed)s", "ZeRO-%(zero_stage)s", "%(precision)s")
 _SHAPE = ("%(model.num_layers)s layers", "width %(model.width)s", "%(model.num_heads)s heads",
-          "%(model.positions)s positions", "cutoffs %(model.cutoffs)s")  # fmt: skip
-_SEGMENTS = ("behind segments of %(train.segment_len)s", "%(train.num_lanes)s lanes")
+          "%(model.positions)s positions", "feed-forward width %(model.ff_width)s", "%(softmax)s")  # fmt: skip
+_SEGMENTS = ("segments of %(train.segment_len)s tokens", "%(train.num_lanes)s lanes")
 _Forms = Sequence[tuple[str, str, Sequence[str]]]
 _SUBJECT: _Forms = (
     ("State", "%(state)s", ()),
     ("Corpus", "%(corpora)s", ["%(paths)s"]),
     ("Tokenizer", "%(vocab_size)s ids", ["%(tokenizer)s"]),
-    ("Model", "%(size)s parameters", ["%(parameters)s", *_SHAPE]),
+    ("Model", "%(size)s parameters", ["%(parameters)s exactly", *_SHAPE]),
     ("Memory", "%(train.memory_len)s tokens", _SEGMENTS),
     ("Commit", "%(commit)s", ["txl_dist %(version)s", *_TOOLS]),
     ("Made by", "txl_dist %(unknown_commit_of)s", _TOOLS),
@@ -276,6 +276,7 @@ def _known(run: Run) -> dict[str, Any]:
         "paths": ", ".join(paths),
         "size": compact(run.parameters) if run.parameters else None,
         "parameters": run.parameters,
+        "softmax": _softmax(known.get("model.cutoffs")),
         "version": version,
         "unknown_commit_of": None if known.get("commit") else version,
         "command": shlex.join(map(str, _list_of(known.get("command")))),
@@ -296,6 +297,16 @@ def _known(run: Run) -> dict[str, Any]:
     with suppress(ValueError, OverflowError, OSError):
         found["last_record"] = f"{datetime.fromtimestamp(history.last_time_s, UTC):%Y-%m-%d %H:%M} UTC"
     return {name: value for name, value in (known | found).items() if value is not None}
+
+
+def _softmax(cutoffs: object) -> str | None:
+    """The kind of softmax by `model.cutoffs`, for people; None where it is unknown."""
+    if not isinstance(cutoffs, list):
+        return None
+    if not cutoffs:
+        return "plain softmax"
+    starts = ", ".join(f"{start:,}" if type(start) is int else str(start) for start in cutoffs)
+    return f"adaptive softmax, clusters begin at {starts}"
 
 
 def _list_of(value: object) -> list[Any]:

@@ -31,9 +31,25 @@ async function messageOf(response) {
 async function askForModel() {
   const response = await fetch("v1/models", { headers: headers() });
   if (!response.ok) throw new Error(await messageOf(response));
-  model = (await response.json()).data[0].id;
+  const [facts] = (await response.json()).data;
+  model = facts.id;
   find("model").textContent = model;
+  find("facts").textContent = factsOf(facts);
   document.title = `${model} - txl_dist`;
+}
+
+function factsOf({ parameters, num_layers, width, num_heads, memory_len, vocab_size, softmax }) {
+  const number = (value) => value.toLocaleString("en");
+  const several = (value, name) => `${number(value)} ${name}${value === 1 ? "" : "s"}`;
+  return [
+    several(parameters, "parameter"),
+    several(num_layers, "layer"),
+    `width ${number(width)}`,
+    several(num_heads, "head"),
+    `memory of ${several(memory_len, "token")}`,
+    `vocabulary of ${number(vocab_size)}`,
+    softmax,
+  ].join(", ");
 }
 
 // The JSON objects of a stream of server-sent events.
@@ -71,7 +87,7 @@ async function goOn() {
     const body = JSON.stringify(turnOf(find("ask").elements, prompt));
     const response = await fetch("v1/completions", { method: "POST", headers: headers(), body, signal: request.signal });
     if (!response.ok) {
-      const remedy = response.status === 404 && memory ? " Here: Begin anew." : "";
+      const remedy = response.status === 404 && memory ? " Here: Start over." : "";
       throw new Error((await messageOf(response)) + remedy);
     }
     talk.append(spanOf(prompt, "asked"));
@@ -84,7 +100,8 @@ async function goOn() {
         made += choice.logprobs?.tokens.length ?? 0;
         if (choice.memory) memory = choice.memory.id;
         const seconds = (performance.now() - begun) / 1000;
-        say(`${made} tokens in ${seconds.toFixed(1)} s` + (choice.finish_reason ? `; ended: ${choice.finish_reason}` : ""));
+        const speed = `${made} tokens in ${seconds.toFixed(1)} s, ${(made / seconds).toPrecision(3)} tokens/s`;
+        say(speed + (choice.finish_reason ? `; ended: ${choice.finish_reason}` : ""));
       }
     }
   } catch (error) {

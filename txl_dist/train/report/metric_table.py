@@ -81,7 +81,7 @@ METRICS: dict[str, Metric] = {row.name: row for row in (
     Metric("data_wait_pct", ".1f", "wait", "%", drop=10,
            curve=Curve("Speed", "Waiting for data", "% of the time, slowest rank")),
     Metric("save_s", ".2f", "saved in", "s", drop=8,
-           curve=Curve("Speed", "Waiting for saves", "seconds per record in which a step waited",
+           curve=Curve("Speed", "Waiting for saves", "seconds, of steps that waited",
                        missing="no step waited for one, or this version did not record it")),
     Metric("eta_s", "clock", "eta", drop=3, tensorboard="none"),
     Metric("skipped_steps", "d", "skipped", hides_zero=True),

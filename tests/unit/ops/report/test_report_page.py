@@ -87,9 +87,57 @@ def test_the_first_tiles_say_what_was_trained_on_what_by_which_program(run: Path
     assert values["Tokenizer"] == ("4,096 ids", "subword")
     assert values["Model"][0] == "524k parameters"
     assert "4 layers, width 128, 4 heads, relative positions" in values["Model"][1]
-    assert values["Memory"] == ("128 tokens", "behind segments of 64, 32 lanes")
+    assert "feed-forward width 512, adaptive softmax, clusters begin at 512, 2,048" in values["Model"][1]
+    assert values["Memory"] == ("128 tokens", "segments of 64 tokens, 32 lanes")
     assert values["Commit"] == ("c0ffee123456", "txl_dist 0.1.0, torch 2.13.0, ZeRO-1, fp32")
     assert values["Command"] == ("txl train 'a b.toml'", "")
+
+
+@pytest.mark.parametrize(
+    ("cutoffs", "words"),
+    [
+        ([], "plain softmax"),
+        ([512], "adaptive softmax, clusters begin at 512"),
+        ([512, 2048], "adaptive softmax, clusters begin at 512, 2,048"),
+        ("many", ""),
+    ],
+)
+def test_the_softmax_is_named_as_people_name_it(tmp_path: Path, cutoffs: object, words: str) -> None:
+    copy = make_run(tmp_path / "run")
+    config = copy / "config.toml"
+    text = config.read_text(encoding="utf-8")
+    text = re.sub(r"cutoffs = \[[^\]]*\]", f"cutoffs = {json.dumps(cutoffs)}", text)
+    config.write_text(text, encoding="utf-8")
+    (model,) = [fact for fact in facts_of(read_run(copy)) if fact.name == "Model"]
+    assert model.note.endswith(words or "feed-forward width 512")
+    assert "[" not in model.note
+
+
+def test_what_a_run_did_not_record_is_folded_away(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"kind": "sample", "step": 1, "prompt": "a", "text": "b"}\n', encoding="utf-8")
+    write_report(bare)
+    html = (bare / "report.html").read_text(encoding="utf-8")
+    for title in ("Loss", "Speed", "Layers", "Events"):
+        assert re.search(rf"<details><summary><h2>{title}</h2><span class=\"soft\">nothing recorded</span>", html), (
+            title
+        )
+    assert "<h2>Text samples</h2>\n<p" in html
+    whole = make_run(tmp_path / "whole")
+    write_report(whole)
+    html = (whole / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r"<h2>([^<]+)</h2><span class=\"soft\">nothing recorded", html) == ["Layers"]
+
+
+def test_one_rank_is_told_as_one(tmp_path: Path) -> None:
+    start = {"kind": "event", "event": "start", "step": 0, "ranks": 1, "hosts": 1, "device": "x86_64", "torch": "2"}
+    lines = [json.dumps({**start, "threads_per_rank": 1}), json.dumps({**start, "ranks": 11, "threads_per_rank": 2})]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_report(tmp_path)
+    text = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
+    assert "1 rank on 1 host (x86_64), 1 thread each" in text
+    assert "11 ranks on 1 host (x86_64), 2 threads each" in text
 
 
 def test_scores_of_the_run_are_shown_where_they_were_made(page: Page, tmp_path: Path) -> None:
