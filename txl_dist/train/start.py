@@ -8,8 +8,8 @@ Until the run is opened nothing is written but its lock: a job that is refused l
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callback, Callbacks, RunResult
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.initial import initial_weights
@@ -135,13 +136,15 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     while True:
-        run = _begin(jobs, watch, profile, callbacks, resume=resume)
-        state = run.go()
+        job, start, engine = _begin(jobs, watch, resume=resume)
+        with _closing(engine, ranks):
+            run = Run(job, start, engine, watch, profile, callbacks)
+            state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
         # As a process of its own would: what the next stage needs is built anew, and goes on from what was saved.
         resume = "must"
-        del run
+        del run, state
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -159,14 +162,26 @@ def _train(
     )
     watch.beat("callbacks")
     callbacks.end(result)
-    _leave(run.job, state, watch, result)
+    _leave(job, state, watch, result)
     return result
 
 
-def _begin(
-    jobs: list[tuple[range, Job]], watch: Watch, profile: StepProfile, callbacks: Callbacks, *, resume: str
-) -> Run:
-    """The run from where it goes on, to the end of the stage that holds there."""
+@contextmanager
+def _closing(engine: Engine, ranks: Ranks) -> Iterator[None]:
+    """Close the engine at the end of the block, also after an error; not on a GPU after one of this rank alone, where
+    the device may wait for ranks that are gone, and closing for the device."""
+    try:
+        yield
+    except Exception as error:
+        if ranks.device.type == "cpu" or isinstance(error, TxlError):
+            with suppress(Exception):  # that error counts
+                engine.close()
+        raise
+    engine.close()
+
+
+def _begin(jobs: list[tuple[range, Job]], watch: Watch, *, resume: str) -> tuple[Job, Start, Engine]:
+    """Returns (the job of the stage that holds where the run goes on; how it starts there; an engine for it)."""
     _, last = jobs[-1]
     run_dir, ranks = last.run_dir, last.ranks
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
@@ -186,7 +201,7 @@ def _begin(
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=job.vocab_size, plan=job.plan, ranks=ranks, weights=weights)
-    return Run(job, start, engine, watch, profile, callbacks)
+    return job, start, engine
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:

@@ -62,3 +62,8 @@ class Engine(Protocol):
 
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
         """Restore what `fragments` and `loss_scale` gave, on any number of ranks at any stage. Raises TxlError."""
+
+    def close(self) -> None:
+        """Give back all memory of weights, gradients and optimizer, also where somebody still refers to the engine; no
+        other method may be called afterwards. Uses no collective, and waits for this rank's device. A second call does
+        nothing."""

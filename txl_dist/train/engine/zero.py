@@ -64,6 +64,7 @@ class ZeroEngine(Engine):
     ) -> None:
         """`weights` to begin with, the same on every rank; None draws them."""
         deepspeed = import_deepspeed()
+        self._is_closed = False
         # Of products of fp32 alone; containers for GPUs may allow TF32 where nobody has asked for it.
         torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
         # Every rank draws the same weights; at stage 3 each keeps its part of them.
@@ -347,6 +348,31 @@ class ZeroEngine(Engine):
         elif hasattr(optimizer, "fp32_groups"):
             for master, parameter in _masters(optimizer):
                 parameter.data.copy_(master.data)
+
+    @override
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        module = self._engine.module
+        self._engine.destroy()  # removes the hooks through which gradients keep it alive
+        # At stage 3 DeepSpeed keeps the module (in FWD_MODULE_STACK and the cache of __params_to_release), and with it
+        # the rest, until the process ends. So that this costs no memory, everything that holds values is emptied.
+        vars(module).pop("ds_inflight_param_registry", None)
+        for part in module.modules():  # a flat module has given its parts views
+            views = [name for name, value in vars(part).items() if isinstance(value, Tensor)]
+            for name in views:
+                del vars(part)[name]
+        for parameter in module.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty(0)
+            vars(parameter).clear()
+        offload = getattr(self._optimizer, "parameter_offload", None)
+        coordinator = getattr(offload, "param_coordinator", None)
+        for held in (coordinator, offload, self._optimizer, self._base_optimizer, self._engine):
+            if held is not None:
+                vars(held).clear()
+        self.stored, self._partitions = [], []
 
 
 _PREFIX = "model."
