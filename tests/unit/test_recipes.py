@@ -152,6 +152,7 @@ def test_a_recipe_states_its_batch_and_else_only_what_differs_from_the_defaults(
         f"{section}.{key}" for section in config.model_fields_set for key in getattr(config, section).model_fields_set
     }
     batch = {f"train.{key}" for key in TrainSection.model_fields if key not in OPTIONAL}
+    batch.add("optim.clip_norm")  # the default too is a choice there
     assert batch <= given
     assert given - batch == {change.key for change in config_changes(Config(), config)} - batch
 
@@ -220,3 +221,13 @@ def test_nvidias_lamb_runs_where_whole_tensors_are_compared(name: str) -> None:
     assert (config.optim.name, config.engine.zero_stage, config.engine.precision) == ("lamb", 0, "fp32")
     with pytest.raises(ConfigError, match="lamb"):
         check_config(config.model_copy(update={"engine": config.engine.model_copy(update={"zero_stage": 1})}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_names_its_gradient_norm_and_says_whose_it_is_where_it_is_small(name: str) -> None:
+    """At the default of 0.25 nearly every step of a small model is clipped."""
+    optim = recipe(name).optim
+    assert "clip_norm" in optim.model_fields_set
+    if optim.clip_norm < 1:
+        assert re.search(r"^# Clipping: .*\b0\.25\b", header(name), re.MULTILINE)
+        assert name in (*PUBLISHED, "ptb", "wikitext2")

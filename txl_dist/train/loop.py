@@ -38,7 +38,7 @@ from txl_dist.train.checkpoint.write import Saver
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard
 from txl_dist.train.health import Health, after_rewind
-from txl_dist.train.report.metrics import Interval, start_facts, train_record
+from txl_dist.train.report.metrics import Clipping, Interval, start_facts, train_record
 from txl_dist.train.report.observer import Observer, StopAskedError, text_facts
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.report.signals import signals
@@ -102,6 +102,7 @@ class Run:
         self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(job.ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(engine, job, self.clock)
+        self.clipping = Clipping(config.optim)
         self.reporter = Reporter(job, start_step=start.step)
         self.stragglers = StragglerWatch(self.reporter)
         self.guard = Guard(job, self.reporter)
@@ -136,6 +137,7 @@ class Run:
             how = "stopped" if self.stopped else "done" if state.step >= self.max_steps else "stage"
             if state.step > 0:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S[how], stopped=self.stopped)
+            self._report_clipping(step=state.step)
             self.reporter.write("event", {"event": how, "step": state.step})
         finally:
             self.reporter.close()
@@ -262,6 +264,7 @@ class Run:
             accuracy=seen.accuracy,
         )
         self.loss = decision.loss
+        self.clipping.add(decision.grad_norm)
         after = TrainState(
             step=step,
             tokens_seen=state.tokens_seen + (0 if skipped else self.job.plan.tokens_per_step),
@@ -327,6 +330,20 @@ class Run:
         values = interval.report(step=state.step, tokens_per_step=tokens_per_step, num_skipped=num_skipped)
         values |= self.stragglers(values["rank_ms"], step=state.step)
         self.reporter.write("train", train_record(self.job, state, values, waited=self.saving.seconds()))
+
+    def _report_clipping(self, *, step: int) -> None:
+        """Say that nearly all steps were clipped, by a norm that the settings do not name."""
+        found = self.clipping.record()
+        if found is None:
+            return
+        if self.job.ranks.is_first:
+            logger.warning(
+                "%.0f %% of %d steps were clipped: optim.clip_norm=%g is the default, the gradients' norm was %.3g on "
+                "average. Such steps all have one length; set optim.clip_norm (1.0 suits most models, 0 switches it "
+                "off), or write %g into the file to keep it",
+                *(found["clipped_pct"], found["steps"], found["clip_norm"], found["grad_norm"], found["clip_norm"]),
+            )
+        self.reporter.write("event", {"event": "clipped", "step": step, **found})
 
     def _observe(self, state: TrainState) -> None:
         """Evaluate and sample where that is due, until asked to stop; the best is saved where that is wanted."""

@@ -22,9 +22,14 @@ from txl_dist.stages import check_stages, each_stage, end_of_stage
 from txl_dist.train.report.sinks import check_sinks
 from txl_dist.train.state import Job
 
-MANY_EPOCHS = 100
+MANY_EPOCHS = 20
+"""Muennighoff et al. 2023 ("Scaling Data-Constrained Language Models", arXiv 2305.16264): text that is read 4 times is
+nearly as good as new text, and what reading it again gives has decayed to a third after about 15 times."""
 LARGE_SHARE = 0.1
 """Of a corpus, in one step."""
+LARGE_MODEL = 10
+"""Parameters per token of training text. The largest models of the paper have 3 (enwik8: 277 million for 90 million,
+arXiv 1901.02860); beyond that it needed stronger regularization (Penn Treebank: 24 million for 0.9 million)."""
 
 
 def check_job(config: Config, *, ranks: Ranks) -> Job:
@@ -157,14 +162,15 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
 
 
 def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
-    """A sentence for each corpus that will be read hundreds of times, or of which a step is a large part."""
+    """A sentence for each corpus that will be read more than `MANY_EPOCHS` times, or of which a step is a large
+    part."""
     train, found = config.train, []
     last_step = end_of_stage(config, step)
     end = stream.advanced((last_step - step) * train.segment_len)
     for split, one in zip(splits, end.corpora, strict=True):
         per_step = one.num_lanes * train.segment_len
         epochs = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
-        if epochs < MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
+        if epochs <= MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
             continue
         found.append(
             f"a step reads {per_step:,} tokens ({one.num_lanes} lanes x {train.segment_len}) of the {split.tokens:,} "
@@ -173,6 +179,17 @@ def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: Strea
             "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
         )
     return found
+
+
+def remarks_on_size(parameters: int, *, tokens: int) -> list[str]:
+    """A sentence if a model has more than `LARGE_MODEL` parameters per token of its training text."""
+    if parameters <= LARGE_MODEL * tokens:
+        return []
+    return [
+        f"the model has {parameters:,} parameters for {tokens:,} tokens of text, {parameters / tokens:,.0f} per token. "
+        f"With more than {LARGE_MODEL} it learns the text by heart: lower model.width or model.num_layers, or prepare "
+        "more text"
+    ]
 
 
 def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:

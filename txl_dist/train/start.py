@@ -20,6 +20,7 @@ from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first
 from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, of_all
 from txl_dist.files import replace_file
 from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
+from txl_dist.model.flops import count_parameters
 from txl_dist.registry import loaded_plugins
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
 from txl_dist.text.tokenizer import read_tokenizer
@@ -39,6 +40,7 @@ from txl_dist.train.preflight import (
     remarks_on_cache,
     remarks_on_evaluation,
     remarks_on_repetition,
+    remarks_on_size,
 )
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, open_run_dir, set_aside
@@ -263,6 +265,8 @@ def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> 
         stream, remarks_on_lanes = continued_stream(saved, stream, job.corpora.train)
         warnings += remarks_on_lanes
     warnings += remarks_on_repetition(config, job.corpora.train, stream, step=step)
+    parameters = count_parameters(config.model, vocab_size=job.vocab_size)
+    warnings += remarks_on_size(parameters, tokens=sum(split.tokens for split in job.corpora.train))
     warnings += remarks(config, plan=job.plan)
     return Start(saved, stream, tokenizer_json, evaluated_losses(job.run_dir, up_to=step), warnings)
 

@@ -9,7 +9,7 @@ import torch
 from txl_dist.config import Config, changes_to_toml, config_to_toml
 from txl_dist.data.read.position import continued
 from txl_dist.dist import Ranks, uses_gpu
-from txl_dist.model.flops import flops_by_part
+from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.ops.plan.text import per_token
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
@@ -21,6 +21,7 @@ from txl_dist.train.preflight import (
     remarks,
     remarks_on_evaluation,
     remarks_on_repetition,
+    remarks_on_size,
 )
 from txl_dist.train.state import Job
 
@@ -49,6 +50,8 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
         yield from describe_cost(job, num_steps=len(steps))
         warnings += remarks(job.config, plan=job.plan)
         warnings += remarks_on_repetition(job.config, job.corpora.train, stream, step=steps.start)
+        parameters = count_parameters(job.config.model, vocab_size=job.vocab_size)
+        warnings += remarks_on_size(parameters, tokens=sum(split.tokens for split in job.corpora.train))
         stream = stream.advanced(len(steps) * job.config.train.segment_len)
     yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
 

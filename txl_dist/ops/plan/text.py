@@ -10,6 +10,7 @@ from txl_dist.ops.plan.hardware import CONTEXT_GIB
 from txl_dist.ops.plan.plan import Choice, Option, Plan, Saving
 from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point, breaking_point
 from txl_dist.tables import aligned, duration
+from txl_dist.train.preflight import MANY_EPOCHS, remarks_on_size
 
 SMALL_SHARE = 0.05
 """Of a GPU's memory."""
@@ -30,6 +31,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     )
     yield from (f"note: {note}" for note in plan.notes)
     yield f"model: {plan.parameters:,} parameters with a vocabulary of {question.vocab_size:,}"
+    if question.corpus_tokens:
+        yield from (f"  warning: {one}" for one in remarks_on_size(plan.parameters, tokens=question.corpus_tokens))
     yield f"work: {per_token(plan.flops_per_token)}; {plan.tokens_per_step:,} tokens per step"
     yield ""
     yield from _memory(plan, is_small=is_small)
@@ -133,6 +136,11 @@ def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
     epochs = "" if chosen.epochs is None else f" ({chosen.epochs:.1f} epochs)"
     hours = "" if is_short else f", {chosen.gpu_hours:,.0f} GPU-hours"
     yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {duration(chosen.length_s)}{hours}"
+    if chosen.epochs is not None and chosen.epochs > MANY_EPOCHS:
+        yield (
+            f"  warning: the text is read {chosen.epochs:,.0f} times. After more than {MANY_EPOCHS} a model learns it "
+            "by heart: lower train.max_steps, or prepare more text"
+        )
     if chosen.stages:
         head = ["steps", "lanes x segment", "memory", "micro-batch", "GiB", "ms per step", "tokens/s"]
         rows = [

@@ -38,6 +38,8 @@ _DETAILS = {
     "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
     "rewound": "from step {from:,}; the text in between is left out",
     "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
+    "clipped": "{clipped_pct:.0f} % of {steps:,} steps, by the default optim.clip_norm {clip_norm:g}; the gradients' "
+    "norm was {grad_norm:.3g} on average. Set optim.clip_norm",
     "stopped": "the same command goes on",
     "done": "all steps are made",
 }

@@ -25,6 +25,7 @@ from txl_dist.data.read.units import text_units
 from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.model.flops import flops_by_part, peak_tflops
+from txl_dist.sections import OptimSection
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.observer import labelled
 from txl_dist.train.report.sinks import Record
@@ -113,6 +114,36 @@ class Interval:
             "skipped_documents": sum(number for _, number, *_ in parts),
             "rank_ms": [part[-1] for part in parts],
         }
+
+
+class Clipping:
+    """How many steps of this process were clipped, where the norm is the default that nobody has set."""
+
+    MOSTLY_PCT = 95.0
+    """Above it the clipped norm, not the gradient, decides how far a step goes."""
+    FEWEST_STEPS = 20
+
+    def __init__(self, optim: OptimSection) -> None:
+        self._norm = 0.0 if "clip_norm" in optim.model_fields_set else optim.clip_norm
+        self._num_made, self._num_clipped, self._sum = 0, 0, 0.0
+
+    def add(self, grad_norm: float) -> None:
+        """One step: its gradient norm, which is not finite if it was skipped."""
+        if math.isfinite(grad_norm):
+            self._num_made += 1
+            self._num_clipped += grad_norm > self._norm
+            self._sum += grad_norm
+
+    def record(self) -> Record | None:
+        """What to say at the end: `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`; None if the norm was
+        set, or steps are too few, or not mostly clipped."""
+        if not self._norm or self._num_made < self.FEWEST_STEPS:
+            return None
+        clipped_pct = 100 * self._num_clipped / self._num_made
+        if clipped_pct <= self.MOSTLY_PCT:
+            return None
+        mean = self._sum / self._num_made
+        return {"steps": self._num_made, "clipped_pct": clipped_pct, "clip_norm": self._norm, "grad_norm": mean}
 
 
 def mfu(job: Job, tokens_per_s: float) -> dict[str, float]:

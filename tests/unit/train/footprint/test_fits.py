@@ -20,7 +20,7 @@ from txl_dist.data.read.position import first_state
 from txl_dist.errors import ConfigError
 from txl_dist.train.footprint import fits, room
 from txl_dist.train.footprint.rank import bytes_per_rank
-from txl_dist.train.preflight import remarks_on_repetition
+from txl_dist.train.preflight import remarks_on_repetition, remarks_on_size
 
 VOCAB_SIZE = 300
 WIDE = {"width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
@@ -166,7 +166,7 @@ def test_control_groups_narrow_what_a_machine_has(tmp_path: Path, monkeypatch: p
     assert room.host_room_bytes() == 1500
 
 
-def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_start(tmp_path: Path) -> None:
+def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_the_start(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path)
     split = corpus.split("train")
     lanes, segment_len = 4, split.tokens // 80
@@ -177,11 +177,25 @@ def test_text_that_is_read_hundreds_of_times_or_in_a_few_steps_is_said_at_the_st
         return remarks_on_repetition(config, (split,), first_state((split,), num_lanes=config.train.num_lanes, seed=0))
 
     assert remarks() == []
-    assert remarks(max_steps=1900) == []
-    (often,) = remarks(max_steps=2100)
-    assert re.search(r"by step 2,100 it will have been read 10\d times\.", often)
+    assert remarks(max_steps=380) == []
+    (often,) = remarks(max_steps=430)
+    assert re.search(r"by step 430 it will have been read 2[12] times\.", often)
     (large,) = remarks(segment_len=3 * segment_len)
     assert f"a step reads {12 * segment_len:,} tokens (4 lanes x {3 * segment_len}) of the {split.tokens:,}" in large
+
+
+@pytest.mark.parametrize(("parameters", "tokens"), [(24_208_000, 929_589), (291_392, 20_000), (1_001, 100)])
+def test_a_model_of_more_than_ten_parameters_per_token_is_said_to_be_too_large(parameters: int, tokens: int) -> None:
+    (sentence,) = remarks_on_size(parameters, tokens=tokens)
+    assert f"{parameters:,} parameters for {tokens:,} tokens of text, {parameters / tokens:,.0f} per token" in sentence
+    assert "prepare more text" in sentence
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens"), [(277_231_820, 90_000_000), (285_170_506, 103_227_021), (1_000, 100)]
+)
+def test_the_largest_models_of_the_paper_are_not_too_large(parameters: int, tokens: int) -> None:
+    assert remarks_on_size(parameters, tokens=tokens) == []
 
 
 PROGRAM = """
