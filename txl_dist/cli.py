@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -348,8 +350,10 @@ def _is_speaker() -> bool:
 
 
 def _usage() -> str:
-    lines = ["usage: txl VERB ...   (also: python -m txl_dist VERB; deepspeed --module txl_dist train CONFIG)", ""]
+    head = "usage: txl VERB ...   (also: python -m txl_dist VERB; deepspeed --module txl_dist train CONFIG)"
+    width = shutil.get_terminal_size((160, 24)).columns  # wide into a pipe
+    lines = [*textwrap.wrap(head, width), ""]
     for name, function in VERBS.items():
         summary = (function.__doc__ or "").splitlines()[0]
-        lines.append(f"  {name:<10} {summary}")
+        lines += textwrap.wrap(f"  {name:<10} {summary}", width, subsequent_indent=" " * 13)
     return "\n".join([*lines, "", "txl VERB --help explains the flags of a verb."])

@@ -97,6 +97,22 @@ def replace_file(path: Path, data: bytes) -> None:
         stream.write(data)
 
 
+def why_unwritable(path: Path, error: OSError) -> str:
+    """Why nothing can be written at a path, naming the folder above it that is in the way."""
+    above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
+    reasons = {
+        errno.ENOENT: f"no folder can be made in {above}",
+        errno.EPERM: f"no folder can be made in {above}",
+        errno.EACCES: f"this user may not write in {above}",
+        errno.ENOTDIR: f"{above} is no folder",
+        errno.EROFS: f"{above} is read-only",
+        errno.ENOSPC: f"the disk of {above} is full",
+        errno.EDQUOT: f"the quota of this user is used up in {above}",
+        errno.ENAMETOOLONG: "a name in it is too long",
+    }
+    return reasons.get(error.errno or 0, str(error.strerror or error))
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a new file and wait until the disk has it. For folders that are committed as a whole later."""
     with open_new(path) as stream:

@@ -27,7 +27,7 @@ from pathlib import Path
 from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.format import INDEX_NAME
 from txl_dist.errors import DataError
-from txl_dist.files import flush_folder, read_bytes, read_json, replace_file, write_bytes
+from txl_dist.files import flush_folder, read_bytes, read_json, replace_file, why_unwritable, write_bytes
 from txl_dist.log import logger
 
 CORPUS, DOWNLOADS, TOKENIZER_DONE = "corpus", "named", "tokenizer-inputs"
@@ -70,7 +70,9 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
         ) from None
     except OSError as error:
         remedy = "Free some space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
-        raise DataError(f"cannot write {target}: {error.strerror or error}. {remedy} another output folder.") from error
+        raise DataError(
+            f"cannot write {target}: {why_unwritable(target, error)}. {remedy} another output folder."
+        ) from error
 
 
 def _make_own(scratch: Path) -> None:
@@ -86,9 +88,9 @@ def _make_own(scratch: Path) -> None:
 def _put_back(scratch: Path, target: Path) -> None:
     """End the replacement of a corpus: remove the old one, or undo it if the new one did not come."""
     replaced = scratch / _REPLACED
-    if replaced.exists() and target.exists():
+    if os.path.exists(replaced) and os.path.exists(target):
         shutil.rmtree(replaced, ignore_errors=True)
-    elif replaced.exists():
+    elif os.path.exists(replaced):
         replaced.rename(target)
 
 
@@ -127,14 +129,14 @@ def _owner(scratch: Path) -> str:
 
 def check_target(target: Path) -> None:
     """Refuse early what the move at the end could not do. Only a corpus is ever overwritten."""
-    if target.exists() and not target.is_dir():
+    if os.path.exists(target) and not target.is_dir():  # false, where pathlib raises, for a name that is too long
         raise DataError(f"{target} is a file. Choose another output folder.")
-    if target.is_mount():
+    if os.path.ismount(target):
         raise DataError(f"{target} is a mount point, which cannot be replaced. Choose a folder below it.")
     if Path.cwd().is_relative_to(target):
         raise DataError(f"{target} is the folder that you are in, which would be replaced. Choose a folder below it.")
-    is_empty = not target.exists() or not any(target.iterdir())
-    if not is_empty and not (target / INDEX_NAME).exists():
+    is_empty = not os.path.exists(target) or not any(target.iterdir())
+    if not is_empty and not os.path.exists(target / INDEX_NAME):
         raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
 
 
@@ -145,7 +147,7 @@ def another_corpus(target: Path) -> DataError:
 
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
     """True if an identical, intact corpus is there already."""
-    if (target / INDEX_NAME).exists():
+    if os.path.exists(target / INDEX_NAME):
         is_same = read_bytes(target / INDEX_NAME) == read_bytes(written / INDEX_NAME)
         if is_same and not verify_corpus(target):
             return True

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from txl_dist.dist import Ranks, from_first, gather_objects, together
 from txl_dist.errors import ConfigError
-from txl_dist.files import open_regular, parse_object
+from txl_dist.files import open_regular, parse_object, why_unwritable
 from txl_dist.log import logger
 from txl_dist.processes import ProcessId, process_id, process_of
 from txl_dist.run_files import LOCK
@@ -79,8 +79,8 @@ class RunLock:
                 successor.replace(head)
         except OSError as error:
             raise ConfigError(
-                f"cannot lock the run directory {run_dir}: {error.strerror}. "
-                "Mend its permissions or space, or choose another --run.dir."
+                f"cannot lock the run directory {run_dir}: {why_unwritable(head, error)}. "
+                "Mend that, or choose another --run.dir."
             ) from error
         lock = RunLock(head, nonce=nonce, content=content)
         lock._thread.start()

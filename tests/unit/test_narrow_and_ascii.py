@@ -1,0 +1,87 @@
+"""What a command prints on a narrow terminal and in a locale of ASCII, and where nothing can be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from txl_dist.cli import VERBS, main
+from txl_dist.files import why_unwritable
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "launch"])
+def test_help_on_60_columns_keeps_every_flag_whole(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    narrow = capsys.readouterr().out
+    flags = {word.strip(",") for word in wide.split() if word.startswith("--") and len(word) < 50}
+    assert [flag for flag in flags if flag not in narrow] == []
+    framed = [line for line in narrow.splitlines() if line.startswith("\u2502")]
+    assert [line for line in framed if len(line) > 60] == []
+
+
+def test_the_usage_fits_60_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 60
+    assert [verb for verb in VERBS if f"\n  {verb}" not in shown] == []
+
+
+def test_every_help_is_ascii_in_a_locale_of_ascii() -> None:
+    code = """
+import contextlib
+from txl_dist.cli import VERBS, main
+for verb in ["", *VERBS]:
+    with contextlib.suppress(SystemExit):
+        main([verb, "--help"] if verb else [])
+"""
+    locale = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=locale, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""
+    assert done.stdout.isascii()
+    assert b"\\u" not in done.stdout
+    assert b"?" * 3 not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "reason"),
+    [
+        ("/proc/x", errno.ENOENT, "no folder can be made in /proc"),
+        ("/proc/x/y/z", errno.ENOENT, "no folder can be made in /proc"),
+        ("/dev/null/x", errno.ENOTDIR, "/dev/null is no folder"),
+        ("/x", errno.EACCES, "this user may not write in /"),
+        ("/x", errno.EROFS, "/ is read-only"),
+        ("/x", errno.ENOSPC, "the disk of / is full"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_explained_by_the_folder_above_it(
+    place: str, number: int, reason: str
+) -> None:
+    assert why_unwritable(Path(place), OSError(number, os.strerror(number))) == reason
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x", "n" * 300])
+def test_prepare_says_why_its_output_cannot_be_written(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("some text\n" * 100)
+    words = ["prepare", str(tmp_path / "t.txt"), "--out", place, "--tokenizer", "byte", "--valid-fraction", "0"]
+    assert main(words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("txl prepare: error: cannot write ")
+    assert line.endswith("another output folder.")
+    assert "No such file" not in line
