@@ -90,6 +90,7 @@ def _size(num_layers: int, width: int, length: int, lanes: int) -> Size:
 
 
 SIZES = {"A": _size(4, 256, 128, 8), "B": _size(2, 512, 512, 2)}
+TINY = {"tiny": _size(1, 64, 8, 2)}
 
 
 class Given(NamedTuple):
@@ -211,7 +212,7 @@ def build(name: str, size: Size, arguments: argparse.Namespace) -> Variant:
         stack = PeerStack(peers.nvidia(arguments.peer_nvidia), size, mask_TK1=mask_TK)
     stack.load_state_dict(data.weights, strict=False)
     hidden = data.hidden_BTD.transpose(0, 1).contiguous().requires_grad_()
-    memory_LMBD = torch.stack(data.memory.hidden).transpose(1, 2).contiguous()
+    memory_LMBD = data.memory.hidden.transpose(1, 2).contiguous()
     d_output_TBD = data.d_output_BTD.transpose(0, 1).contiguous()
     return Variant(stack, hidden, memory_LMBD, d_output_TBD, lambda x: x.transpose(0, 1), lambda own: own)
 
@@ -242,9 +243,14 @@ def counted_flops(action: Callable[[], object], size: Size) -> float:
     return float(counter.get_total_flops() / needed)
 
 
+def _stack_flags(key: str) -> list[str]:
+    """How a child is told the stack; that it is tiny it knows by the flags of its parent."""
+    return [] if key in TINY else ["--stack", key]
+
+
 def measure_stack(key: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """The table of a stack."""
-    size = SIZES[key]
+    size = (SIZES | TINY)[key]
     variants = {name: build(name, size, arguments) for name in names(arguments)}
     base = next(iter(variants))
     expected = variants[base].results()
@@ -253,13 +259,13 @@ def measure_stack(key: str, arguments: argparse.Namespace) -> list[dict[str, obj
         for name, variant in variants.items()
     }
     timings = measuring.interleaved({name: v.step for name, v in variants.items()}, rounds=arguments.rounds)
-    peaks = {name: measuring.peak_in_fresh_process(name, arguments=["--stack", key]) for name in variants}
+    peaks = {name: measuring.peak_in_fresh_process(name, arguments=_stack_flags(key)) for name in variants}
     return measuring.rows(timings, base=base, peaks=peaks, more=more)
 
 
 def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """The table of attention alone, between the projections."""
-    model, T, M, B = SIZES[key]
+    model, T, M, B = (SIZES | TINY)[key]
     N, H = model.num_heads, model.head_width
     torch.manual_seed(0)
     query = torch.randn(B, T, N, H, requires_grad=True)
@@ -347,6 +353,7 @@ def main() -> None:
     parser.add_argument("--peer-original", type=Path, default=None, metavar="DIR")
     parser.add_argument("--peer-nvidia", type=Path, default=None, metavar="DIR")
     parser.add_argument("--stack", choices=("A", "B", "all"), default="all")
+    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     measuring.add_measure_options(parser)
     parser.add_argument("--launches", action="store_true", help="what the Triton kernels launch, counted")
     default = launch.SCORE_BUFFER_BYTES / 2**20
@@ -369,12 +376,14 @@ def main() -> None:
             measuring.write_json(arguments.json, tables)
         return
     torch.set_num_threads(1)
+    chosen = list(SIZES) if arguments.stack == "all" else [arguments.stack]
+    stacks = list(TINY) if arguments.tiny else chosen
     if arguments.measure == "memory":
-        variant = build(arguments.only, SIZES[arguments.stack], arguments)
+        variant = build(arguments.only, (SIZES | TINY)[stacks[0]], arguments)
         measuring.print_peak(measuring.peak_mib(variant.step))
         return
     tables = {}
-    for key in SIZES if arguments.stack == "all" else arguments.stack:
+    for key in measuring.announced(stacks, what="stack"):
         tables[f"stack {key}"] = measure_stack(key, arguments)
         tables[f"attention alone, as in stack {key}"] = measure_attention(key, arguments)
     for title, table in tables.items():

@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from measuring import Timing, add_measure_options, interleaved, print_table, speedup, write_json
+from measuring import Timing, add_measure_options, announced, interleaved, print_table, speedup, write_json
 from peers import original
 from torch import Tensor
 from trainers import PeerTrainer, Sizes
@@ -166,7 +166,7 @@ def papers_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
     torch.manual_seed(0)
     absolute = TransformerXL(section.model_copy(update={"positions": "absolute"}), vocab_size=vocab_size).eval()
     frozen, table = FrozenModel(model), []
-    for length in arguments.lengths:
+    for length in announced(arguments.lengths, what="attention length"):
         window = torch.randint(vocab_size, (1, length))
         tokens, targets = torch.randint(vocab_size, (2, 1, segment_len))
         sizes = {"segment_len": segment_len, "memory_len": length}

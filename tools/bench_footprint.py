@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from measuring import print_table, write_json
+from measuring import announced, print_table, write_json
 
 from txl_dist.config import Config, config_from_dict, config_to_toml, plan_batch
 from txl_dist.data.prepare.run import prepare_corpus
@@ -78,7 +78,7 @@ def main() -> None:
         folder = Path(name)
         corpus, baseline = _make_corpus(folder), _baseline_bytes()
         rows = []
-        for case in itertools.starmap(Case, itertools.product(*factors)):
+        for case in announced(list(itertools.starmap(Case, itertools.product(*factors))), what="case"):
             rows.append(_row(case, corpus, options, folder=folder, baseline=baseline))
             print(rows[-1], file=sys.stderr, flush=True)
     print_table(f"besides {baseline / 2**20:,.0f} MiB of a program that has only imported", rows)

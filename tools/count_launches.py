@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from fake_gpu import MULTIPROCESSORS, fake_gpu
-from measuring import print_table
+from measuring import announced, print_table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from trainers import Sizes, zipf_segments
@@ -519,7 +519,7 @@ def main() -> int:
         return 0
     before = json.loads(arguments.before.read_text(encoding="utf-8"))["recipes"] if arguments.before else {}
     found: dict[str, dict[str, Any]] = {}
-    for name in arguments.recipes:
+    for name in announced(arguments.recipes, what="recipe"):
         found[name] = measured(name, steps=arguments.steps, waves=arguments.waves, text=arguments.text)
         operations = found[name].pop("operations")
         print_table(name, compared(found[name], before.get(name, {})))

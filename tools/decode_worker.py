@@ -8,6 +8,7 @@ much was read before the first token. The first line asks for the log-probabilit
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +20,10 @@ import torch
 
 def main() -> None:
     """Answer until the pipe is closed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", type=Path, metavar="JOB.json", help="written by bench_decode.py")
     torch.set_num_threads(1)
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job = json.loads(parser.parse_args().job.read_text(encoding="utf-8"))
     steps = {name: stepper(job, **case) for name, case in job["cases"].items()}
     print("ready", flush=True)
     for line in sys.stdin:

@@ -9,6 +9,7 @@ memcheck  attention once, forward and backward, under NVIDIA's compute-sanitizer
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import json
@@ -316,5 +317,15 @@ SECTIONS: dict[str, Section] = {
     "memcheck": memcheck,
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """What memcheck starts, without words: attention once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device. tools/bench_gpu.py --rehearse tries the sections on a CPU.")
     once()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,9 +13,9 @@ that a file holds, as tables.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -109,7 +109,9 @@ def _short(value: object) -> object:
 
 def main() -> None:
     """Print every run of a file."""
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE", help="rows that bench_gpu.py wrote")
+    path = parser.parse_args().file
     for opened in [entry for entry in all_entries(path) if entry.get("state") == "opens"]:
         print(opened["date"], opened["command"])
         print_rows(path, began=opened["began"])

@@ -10,7 +10,9 @@ of tokens, and for words that are all but impossible, two right programs differ 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,17 +22,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import logging
-from transformers.models.deprecated.transfo_xl import TransfoXLLMHeadModel
 
+MODULE = "transformers.models.deprecated.transfo_xl"
+"""Where transformers 4 has the model; version 5 does not."""
 TOLERANCE = 1e-5
 """Largest difference in nats."""
 
 
 def main() -> None:
     """Compare all; the argument is WORK."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, metavar="WORK", help="folder that huggingface_ours.py wrote")
+    work = parser.parse_args().work
+    try:
+        importlib.import_module(MODULE)
+    except ImportError:
+        parser.error("the installed transformers has no TransfoXL any more. Use transformers 4.46.3.")
     logging.set_verbosity_error()  # it finds fault with its own deprecated class
     warnings.simplefilter("ignore")
-    folders = sorted(Path(sys.argv[1]).glob("*/huggingface"))
+    folders = sorted(work.glob("*/huggingface"))
     agree = [check(folder) for folder in folders]
     if not folders or not all(agree):
         sys.exit(1)
@@ -39,8 +49,9 @@ def main() -> None:
 def check(folder: Path) -> bool:
     """Whether the model in `folder` loads as it is and gives our values; says so in a line."""
     name = f"{folder.parent.name:24}"
+    model_class = importlib.import_module(MODULE).TransfoXLLMHeadModel
     try:
-        model, report = TransfoXLLMHeadModel.from_pretrained(folder, output_loading_info=True)
+        model, report = model_class.from_pretrained(folder, output_loading_info=True)
         problems = {kind: found for kind, found in report.items() if found}
     except RuntimeError as error:  # a tensor of another shape
         problems = {"error": str(error)}
@@ -60,7 +71,7 @@ def check(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def largest_difference(model: TransfoXLLMHeadModel, values: dict[str, Tensor], *, start: str) -> float:
+def largest_difference(model: torch.nn.Module, values: dict[str, Tensor], *, start: str) -> float:
     """Between our log-probabilities and the library's, over all segments; the memory is carried by the library."""
     ids_BS = values["ids"]
     segment_len, worst = values[f"{start}.0"].shape[1], 0.0

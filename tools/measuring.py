@@ -22,9 +22,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -50,6 +50,16 @@ def interleaved(variants: Mapping[str, Callable[[], object]], *, rounds: int) ->
         for name, action in variants.items():
             times_ms[name].append(milliseconds(action))
     return {name: Timing(min(times), statistics.median(times)) for name, times in times_ms.items()}
+
+
+T = TypeVar("T")
+
+
+def announced(sizes: Sequence[T], *, what: str) -> Iterator[T]:
+    """The sizes one by one; before each a line on standard error says which of how many is measured."""
+    for number, size in enumerate(sizes, 1):
+        print(f"{what} {size}: {number} of {len(sizes)} ...", file=sys.stderr, flush=True)
+        yield size
 
 
 def milliseconds(action: Callable[[], object]) -> float:

@@ -11,6 +11,7 @@ decided by it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -32,11 +33,16 @@ PATCHES = (
 
 def main() -> None:
     """See the module."""
-    border = sys.argv.index("--")
-    folder, location, *cutoffs = sys.argv[1:border]
-    path = prepare(folder)
-    data = _data(location, iterator=load("data_utils", path).LMOrderedIterator)
-    run_train(path, sys.argv[border + 1 :], cutoffs=[int(one) for one in cutoffs], data=data, variables={})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="DIR", help="folder `pytorch` of the authors' code")
+    parser.add_argument("corpus", metavar="CORPUS", help="what txl prepare wrote")
+    parser.add_argument("cutoffs", type=int, nargs="*", metavar="CUTOFF", help="of the adaptive softmax")
+    words = sys.argv[1:]
+    border = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:border])
+    path = prepare(given.folder)
+    data = _data(given.corpus, iterator=load("data_utils", path).LMOrderedIterator)
+    run_train(path, words[border + 1 :], cutoffs=given.cutoffs, data=data, variables={})
 
 
 def prepare(folder: str | Path) -> Path:

@@ -7,13 +7,18 @@ SIZES has the model's settings and the other fields of `trainers.Sizes`. The seg
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]).absolute()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="checkout that makes the steps")
+    parser.add_argument("sizes", type=Path, metavar="SIZES.json", help="written by bench_step.py")
+    given = parser.parse_args()
+    folder = given.folder.absolute()
     sys.path[:0] = [str(folder), str(folder / "tools")]
 
     import torch
@@ -22,7 +27,7 @@ if __name__ == "__main__":
     from txl_dist.sections import ModelSection
 
     torch.set_num_threads(1)
-    told = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    told = json.loads(given.sizes.read_text(encoding="utf-8"))
     sizes = trainers.Sizes(**told | {"model": ModelSection.model_validate(told["model"])})
     trainer = trainers.OurTrainer(sizes, attention="fused")
     segments = itertools.cycle(itertools.islice(trainers.zipf_segments(sizes, seed=1), 4))

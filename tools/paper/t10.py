@@ -13,6 +13,10 @@ cores, where so short a training gains most by that, they are also compared afte
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `python tools/paper/t10.py`
 
 from tools.paper.trials import Job, Size, Trial, config_of, go, options
 from tools.recording import ROOT

@@ -14,6 +14,10 @@ as soon as it is known; what has its row is not made again, and a run that was s
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `python tools/paper/t6.py`
 
 from tools.paper.trials import Job, Size, Trial, go, options
 

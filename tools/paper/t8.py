@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `python tools/paper/t8.py`
+
 from tools.paper.trials import (
     PAGE,
     SIZES,

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `python tools/paper/t9.py`
+
 from tools.paper.trials import PAGE, UNMEASURED, add_record_flags, begin_of, require_own_records
 from tools.recording import ROOT, Rows, markdown, origin, put_table
 
