@@ -12,7 +12,6 @@ read together.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,9 @@ from torch import Tensor
 from txl_dist.console import say
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.infer.bundle import load_bundle
+from txl_dist.infer.harness_settings import read_generation_settings
 from txl_dist.infer.language_model import LanguageModel
+from txl_dist.log import logger
 
 try:
     import lm_eval.models  # noqa: F401  the harness's own, which are found no more once another is registered
@@ -42,8 +43,6 @@ except ModuleNotFoundError as error:
 
 T = TypeVar("T")
 _MOST_LOGITS = 1 << 22
-_MOST_NEW_TOKENS = 256
-"""Where a task does not say; as the harness has it."""
 
 
 class _Row(NamedTuple):
@@ -62,6 +61,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         self.uses_memory = lm.network.section.scheme.uses_memory
         self.batch_size = batch_size if self.uses_memory else 1  # places may be counted from the end of a row
         self._device = lm.device
+        self._warned: set[str] = set()
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
@@ -113,19 +113,27 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts that continue contexts, up to the first of their `until`; the likeliest tokens unless told otherwise.
 
-        Raises ConfigError for a setting that `Writing` does not have.
+        A setting that has no meaning here is said once, and not used (harness_settings.py).
         """
         alike: dict[str, list[int]] = defaultdict(list)
         for index, one in enumerate(requests):
-            alike[json.dumps(one.args[1], sort_keys=True)].append(index)
+            alike[repr(sorted((one.args[1] or {}).items()))].append(index)
         made = [""] * len(requests)
-        for spelt, indices in alike.items():
-            settings = _settings(json.loads(spelt)) | {"memory_len": self.memory_len, "batch_size": self.batch_size}
+        for indices in alike.values():
+            values, unused = read_generation_settings(requests[indices[0]].args[1])
+            self._warn_once(unused)
+            settings = {**values, "memory_len": self.memory_len, "batch_size": self.batch_size}
             texts = self.lm.generate_batch([requests[index].args[0] for index in indices], **settings)
             for index, (text,) in zip(indices, texts, strict=True):
                 made[index] = text.text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text.text)
         return made
+
+    def _warn_once(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            if sentence not in self._warned:
+                self._warned.add(sentence)
+                logger.warning("generation setting %s", sentence)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -192,16 +200,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
                 yield start, lm.network(segment_BT, lm.network.empty_memory(num_lanes=num_rows, memory_len=0))[0]
             else:
                 yield start, lm.frozen.run(segment_BT, ring)
-
-
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    """Of a task's `generation_kwargs`, under our names."""
-    values = {"temperature": 0.0, "top_k": 0, **given}
-    until, num_tokens = values.pop("until", []), values.pop("max_gen_toks", _MOST_NEW_TOKENS)
-    if not values.pop("do_sample", values["temperature"] > 0):
-        values["temperature"] = 0.0
-    stop = [until] if isinstance(until, str) else until
-    return {**values, "max_tokens": num_tokens, "stop": tuple(filter(None, stop))}
 
 
 if __name__ == "__main__":

@@ -157,8 +157,22 @@ def test_texts_go_on_greedily_until_a_stop_and_differ_by_their_settings(setting:
         assert text == lm.generate(context, max_tokens=9, temperature=0.0, stop="c").text
         assert "c" not in text
     assert made[-1] == lm.generate("abc ", max_tokens=5, temperature=1.0, top_k=0).text
-    with pytest.raises(ConfigError, match="unknown setting 'num_beams'"):
-        model.generate_until([Asked(("a", {"num_beams": 3}))])
+    ways: list[dict[str, Any]] = [{"max_new_tokens": 5}, {"max_tokens": 5, "until": None}, {"num_beams": 1}]
+    ways += [{"max_gen_toks": 5, "num_beams": 4, "until": [None, ""]}, {"max_gen_toks": 5, "of_the_future": {1, 2}}]
+    for way in ways:
+        (text,) = model.generate_until([Asked(("abc ", {"max_gen_toks": 5, **way}))])
+        assert text == lm.generate("abc ", max_tokens=5, temperature=0.0).text
+
+
+def test_a_setting_that_is_not_used_is_said_once(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
+    from txl_dist.infer.harness import HarnessModel
+
+    model = HarnessModel(setting.lm)
+    for context in ("abc ", "ba"):
+        model.generate_until([Asked((context, {"max_gen_toks": 2, "num_beams": 4}))])
+    assert [record.getMessage() for record in caplog.records if "num_beams" in record.getMessage()] == [
+        "generation setting num_beams=4 is not used; one text is made, of the likeliest or drawn tokens"
+    ]
 
 
 def test_bad_arguments_are_refused_and_answered_in_a_line(setting: Setting) -> None:

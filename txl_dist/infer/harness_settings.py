@@ -1,0 +1,144 @@
+"""The `generation_kwargs` of lm-evaluation-harness's tasks, under our names.
+
+Tasks are written for other backends and give settings in several spellings. What means something here is taken, what
+changes nothing is left out, and of anything else a sentence says that it is not used: one setting of one task must not
+end an evaluation of hours.
+
+    max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens     the first that is given counts, as it does there
+    until, stop, stop_sequences                                         strings, lists of them, or null
+    do_sample, temperature                                              a temperature above 0 samples by itself
+    top_k, top_p, min_p, repetition_penalty, seed                       as ours
+    num_beams: 1, use_cache, pad_token_id ...                           change nothing
+
+What it gives up: beam search (num_beams above 1 is greedy here), and limits on prompt and text together (max_length).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+MOST_NEW_TOKENS = 256
+"""Where a task does not say, as the harness has it."""
+STOPS = ("until", "stop", "stop_sequences")
+CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "n": (1,),
+    "num_return_sequences": (1,),
+    "best_of": (1,),
+    "early_stopping": (True, False),  # of beams
+    "length_penalty": (1, 1.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "no_repeat_ngram_size": (0,),
+    "min_new_tokens": (0,),
+    "min_length": (0,),
+    "typical_p": (1, 1.0),
+}
+"""{setting: values that mean what is done anyway}"""
+OF_OTHER_BACKENDS = frozenset(
+    {"use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "return_dict_in_generate", "output_scores"}
+    | {"skip_special_tokens", "spaces_between_special_tokens", "synced_gpus", "stream", "add_special_tokens"}
+)
+"""Settings of how another program works, which do not change what a text is here."""
+
+
+class GenerationSettings(NamedTuple):
+    """Settings of `Writing`, and sentences on what is not used."""
+
+    values: dict[str, Any]
+    unused: list[str]
+
+
+def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSettings:
+    """Translate the settings of one request. Never raises for what a task can say."""
+    settings = {name: value for name, value in (given or {}).items() if value is not None}
+    unused: list[str] = []
+    values: dict[str, Any] = {"max_tokens": _length(settings, unused), "stop": _stops(settings)}
+    values |= _sampling(settings, unused)
+    for name, value in settings.items():
+        if name in OF_OTHER_BACKENDS or value in CHANGES_NOTHING.get(name, ()):
+            continue
+        instead = "; one text is made, of the likeliest or drawn tokens" if name == "num_beams" else ""
+        unused.append(f"{name}={value!r:.80} is not used{instead}")
+    return GenerationSettings(values, unused)
+
+
+def _length(settings: dict[str, Any], unused: list[str]) -> int:
+    """Take the lengths out of the settings, and return the first."""
+    found: list[int] = []
+    for name in LENGTHS:
+        if name in settings:
+            value = settings.pop(name)
+            number = _number(value)
+            if number is not None and number >= 0:
+                found.append(int(number))
+            else:
+                unused.append(f"{name}={value!r:.80} is not used: it is no number of tokens")
+    return found[0] if found else MOST_NEW_TOKENS
+
+
+def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Take the stop strings out of the settings."""
+    found: list[str] = []
+    for name in STOPS:
+        value = settings.pop(name, ())
+        several = value if isinstance(value, list | tuple | set | frozenset) else [value]
+        found += [str(stop) for stop in several if stop is not None and str(stop)]
+    return tuple(dict.fromkeys(found))
+
+
+def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
+    """Take out of the settings how tokens are drawn. Without any the likeliest is taken."""
+    temperature = _taken(settings, "temperature", float, lambda value: value >= 0, unused)
+    samples = settings.pop("do_sample", temperature is not None and temperature > 0)
+    if samples and temperature is None:
+        temperature = 1.0
+    found: dict[str, Any] = {"temperature": temperature if samples else 0.0}
+    rules: dict[str, tuple[type[float] | type[int], Callable[[float], bool]]] = {
+        "top_k": (int, lambda value: value >= 0),
+        "top_p": (float, lambda value: 0 < value <= 1),
+        "min_p": (float, lambda value: 0 <= value <= 1),
+        "repetition_penalty": (float, lambda value: value >= 1),
+        "seed": (int, lambda value: 0 <= value < 2**63),
+    }
+    if settings.get("top_k") == -1:  # vLLM: all
+        settings["top_k"] = 0
+    for name, (kind, holds) in rules.items():
+        value = _taken(settings, name, kind, holds, unused)
+        if value is not None:
+            found[name] = value
+    return {"top_k": 0, **found}
+
+
+def _taken(
+    settings: dict[str, Any],
+    name: str,
+    kind: type[float] | type[int],
+    holds: Callable[[float], bool],
+    unused: list[str],
+) -> Any:
+    """Take a number out of the settings; None where it is not there or cannot be used."""
+    if name not in settings:
+        return None
+    value = settings.pop(name)
+    number = _number(value)
+    if number is None or not holds(number):
+        unused.append(f"{name}={value!r:.80} is not used: it is out of range here")
+        return None
+    return kind(number)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also one that is written as text."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
