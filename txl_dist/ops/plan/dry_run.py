@@ -11,6 +11,7 @@ from txl_dist.data.read.position import continued
 from txl_dist.dist import Ranks, uses_gpu
 from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.ops.plan.text import per_token
+from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.initial import initial_weights
@@ -73,3 +74,4 @@ def describe_cost(job: Job, *, num_steps: int) -> Iterator[str]:
     yield f"memory per rank, estimated: {sum(held.values()) / 2**20:,.1f} MiB besides the program ({listed})"
     whose = "a GPU" if on_gpu else "this machine, left for all its ranks"
     yield f"memory of {whose}: {room_bytes(device) / 2**20:,.1f} MiB"
+    yield f"checkpoint: {checkpoint_size(job.config, vocab_size=job.vocab_size)}"

@@ -26,6 +26,7 @@ from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.sections import EngineSection
 from txl_dist.stages import check_stages, each_stage
 from txl_dist.text.clusters import cluster_edges, typical_shares
+from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
 
 ENOUGH = 0.98
@@ -88,6 +89,8 @@ class Saving:
 
     size_gib: float
     """Of a checkpoint."""
+    size_by_part_gib: dict[str, float]
+    """The same of weights, optimizer and memories."""
     wait_s: float
     """Of a step that saves."""
     between_failures_s: float
@@ -387,7 +390,7 @@ class _Planner:
             length_s=length_s,
             gpu_hours=length_s / 3600 * self.gpus,
             stages=stages,
-            saving=self._saving(option, work, length_s=length_s),
+            saving=self._saving(option, length_s=length_s),
             strong=scaling.strong(largest, question.cluster, num_lanes=self.given.train.num_lanes),
             weak=scaling.weak(work, question.cluster),
         )
@@ -401,16 +404,16 @@ class _Planner:
         except ConfigError as error:
             return str(error)
 
-    def _saving(self, option: Option, work: Work, *, length_s: float) -> Saving:
-        train, model = self.given.train, self.given.model
-        memories = sum(work.memory_lens) * model.width * train.num_lanes * work.num_bytes
-        size = 12.0 * self.parameters + memories  # fp32 weights and two moments
+    def _saving(self, option: Option, *, length_s: float) -> Saving:
+        saved = checkpoint_size(option.config, vocab_size=self.question.vocab_size)
+        size = saved.total
         is_asynchronous = self.given.checkpoint.asynchronous
         wait_s = max(1.0, size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9))
         failure_s = 3600 / (FAILURES_PER_GPU_HOUR * self.gpus)
         interval_s = min(math.sqrt(2 * wait_s * failure_s), max(length_s / 10, 100 * wait_s), length_s)
         return Saving(
             size_gib=size / 2**30,
+            size_by_part_gib={name: part / 2**30 for name, part in saved._asdict().items()},
             wait_s=wait_s,
             between_failures_s=failure_s,
             failures_expected=length_s / failure_s,

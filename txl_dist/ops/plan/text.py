@@ -9,7 +9,7 @@ from dataclasses import asdict
 from txl_dist.ops.plan.hardware import CONTEXT_GIB
 from txl_dist.ops.plan.plan import Choice, Option, Plan, Saving
 from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point, breaking_point
-from txl_dist.tables import aligned, duration
+from txl_dist.tables import aligned, duration, size
 from txl_dist.train.preflight import MANY_EPOCHS, remarks_on_size
 
 SMALL_SHARE = 0.05
@@ -160,8 +160,9 @@ def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
 
 
 def _saving(saving: Saving) -> Iterator[str]:
+    parts = ", ".join(f"{name} {size(round(gib * 2**30))}" for name, gib in saving.size_by_part_gib.items())
     yield (
-        f"checkpoint: {saving.size_gib:.1f} GiB; save every {saving.every_steps:,} steps "
+        f"checkpoint: {size(round(saving.size_gib * 2**30))} ({parts}); save every {saving.every_steps:,} steps "
         f"({duration(saving.interval_s)}), a step waiting about {saving.wait_s:.0f} s"
     )
     yield (

@@ -1,0 +1,56 @@
+"""Bytes of a checkpoint on the disk, known before a run: `txl train --dry-run`, `txl plan`.
+
+A checkpoint holds the weights and what the optimizer keeps, in fp32 whatever the precision, and the memory of every
+lane in the type of the engine. With many lanes and a long memory the memories are the larger part. Neither the number
+of ranks nor the ZeRO stage changes it. Left out: the tokenizer, settings and headers, some KiB to a few MiB.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from txl_dist.config import Config
+from txl_dist.infer.bundle import DTYPES
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.tables import size
+from txl_dist.train.engine.muon import is_matrix
+
+_FP32 = 4
+_DOCUMENT = 8
+"""Bytes of a position's document: a 64-bit number."""
+
+
+class CheckpointSize(NamedTuple):
+    """Bytes of a checkpoint, by what they hold."""
+
+    weights: int
+    optimizer: int
+    memories: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size(part)}" for name, part in self._asdict().items())
+        return f"{size(self.total)} ({parts})"
+
+
+def checkpoint_size(config: Config, *, vocab_size: int) -> CheckpointSize:
+    """Count the bytes of a checkpoint of this run."""
+    model, train, optim = config.model, config.train, config.optim
+    with torch.device("meta"):
+        network = TransformerXL(model, vocab_size=vocab_size)
+    lengths = {name: parameter.numel() for name, parameter in network.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+    optimizer = 0
+    for name, length in lengths.items():
+        optimizer += length * optim.state_bytes(of_matrices=is_matrix(name, shapes[name]))
+    memory_lens = train.memory_per_layer(model.num_layers)
+    of_lane = sum(memory_lens) * model.width * DTYPES[config.engine.dtype].itemsize + _DOCUMENT * max(memory_lens)
+    return CheckpointSize(
+        weights=_FP32 * sum(lengths.values()), optimizer=optimizer, memories=train.num_lanes * of_lane
+    )
