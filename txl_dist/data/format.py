@@ -6,6 +6,7 @@
       train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000017.npy ...
       train-000000.tar.idx       one 16-byte record per document
       train-counts.npy           how often each id occurs in the split (int64)
+      prepared.json              hashes of what it was prepared from; readers do not need it
       valid-000000.tar ...
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids
@@ -34,6 +35,7 @@ from txl_dist.text.base import Tokenizer
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"
 TOKENIZER_NAME = "tokenizer.json"
+PREPARED_NAME = "prepared.json"
 RECORD = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("crc32", "<u4")])
 NPY_HEADER_BYTES = 128
 """Of a 1-D array; a multiple of 64, so that tokens are aligned."""

@@ -21,13 +21,13 @@ import numpy as np
 
 from txl_dist.console import say
 from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
-from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME, ShardInfo, counts_name
+from txl_dist.data.format import INDEX_NAME, PREPARED_NAME, TOKENIZER_NAME, ShardInfo, counts_name
 from txl_dist.data.read.corpus import Corpus, Shard, Split, open_corpus
 from txl_dist.data.storage.open import open_storage
 from txl_dist.data.storage.places import REMEDY, LocalStorage
 from txl_dist.data.workers import num_cores, start_workers
 from txl_dist.errors import DataError
-from txl_dist.files import hashed_json, parse_object
+from txl_dist.files import hashed_json, parse_object, read_bytes
 from txl_dist.progress import Progress
 from txl_dist.sections import DataSection
 
@@ -81,6 +81,8 @@ def each_problem(
     content = corpus.storage.read(INDEX_NAME)
     if content != hashed_json(parse_object(content)):
         yield f"{corpus.storage.name_of(INDEX_NAME)} was edited or is damaged: it is not as it was written. {REMEDY}"
+    if isinstance(corpus.storage, LocalStorage):
+        yield from _problem_of(_check_request, corpus.folder / PREPARED_NAME)
     yield from _problem_of(_check_tokenizer, corpus)
     for split in corpus.splits.values():
         yield from _problem_of(_check_counts, split)
@@ -102,7 +104,7 @@ def strangers(corpus: Corpus) -> list[str]:
     """Files in the folder of a corpus that do not belong to it: no damage, but perhaps a surprise. None at a URL."""
     if not isinstance(corpus.storage, LocalStorage):
         return []
-    known = {INDEX_NAME, TOKENIZER_NAME}
+    known = {INDEX_NAME, TOKENIZER_NAME, PREPARED_NAME}
     for name, split in corpus.splits.items():
         known.add(counts_name(name))
         known.update(f"{shard.name}{suffix}" for shard in split.shards for suffix in ("", ".idx"))
@@ -114,6 +116,18 @@ def _problem_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
         check(*args, **kwargs)
     except DataError as error:
         yield str(error)
+
+
+def _check_request(path: Path) -> None:
+    try:
+        content = read_bytes(path)
+        is_whole = content == hashed_json(parse_object(content))
+    except FileNotFoundError:  # an older corpus, or one of --reindex
+        return
+    except (OSError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise DataError(f"{path} is damaged: it is not as it was written. {REMEDY}")
 
 
 def _check_tokenizer(corpus: Corpus) -> None:

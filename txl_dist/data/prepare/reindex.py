@@ -33,6 +33,7 @@ from txl_dist.data.check.inspect import corpus_facts, corpus_lines
 from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.format import (
     INDEX_NAME,
+    PREPARED_NAME,
     RECORD,
     TOKENIZER_NAME,
     ShardInfo,
@@ -103,7 +104,9 @@ def reindex_corpus(
     target = Path(folder)
     splits, remarks = split_tars(find_tars(target, inputs), ignore_names=ignore_split_names)
     if (target / INDEX_NAME).exists() and not overwrite:
-        raise DataError(f"{target} has an {INDEX_NAME} already. Replace it, and the records, with `--overwrite`.")
+        raise DataError(
+            f"a corpus is in {target} already. Replace its {INDEX_NAME} and records with `--overwrite`; the tars stay."
+        )
     tokenizer = _open_tokenizer(tokenizer_path)
     scan = _Scan(tokenizer, on_bytes)
     with _temporaries(target):
@@ -214,8 +217,8 @@ def _remove_temporaries(folder: Path) -> None:
 def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
     # Without its old index the folder is no corpus until the new one is whole.
     (folder / INDEX_NAME).unlink(missing_ok=True)
-    for name in SPLITS:  # the new names may say other splits
-        (folder / counts_name(name)).unlink(missing_ok=True)
+    for name in (PREPARED_NAME, *map(counts_name, SPLITS)):  # the new names may say other splits
+        (folder / name).unlink(missing_ok=True)
     for path in folder.glob(f"*{_TEMPORARY}"):
         path.rename(path.with_name(path.name.removesuffix(_TEMPORARY) + ".idx"))
     for name, content in scan.counts_files.items():

@@ -50,6 +50,7 @@ from txl_dist.data.prepare.cutting import Cursor
 from txl_dist.data.prepare.documents import SPLITS, TRAIN
 from txl_dist.data.prepare.encoding import Encoding, PartInfo, PartTask, encode_part, read_part_info
 from txl_dist.data.prepare.held_out import no_text
+from txl_dist.data.prepare.request import check_request, request_of, write_request
 from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, move_into_place
 from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import Listing, identities, is_repeatable
@@ -145,6 +146,9 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     check_learning(job_settings)
     is_named = job_settings.name is not None
     listing, remarks = (Listing([]), []) if is_named else list_files(job_settings)
+    request = request_of(job_settings, listing.files)
+    if not job_settings.overwrite:
+        check_request(request, target)
     stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(listing.files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
         files = files_of_named(job_settings, scratch) if is_named else listing.files
@@ -155,6 +159,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
         with start_workers(job.num_workers()) as workers:
             parts = _encode(job, tokenizer, workers, stamp=stamp)
             _assemble(job, tokenizer, workers, parts)
+            write_request(scratch / CORPUS, request)
             job.remarks += remarks_on_size(job_settings, tokenizer)
         is_unchanged = move_into_place(scratch / CORPUS, target, overwrite=job_settings.overwrite)
     return PrepareSummary(

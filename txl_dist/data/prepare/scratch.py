@@ -140,9 +140,12 @@ def check_target(target: Path) -> None:
         raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
 
 
-def another_corpus(target: Path) -> DataError:
+def another_corpus(target: Path, difference: str = "") -> DataError:
     """The error where a corpus of other content would be replaced."""
-    return DataError(f"another corpus is in {target}. Choose another output folder, or replace it with `--overwrite`.")
+    more = f" ({difference})" if difference else ""
+    return DataError(
+        f"another corpus is in {target}{more}. Choose another output folder, or replace it with `--overwrite`."
+    )
 
 
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:

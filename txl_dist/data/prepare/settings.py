@@ -172,10 +172,25 @@ class PrepareSettings(Learning):
                     "out; or, where the names of files say so, train on all of them with `--ignore-split-names`."
                 )
 
+    def content_hash(self) -> str:
+        """Hash of everything that changes the corpus, but for the inputs."""
+        of_inputs = {"inputs", "valid_inputs", "test_inputs", "source", "stdin_format", "allow_protocols"}
+        return hashlib.sha256(
+            repr(self._facts(of_inputs | {"num_workers", "part_bytes", "overwrite"})).encode()
+        ).hexdigest()
+
     def stamp(self) -> str:
         """Hash of everything that changes the parts of a preparation, but for the content of the inputs."""
-        left_out = {"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"}
-        names = {field.name for field in dataclasses.fields(self)} - left_out
+        kept = self._facts({"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"})
+        kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
+        facts: tuple[Any, ...] = (sorted(kept.items()), self.duplicates == "ignore", __version__)
+        if plugins := loaded_plugins():
+            facts = (*facts, plugins)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def _facts(self, left_out: Collection[str]) -> dict[str, str]:
+        """Settings by name, files by the hash of their content."""
+        names = {field.name for field in dataclasses.fields(self)} - set(left_out)
         kept = {name: str(getattr(self, name)) for name in names}
         if self.tokenizer_path is not None:
             from txl_dist.text.tokenizer import tokenizer_bytes
@@ -184,11 +199,7 @@ class PrepareSettings(Learning):
             kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
         if self.vocab_list is not None:
             kept["vocab_list"] = hashlib.sha256("\n".join(self.reading(given=()).names).encode()).hexdigest()
-        kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
-        facts: tuple[Any, ...] = (sorted(kept.items()), self.duplicates == "ignore", __version__)
-        if plugins := loaded_plugins():
-            facts = (*facts, plugins)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        return dict(sorted(kept.items()))
 
     def _changed(self, *names: str) -> list[str]:
         """Those that are not at their defaults."""

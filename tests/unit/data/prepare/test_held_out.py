@@ -14,6 +14,7 @@ import tokenizers
 from tests.helpers.corpora import random_text, write_jsonl
 from tests.unit.data.prepare.test_prepare import killed
 from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.format import PREPARED_NAME
 from txl_dist.data.prepare import held_out
 from txl_dist.data.prepare import run as prepare
 from txl_dist.data.prepare import tokenizing as job
@@ -44,7 +45,11 @@ def prose(length: int, *, seed: int = 0) -> str:
 
 
 def content_of(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != PREPARED_NAME
+    }
 
 
 def texts_in(folder: Path, split: str) -> list[str]:

@@ -20,6 +20,7 @@ from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from tests.helpers.logs import recorded_log
 from txl_dist.data import workers
 from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.format import PREPARED_NAME
 from txl_dist.data.prepare import assembly, named
 from txl_dist.data.prepare import cutting as inputs
 from txl_dist.data.prepare import encoding as parts
@@ -53,7 +54,11 @@ def texts(tmp_path: Path) -> Path:
 
 
 def content_of(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != PREPARED_NAME
+    }
 
 
 def texts_in(corpus: Corpus, split: str) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.corpora import flip_bit, random_texts, write_jsonl
 from tests.helpers.logs import recorded_log
 from txl_dist.data.check.verify import verify_corpus
+from txl_dist.data.format import PREPARED_NAME
 from txl_dist.data.prepare import run as prepare
 from txl_dist.data.prepare import tokenizing as job
 from txl_dist.data.prepare.run import prepare_corpus
@@ -57,7 +58,11 @@ def killed(output: Path, settings: dict[str, Any], module: str, place: str, afte
 
 
 def content_of(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.name != PREPARED_NAME
+    }
 
 
 def texts_in(folder: Path, split: str = "train") -> list[str]:

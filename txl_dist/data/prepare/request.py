@@ -1,0 +1,100 @@
+"""What a corpus was prepared from, so that another command is refused before it does any work.
+
+A finished corpus keeps a file prepared.json: the hash of its index, that of the settings that change its content, and
+that of its inputs. A command of the same settings and inputs may go on: it ends at the same corpus, or mends a damaged
+one. Inputs are compared by the sizes and both ends of their files, in order, whatever their paths and times are.
+
+What it gives up: a file that was changed in its middle alone, without another size, is noticed at the end only; so is
+any difference from a corpus of a version that wrote no such file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from txl_dist.data.format import INDEX_NAME, PREPARED_NAME
+from txl_dist.data.prepare.detection import is_url
+from txl_dist.data.prepare.scratch import another_corpus
+from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.sources import SourceFile
+from txl_dist.errors import DataError, explained
+from txl_dist.files import canonical_hash, open_regular, read_json, sha256_of_file, write_hashed_json
+
+_END_BYTES = 1 << 16
+
+
+class Request(NamedTuple):
+    """What a command asks for."""
+
+    settings: str
+    """Hash of all that changes the content but the inputs."""
+    inputs: str
+    """Hash of the inputs; empty where they can be read but once."""
+
+
+def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> Request:
+    """Look at the settings and at both ends of each file. A named corpus is its name. Raises DataError."""
+    if any(file.is_stream for file in files):
+        return Request(settings.content_hash(), "")
+    state = hashlib.sha256((settings.name or "").encode())
+    for file in files:
+        state.update(repr((file.split, file.form, file.size, _ends(file))).encode())
+    return Request(settings.content_hash(), state.hexdigest())
+
+
+def check_request(request: Request, target: Path) -> None:
+    """Refuse to replace a corpus that was prepared from something else. Raises DataError.
+
+    A corpus whose index cannot be read is refused too: nothing that is prepared could equal it.
+    """
+    if not (target / INDEX_NAME).exists():
+        return
+    remedy = "Choose another output folder, or replace it with `--overwrite`."
+    with explained(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
+        index = read_json(target / INDEX_NAME)
+        if not isinstance(index, dict) or canonical_hash(index) != index.get("self_sha256"):
+            raise ValueError(f"{INDEX_NAME} is not what was written")
+    if "documents_read" not in index.get("statistics", {}):
+        raise another_corpus(target, "made of tars by --reindex")
+    if not request.inputs:
+        raise another_corpus(target, "with which what can be read but once cannot be compared before it is read")
+    found = read_request(target)
+    if found is None:
+        return
+    if found.inputs != request.inputs:
+        raise another_corpus(target, "of other inputs")
+    if found.settings != request.settings:
+        raise another_corpus(target, "prepared with other settings")
+
+
+def read_request(folder: Path) -> Request | None:
+    """What the corpus in a folder was prepared from; None where nothing sound says so."""
+    try:
+        found = read_json(folder / PREPARED_NAME)
+        if found["index_sha256"] != sha256_of_file(folder / INDEX_NAME):
+            return None
+        return Request(str(found["settings"]), str(found["inputs"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_request(folder: Path, request: Request) -> None:
+    """Keep the request beside the index that it led to."""
+    write_hashed_json(
+        folder / PREPARED_NAME, {"index_sha256": sha256_of_file(folder / INDEX_NAME), **request._asdict()}
+    )
+
+
+def _ends(file: SourceFile) -> str:
+    """Hash of the first and the last bytes of a local file; of a URL what its store says of the version."""
+    if is_url(file.path):
+        return file.identity
+    unreadable = explained(DataError, f"cannot read {file.path}", "Mend or remove the file.")
+    with unreadable, open_regular(Path(file.path)) as stream:
+        digest = hashlib.sha256(stream.read(_END_BYTES))
+        stream.seek(max(0, (file.size or 0) - _END_BYTES))
+        digest.update(stream.read(_END_BYTES))
+    return digest.hexdigest()
