@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+_LONGEST_PLAIN = 1e15
+"""From here on a number is written with an exponent."""
+_MOST_CHARACTERS = 14
+"""The longest form of a number that is read without counting digits."""
+
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table, its first row the head: columns of numbers to the right, the first and those of words to the left.
@@ -52,14 +57,32 @@ def clock(seconds: float) -> str:
 def compact(value: float, *, digits: int = 3) -> str:
     """So many digits, with k, M, G, T for thousands: 131,072,000 is 131M, 0.00025 is 0.00025. Not finite: `-`.
 
-    Below 10,000 it is one digit more.
+    Below 10,000 it is one digit more. From 1e15 on it has an exponent.
     """
     if not math.isfinite(value):
         return "-"
+    if abs(value) >= _LONGEST_PLAIN:
+        return f"{value:.{digits}g}"
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= factor:
             return f"{value / (1e3 if letter == 'k' else factor):.{digits}g}{letter}"
     return f"{value:.{digits + 1}g}"
+
+
+def bounded(value: float, form: str = ".4f") -> str:
+    """A number in a format (four decimals, as for losses), or with an exponent where that would be too long to read.
+
+    A loss of an exploding run is 1.23e+30, not 31 digits before the point. Not finite: inf, -inf, nan.
+    """
+    if not math.isfinite(value):
+        return str(float(value))
+    text = format(value, form) if abs(value) < _LONGEST_PLAIN else ""
+    return text if 0 < len(text) <= _MOST_CHARACTERS else f"{value:.3g}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A count with its noun: 1 rank, 2 ranks, 1,024 ranks; `plural` where an s does not make it."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def printable(text: str, *, keep: str = "") -> str:

@@ -247,7 +247,7 @@ def test_a_dry_run_prints_what_would_run_and_starts_nothing(
     settings, rest = dry_run(config_file, capsys=capsys)
     assert settings["model"]["width"] == 16
     assert settings["train"]["max_steps"] == 1000, "defaults are resolved too"
-    assert "batch: 8 lanes x 8 tokens = 64 tokens per step; 1 ranks x 4 micro-batches x 2 lanes" in rest
+    assert "batch: 8 lanes x 8 tokens = 64 tokens per step; 1 rank x 4 micro-batches x 2 lanes" in rest
     assert "parameters, vocabulary 257" in rest
     assert "FLOP per token" in rest
     assert "memory per rank, estimated" in rest

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
-from txl_dist.tables import aligned, clock, compact, duration, printable, size
+from txl_dist.tables import aligned, bounded, clock, compact, counted, duration, printable, size
 
 
 def test_numbers_of_a_table_stand_under_each_other() -> None:
@@ -57,3 +58,29 @@ def test_ticks_that_lie_close_together_are_told_apart() -> None:
 def test_what_steers_a_terminal_is_replaced_but_for_what_is_to_stay() -> None:
     assert printable("a\x1b[2J\nb") == "a\ufffd[2J\ufffdb"
     assert printable("a\x1b\nb", keep="\n") == "a\ufffd\nb"
+
+
+@pytest.mark.parametrize("exponent", range(-12, 309, 8))
+def test_no_number_is_longer_than_a_reader_can_count(exponent: int) -> None:
+    for sign in (1, -1):
+        value = sign * 1.2345 * 10.0**exponent
+        for text in (bounded(value), bounded(value, ".2f"), bounded(value, ",.0f"), compact(value)):
+            assert len(text) <= 14, text
+            assert not re.search(r"e\+\d+[kMGT]", text)
+
+
+def test_numbers_of_usual_size_keep_their_format() -> None:
+    assert [bounded(value) for value in (5.70351, 0.0, -12.5, 99999.0)] == [
+        "5.7035",
+        "0.0000",
+        "-12.5000",
+        "99999.0000",
+    ]
+    assert bounded(131_072_000, ",.0f") == "131,072,000"
+    assert (bounded(1.01e304, ".2f"), compact(1.01e304)) == ("1.01e+304", "1.01e+304")
+    assert [bounded(value) for value in (math.inf, -math.inf, math.nan)] == ["inf", "-inf", "nan"]
+
+
+def test_a_count_has_its_noun_in_the_right_number() -> None:
+    assert [counted(number, "rank") for number in (0, 1, 2, 1024)] == ["0 ranks", "1 rank", "2 ranks", "1,024 ranks"]
+    assert counted(2, "micro-batch", "micro-batches") == "2 micro-batches"

@@ -25,7 +25,7 @@ from txl_dist.rng import derive_seed
 from txl_dist.run_files import CHECKPOINTS, DONE, SETTINGS, Kind, list_checkpoints, step_of
 from txl_dist.sections import DataSection, RunSection, TrainSection
 from txl_dist.stages import at_step, each_stage
-from txl_dist.tables import aligned, size
+from txl_dist.tables import aligned, bounded, counted, size
 from txl_dist.text.clusters import best_cutoffs
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
@@ -181,7 +181,7 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
     rows = [["checkpoint", "tokens seen", "MiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
     for one in facts["checkpoints"]:
         best = " (best)" if one["step"] == facts["best_step"] else ""
-        loss = "-" if one["eval_loss"] is None else f"{one['eval_loss']:.4f}{best}"
+        loss = "-" if one["eval_loss"] is None else f"{bounded(one['eval_loss'])}{best}"
         size = f"{one['bytes'] / 2**20:,.1f}"
         state = f"damaged: {one['problems'][0]}" if one["problems"] else "whole"
         known = [_or_dash(one[key]) for key in ("tokens_seen", "world_size", "zero_stage", "precision")]
@@ -286,7 +286,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
         f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {size(facts['bytes'])}, "
         f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}",
         *(f"  {problem}" for problem in facts["problems"]),
-        f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {facts['world_size']} ranks, ZeRO "
+        f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {counted(facts['world_size'], 'rank')}, ZeRO "
         f"{facts['zero_stage']}, {facts['precision']}"
         + (f", loss scale {facts['loss_scale']['cur_scale']:g}" if facts["loss_scale"] else ""),
         *_stage_lines(facts["stage"]),

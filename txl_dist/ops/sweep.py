@@ -46,7 +46,7 @@ from txl_dist.ops.report.summary import Run, read_run
 from txl_dist.processes import process_id
 from txl_dist.run_files import DONE, SETTINGS
 from txl_dist.stages import check_stages, each_stage
-from txl_dist.tables import aligned, duration
+from txl_dist.tables import aligned, bounded, duration
 from txl_dist.train.watch.stopping import LAUNCHED_BY, SIGNALS
 
 FAILED = 1
@@ -301,20 +301,19 @@ def verdict(scores: Sequence[Score], axes: Sequence[Axis]) -> list[str]:
     if not judged:
         return ["no point of the grid has all of its runs: none is best"]
     best, num_seeds = judged[0], len(judged[0].losses)
-    line = f"best: {best.point or 'the settings as they are'} with {best.mean:.4f}"
+    line = f"best: {best.point or 'the settings as they are'} with {bounded(best.mean)}"
     if len(judged) > 1:
         following, margin = judged[1], judged[1].mean - best.mean
-        line += f", {margin:.4f} below {following.point}"
+        line += f", {bounded(margin)} below {following.point}"
         deviation = math.sqrt((best.deviation**2 + following.deviation**2) / 2)
         if num_seeds == 1:
             line += "; of one seed each, so how much is chance is not known (--seeds 3)"
         elif margin < DECISIVE * deviation:
-            line += (
-                f": within {DECISIVE:g} deviations of a run ({deviation:.4f} over {num_seeds} seeds), it may be chance"
-            )
+            line += f": within {DECISIVE:g} deviations of a run ({bounded(deviation)} over {num_seeds} seeds), "
+            line += "it may be chance"
         else:
             times = f"{margin / deviation:.1f} times " if deviation else "beyond "
-            line += f": {times}the deviation of a run ({deviation:.4f} over {num_seeds} seeds)"
+            line += f": {times}the deviation of a run ({bounded(deviation)} over {num_seeds} seeds)"
     ends = [
         f"{axis.name} is best at the end of its grid, {value}: look beyond it"
         for axis, value in zip(axes, best.values, strict=True)
@@ -327,8 +326,8 @@ def table_of(scores: Sequence[Score]) -> list[str]:
     """A line per point, the best first; a point that is not judged says why."""
     rows = [["settings", "held-out", "deviation", "seeds", ""]]
     for score in scores:
-        mean = f"{score.mean:.4f}" if score.losses else "-"
-        deviation = f"{score.deviation:.4f}" if len(score.losses) > 1 else "-"
+        mean = bounded(score.mean) if score.losses else "-"
+        deviation = bounded(score.deviation) if len(score.losses) > 1 else "-"
         rows.append([score.point or "as they are", mean, deviation, str(len(score.losses)), score.problem])
     return aligned(rows)
 

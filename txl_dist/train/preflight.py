@@ -19,6 +19,7 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, has_projections
 from txl_dist.model.kernels.launch import mismatch, obstacle
 from txl_dist.stages import check_stages, each_stage, end_of_stage
+from txl_dist.tables import counted
 from txl_dist.train.report.sinks import check_sinks
 from txl_dist.train.state import Job
 
@@ -213,7 +214,8 @@ def describe_batch(job: Job) -> Iterator[str]:
     train, engine = config.train, config.engine
     yield (
         f"batch: {train.num_lanes} lanes x {train.segment_len} tokens = {plan.tokens_per_step:,} tokens per step; "
-        f"{plan.world_size} ranks x {plan.num_microbatches} micro-batches x {plan.microbatch_lanes} lanes"
+        f"{counted(plan.world_size, 'rank')} x {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} x "
+        f"{counted(plan.microbatch_lanes, 'lane')}"
     )
     parameters = count_parameters(config.model, vocab_size=vocab_size)
     yield (

@@ -6,6 +6,7 @@ runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  sta
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -75,6 +76,13 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
             and not all(_is_early(one.name) for one in run_dir.iterdir())
         ):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
+
+
+def next_commands(run_dir: Path) -> str:
+    """Return what one types after a training is done."""
+    run = shlex.quote(str(run_dir))
+    bundle = shlex.quote(f"bundles/{run_dir.resolve().name}")
+    return f"next: txl report {run}   txl evaluate {run}   txl export {run} {bundle}"
 
 
 def _is_early(name: str) -> bool:

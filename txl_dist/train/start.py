@@ -23,6 +23,7 @@ from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.model.flops import count_parameters
 from txl_dist.registry import loaded_plugins
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
+from txl_dist.tables import counted
 from txl_dist.text.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callback, Callbacks, RunResult
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
@@ -43,7 +44,7 @@ from txl_dist.train.preflight import (
     remarks_on_size,
 )
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, open_run_dir, set_aside
+from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, set_aside
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.watch.run_lock import RunLock, prove_shared
 from txl_dist.train.watch.stopping import StopRequests
@@ -297,7 +298,9 @@ def _leave(job: Job, state: TrainState, watch: Watch, result: RunResult) -> None
         except OSError as error:
             warn_for_all("the state is saved, but %s cannot be written: %s", job.run_dir, error.strerror)
         if not stopped:
-            logger.info("done: %d steps, %s tokens, in %s", state.step, f"{state.tokens_seen:,}", job.run_dir)
+            made = counted(state.step, "step")
+            logger.info("done: %s, %s, in %s", made, counted(state.tokens_seen, "token"), job.run_dir)
+            logger.info(next_commands(job.run_dir))
     barrier()
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from txl_dist.ops.doctor.fabric import Reduce
 from txl_dist.ops.doctor.machine import WATCHED, Facts
-from txl_dist.tables import size
+from txl_dist.tables import counted, size
 
 Verdict = Literal["ok", "warning", "problem"]
 
@@ -102,7 +102,8 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     fewer = f"Set OMP_NUM_THREADS to {fair}: threads that wait for a core slow all down."
     yield first_of(
         "cores",
-        f"{facts.num_cores} cores{limit} for {ranks} ranks" + (f", OMP_NUM_THREADS={threads}" if threads else ""),
+        f"{counted(facts.num_cores, 'core')}{limit} for {counted(ranks, 'rank')}"
+        + (f", OMP_NUM_THREADS={threads}" if threads else ""),
         (threads and not count, "problem", "Set OMP_NUM_THREADS to a number of 1 or more, or unset it."),
         (cores < ranks, "warning", "Give the job a core per rank at least, or start fewer ranks."),
         (cores < facts.num_cores and not threads, "warning", own),

@@ -23,6 +23,7 @@ from txl_dist.ops.doctor import fabric
 from txl_dist.ops.doctor.checks import Finding, Verdict, differences, judge, judge_reduce
 from txl_dist.ops.doctor.fabric import Reduce
 from txl_dist.ops.doctor.machine import Facts, gather
+from txl_dist.tables import counted
 from txl_dist.train.watch.run_lock import prove_shared
 
 SHARED_WITHIN_S = 10.0
@@ -52,7 +53,10 @@ class Report:
             for finding in those
         ]
         looked_at = f"{len(lines)} checks on {_nodes(len(self.nodes))}"
-        return [*lines, f"{looked_at}: {self.count('problem')} problems, {self.count('warning')} warnings"]
+        return [
+            *lines,
+            f"{looked_at}: {counted(self.count('problem'), 'problem')}, {counted(self.count('warning'), 'warning')}",
+        ]
 
 
 def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | None:
@@ -82,7 +86,7 @@ def _examine_job(ranks: Ranks, facts_here: Facts | None) -> Report | None:
     """All ranks, the first of each node with its facts."""
     facts = gather_objects(facts_here)
     nodes = {f"{one.host}/rank{rank}": one for rank, one in enumerate(facts) if one is not None}
-    between = [Finding("meeting", "ok", f"{ranks.world_size} ranks on {_nodes(len(nodes))}")]
+    between = [Finding("meeting", "ok", f"{counted(ranks.world_size, 'rank')} on {_nodes(len(nodes))}")]
     if len(nodes) > 1:
         folder = Path(next(iter(nodes.values())).disk.folder)
         between += [*differences(nodes), _judge_shared(ranks, folder, num_nodes=len(nodes))]
@@ -103,4 +107,4 @@ def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
 
 
 def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
+    return counted(count, "node")

@@ -48,7 +48,7 @@ from txl_dist.ops.evaluate.target import Target, open_target, require_same
 from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 from txl_dist.ops.report.figures import Chart, Line, draw_png
 from txl_dist.progress import Progress
-from txl_dist.tables import aligned
+from txl_dist.tables import aligned, bounded
 
 Losses = npt.NDArray[np.float64]
 
@@ -134,7 +134,7 @@ def compare_contexts(
         write_output(outputs.plot, draw_png(Chart("recl", lines, "tokens of context", "nats/token", is_log=True)))
     head = ["RECL, tokens", *(f"r = {r:g}" for r in settings.r), *(f"nats at {c}" for c in (contexts[0], contexts[-1]))]
     rows_told = [
-        [name, *map(str, own), *(f"{mean_C[index]:.4f}" for index in (0, -1))]
+        [name, *map(str, own), *(bounded(float(mean_C[index])) for index in (0, -1))]
         for name, own, mean_C in zip(names, found, mean_NC, strict=True)
     ]
     about = (

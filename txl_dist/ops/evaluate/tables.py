@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from txl_dist.data.read.units import TextUnits
-from txl_dist.tables import aligned, compact
+from txl_dist.tables import aligned, bounded, compact
 
 Result = dict[str, Any]
 
@@ -26,7 +26,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
         told = [_number(key, values[key]) if key in values else "-" for key in columns]
-        rows.append([name, *told, f"{values['loss']:.4f}", f"{int(values['tokens']):,}"])
+        rows.append([name, *told, bounded(values["loss"]), f"{int(values['tokens']):,}"])
     lines = aligned(rows)
     if units.problem:
         lines.append(f"no bits per byte: {units.problem}")
@@ -40,7 +40,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
 def _number(key: str, value: float) -> str:
     if key == "word_ppl":
         return compact(value)  # of code, whose words are long, it is in the millions
-    return f"{value:.{2 if key in ('ppl', 'accuracy_pct') else 4}f}"
+    return bounded(value, ".2f" if key in ("ppl", "accuracy_pct") else ".4f")
 
 
 def part_lines(result: Result) -> list[str]:
@@ -53,7 +53,9 @@ def part_lines(result: Result) -> list[str]:
 
 def _parts(title: str, parts: Sequence[Result]) -> str:
     told = [
-        f"{part['first']}-{part['last']} {part['loss']:.4f} ({part['tokens']:,})" for part in parts if part["tokens"]
+        f"{part['first']}-{part['last']} {bounded(part['loss'])} ({part['tokens']:,})"
+        for part in parts
+        if part["tokens"]
     ]
     return f"{title} (tokens): {', '.join(told)}"
 

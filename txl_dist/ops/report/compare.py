@@ -22,7 +22,7 @@ from txl_dist.ops.report.pictures import Axis, Kind, Picture, Row, picture_of, p
 from txl_dist.ops.report.records import is_number
 from txl_dist.ops.report.report import check_writable, setting_rows, write_page
 from txl_dist.ops.report.summary import Run, best, facts_of, fixed, read_run
-from txl_dist.tables import aligned, printable
+from txl_dist.tables import aligned, bounded, printable
 from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
@@ -60,7 +60,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     for run, name, known in zip(runs, names, facts, strict=True):
         lowest = best(run.history.held_out, unit.column)
         losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
-        losses.append(f"{lowest[0]:.4f} at {lowest[1]:,}" if lowest else None)
+        losses.append(f"{bounded(lowest[0])} at {lowest[1]:,}" if lowest else None)
         figures.append([name, *(known.get(fact, "-") for fact in _FIGURES.values()), *(loss or "-" for loss in losses)])
     ranks = ranking(runs, names, unit)
     page = write_page(
@@ -161,7 +161,9 @@ def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
     ]
     if not unit.is_fair or len(lowest) < 2:
         return []
-    return [f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {loss:.4f}" for loss, name in sorted(lowest))]
+    return [
+        f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {bounded(loss)}" for loss, name in sorted(lowest))
+    ]
 
 
 def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:

@@ -23,7 +23,7 @@ from txl_dist.ops.report.report import check_writable, cut, setting_rows, write_
 from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, read_settings
 from txl_dist.run_files import RECORDS, STATE, Kind, kind_of
 from txl_dist.sections import ModelSection
-from txl_dist.tables import printable
+from txl_dist.tables import counted, printable
 from txl_dist.text.tokenizer import load_tokenizer
 
 _WEIGHTS = "model.safetensors"
@@ -116,7 +116,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     state = parse_object(read_bytes(folder / STATE))
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
-    ranks = f"saved by {state['world_size']} ranks"
+    ranks = f"saved by {counted(state['world_size'], 'rank')}"
     run = Run(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
     lead = "Checkpoint without the records of its training: txl report of its run has those."
     return {

@@ -23,27 +23,13 @@ from txl_dist.ops.report.records import SCORES, Event, Scores, read_parts, read_
 from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
 from txl_dist.run_files import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
 from txl_dist.tables import duration, printable
+from txl_dist.train.report.event_text import event_details
 
 _MAX_EVENTS = 300
 _MAX_SAMPLES = 12
 _MAX_TEXT = 4000
 """Characters of a sample that the page shows."""
 _ORDINARY = ("saved", "replicas_agree")
-_DETAILS = {
-    "start": "{ranks} ranks on {hosts} hosts ({device}), {threads_per_rank} threads each; torch {torch}",
-    "saved": "{path}, {gib:.3g} GiB; training stood still for {seconds:.2f} s",
-    "save_failed": "log.txt tells why; it is tried again",
-    "replicas_agree": "all ranks hold the same parameters; compared in {seconds:.2f} s",
-    "skipped": "a loss or gradient that is not finite; weights and memories stayed as they were",
-    "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
-    "rewound": "from step {from:,}; the text in between is left out",
-    "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
-    "clipped": "{clipped_pct:.0f} % of {steps:,} steps, by the default optim.clip_norm {clip_norm:g}; the gradients' "
-    "norm was {grad_norm:.3g} on average. Set optim.clip_norm",
-    "stopped": "the same command goes on",
-    "done": "all steps are made",
-}
-"""By event, from its fields."""
 _FILES = (SETTINGS, RECORDS, LOG, SCORES, TENSORBOARD, CHECKPOINTS, PROFILE, STACKS)
 
 
@@ -142,21 +128,15 @@ def _event_rows(events: Sequence[Event]) -> list[list[str]]:
     by_weight = sorted(range(len(events)), key=lambda index: (events[index].name in _ORDINARY, -index))
     shown = [events[index] for index in sorted(by_weight[:_MAX_EVENTS])]
     rows = [
-        [one.name.replace("_", " "), f"{one.step:,}", duration(3600 * one.hours), cut(_details(one), most=300)]
+        [
+            one.name.replace("_", " "),
+            f"{one.step:,}",
+            duration(3600 * one.hours),
+            cut(event_details(one.name, one.fields), most=300),
+        ]
         for one in shown
     ]
     return [["event", "step", "after", "details"], *rows]
-
-
-def _details(event: Event) -> str:
-    """What else is known of an event, in words; of one that other versions record, what it holds."""
-    try:
-        words = _DETAILS[event.name].format(**event.fields)
-        return re.sub(r"\b1 (rank|host|thread)s\b", r"1 \1", words)
-    except (LookupError, ValueError, TypeError, OverflowError):
-        return ", ".join(
-            f"{name} {value}" for name, value in event.fields.items() if not isinstance(value, dict | list)
-        )
 
 
 def _score_rows(scores: Scores) -> list[list[str]]:

@@ -24,7 +24,7 @@ from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.report.records import BITS, MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
 from txl_dist.run_files import DONE, LOCK, SETTINGS, STATE, list_checkpoints
-from txl_dist.tables import aligned, compact, duration, printable
+from txl_dist.tables import aligned, bounded, compact, duration, printable
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """A job on another machine touches its lock every few seconds."""
@@ -195,7 +195,9 @@ def _perplexity(loss: float) -> str:
 def lead(run: Run) -> str:
     """The run in a sentence."""
     loss = run.history.held_out.last("loss")
-    last = "" if loss is None else f" Last held-out loss {loss:.4f} nats per token, perplexity {_perplexity(loss)}."
+    last = (
+        "" if loss is None else f" Last held-out loss {bounded(loss)} nats per token, perplexity {_perplexity(loss)}."
+    )
     return f"{run.state[:1].upper()}{run.state[1:]}.{last}"
 
 
@@ -335,12 +337,12 @@ def _losses(run: Run) -> list[Fact]:
             continue
         per_word = " per word" if run.start.get("token") == "word" else ""
         notes = ["nats per token", f"perplexity {_perplexity(loss)}{per_word}"]
-        notes += [f"{value:.4f} {unit}" for key, unit in BITS.items() if (value := table.last(key)) is not None]
+        notes += [f"{bounded(value)} {unit}" for key, unit in BITS.items() if (value := table.last(key)) is not None]
         notes += [f"{unknown:.2f} % of the tokens unknown"] if (unknown := table.last("unknown_pct")) else []
         notes += [f"no bits per byte: {reason}"] if (reason := run.no_bits.get(kind)) else []
         if table is not history.train and lowest[0] < loss:
-            notes.append(f"best: {lowest[0]:.4f} at step {lowest[1]:,}")
-        facts.append(Fact(f"{name[:1].upper()}{name[1:]} loss", f"{loss:.4f}", "; ".join(notes)))
+            notes.append(f"best: {bounded(lowest[0])} at step {lowest[1]:,}")
+        facts.append(Fact(f"{name[:1].upper()}{name[1:]} loss", bounded(loss), "; ".join(notes)))
     return facts
 
 

@@ -35,6 +35,7 @@ from txl_dist.faults import fault_point
 from txl_dist.infer.weights import Rows
 from txl_dist.registry import plugin_changes
 from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
+from txl_dist.tables import counted
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import first_memories, load_memories
 from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, read_state
@@ -170,7 +171,10 @@ def check_checkpoint(saved: SavedState, job: Job) -> list[str]:
         )
     before, now = saved.values["world_size"], job.ranks.world_size
     if before != now:
-        remarks.append(f"{now} ranks go on where {before} saved; sums are rounded in another order")
+        remarks.append(
+            f"resuming a checkpoint of {counted(before, 'rank')} on {counted(now, 'rank')}: results are equal up to "
+            "rounding"
+        )
     return remarks
 
 

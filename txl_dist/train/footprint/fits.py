@@ -24,6 +24,7 @@ from txl_dist.infer.bundle import DTYPES
 from txl_dist.log import logger
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
+from txl_dist.tables import counted
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
@@ -111,5 +112,5 @@ def _that_fit(
         size = math.gcd(lanes // ranks, plan.microbatch_lanes)
         if fits({"train.microbatch_lanes": size}, ranks):
             flag = "" if size == plan.microbatch_lanes else f", and --train.microbatch_lanes {size}"
-            yield f"{ranks} ranks{machines}{flag}"
+            yield f"{counted(ranks, 'rank')}{machines}{flag}"
             return

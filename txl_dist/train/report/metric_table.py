@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from txl_dist.tables import clock
+from txl_dist.tables import bounded, clock
 
 
 class Curve(NamedTuple):
@@ -52,7 +52,7 @@ class Metric:
 
     def text(self, value: Any) -> str:
         """The number with its label and unit."""
-        number = clock(value) if self.form == "clock" else format(value, self.form)
+        number = clock(value) if self.form == "clock" else bounded(value, self.form)
         gap = " " if self.unit and self.unit != "%" else ""
         return f"{self.label} {number}{gap}{self.unit}".lstrip()
 

@@ -30,6 +30,8 @@ from txl_dist.errors import ConfigError
 from txl_dist.log import FIT, GrowingFile, logger
 from txl_dist.run_files import RECORDS, TENSORBOARD
 from txl_dist.sections import MetricsSection
+from txl_dist.tables import bounded
+from txl_dist.train.report.event_text import event_details
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
 from txl_dist.train.state import Job
 
@@ -316,15 +318,22 @@ class Console(Sink):
 
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
     """What the line of a record is made of."""
+    step = Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}")
     if kind == "event":
-        return [Cell(" ".join(f"{key}={value}" for key, value in record.items() if not isinstance(value, dict | list)))]
-    head = [Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}"), Cell(kind)]
+        fields = {name: value for name, value in record.items() if name not in ("event", "step")}
+        name = str(record["event"])
+        return [step, Cell(name.replace("_", " ")), Cell(event_details(name, fields))]
+    head = [step, Cell(kind)]
     if kind == "sample":
         return [Cell("\n".join([line_of(head), *(f"  | {line}" for line in _lines(record))]))]
     if kind == "look":
         shares = [value for name, value in record.items() if name.startswith("memory_attention_pct")]
         by_layer = f"attention on memory by layer {' '.join(f'{share:.0f}%' for share in shares)}"
-        return [*head, Cell(f"memory gains {record['memory_gain']:.4f} nats per token"), Cell(by_layer, drop=1)]
+        return [
+            *head,
+            Cell(f"memory gains {bounded(record['memory_gain'])} nats per token"),
+            Cell(by_layer, drop=1),
+        ]
     if kind == "layers":
         return [*head, Cell(f"gradient norms by layer {' '.join(f'{norm:.3g}' for norm in record['gradient_norm'])}")]
     return head + cells_of(record)

@@ -108,7 +108,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (no_gpu(environment={"DS_ACCELERATOR": "cpu"}), "GPU", "warning", "DS_ACCELERATOR='cpu'"),
         (changed(backends={"gloo": ""}), "backends", "problem", "nccl"),
         (changed(backends={}), "backends", "problem", "gloo and nccl"),
-        (changed(num_cores=1), "cores", "warning", "1 cores"),
+        (changed(num_cores=1), "cores", "warning", "1 core"),
         (changed(cgroup_cores=4.0), "cores", "warning", "control group allows 4"),
         (variable("OMP_NUM_THREADS", "64"), "cores", "warning", "32 cores for 2 ranks, OMP_NUM_THREADS=64"),
         (variable("OMP_NUM_THREADS", "many"), "cores", "problem", "OMP_NUM_THREADS=many"),
@@ -273,7 +273,7 @@ def test_a_line_begins_with_the_verdict_and_ends_with_the_remedy() -> None:
     assert Report({"a": HEALTHY, "longer": HEALTHY}, findings, []).lines() == [
         "ok       a       x  fine",
         "problem  longer  y  bad -> Mend it.",
-        "2 checks on 2 nodes: 1 problems, 0 warnings",
+        "2 checks on 2 nodes: 1 problem, 0 warnings",
     ]
 
 

@@ -208,7 +208,20 @@ def test_the_line_of_an_evaluation_and_of_an_event() -> None:
     assert format_record("eval", EVAL_RECORD, max_steps=99) == (
         "step 40/99  eval  loss 2.0000  ppl 7.39  bpb 1.5000  bpc 1.7500  1,234,567 tokens  in 3.1 s"
     )
-    assert format_record("event", {"event": "saved", "step": 40}, max_steps=99) == "event=saved step=40"
+    saved = {"event": "saved", "step": 40, "path": "step_000000040", "seconds": 0.1, "gib": 2.5}
+    assert format_record("event", saved, max_steps=99) == (
+        "step 40/99  saved  step_000000040, 2.50 GiB; training stood still for 0.10 s"
+    )
+    of_another_version = {"event": "no_such_event", "step": 40, "what": 3}
+    assert format_record("event", of_another_version, max_steps=99) == "step 40/99  no such event  what 3"
+
+
+@pytest.mark.parametrize("loss", [1e4, 3.7e15, 1.01e304, -2.5e200, math.inf, -math.inf, math.nan])
+def test_the_line_of_an_exploding_run_can_be_read(loss: float) -> None:
+    record = {"step": 40, "loss": loss, "ppl": abs(loss), "lr": 1e-3, "grad_norm": loss, "tokens_per_s": 1e3}
+    line = format_record("train", record, max_steps=99)
+    assert max(map(len, line.split())) <= 14
+    assert f"loss {loss:.3g}" in line or f"loss {loss:.4f}" in line
 
 
 RANK = Ranks(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), num_threads=1)

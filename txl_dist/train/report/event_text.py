@@ -1,0 +1,44 @@
+"""What an event of a run's records means, in words: for the console, and for the page of `txl report`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from txl_dist.tables import counted, size
+
+_DETAILS = {
+    "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} each; torch {torch}",
+    "saved": "{path}, {size}; training stood still for {seconds:.2f} s",
+    "save_failed": "log.txt tells why; it is tried again",
+    "replicas_agree": "all ranks hold the same parameters; compared in {seconds:.2f} s",
+    "skipped": "a loss or gradient that is not finite; weights and memories stayed as they were",
+    "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
+    "rewound": "from step {from:,}; the text in between is left out",
+    "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
+    "clipped": "{clipped_pct:.0f} % of {steps:,} steps, by the default optim.clip_norm {clip_norm:g}; the gradients' "
+    "norm was {grad_norm:.3g} on average. Set optim.clip_norm",
+    "stopped": "the same command goes on",
+    "stage": "this stage is done; the next one begins",
+    "done": "all steps are made",
+}
+"""By event, from its fields and from what `_readable` makes of them."""
+_COUNTS = {"ranks": "rank", "hosts": "host", "threads_per_rank": "thread"}
+
+
+def event_details(event: str, fields: Mapping[str, Any]) -> str:
+    """Return what else is known of an event, in words; of an event of another version, the fields that it holds."""
+    try:
+        return _DETAILS[event].format(**fields, **_readable(fields))
+    except (LookupError, ValueError, TypeError, OverflowError):
+        return ", ".join(f"{name} {value}" for name, value in fields.items() if not isinstance(value, dict | list))
+
+
+def _readable(fields: Mapping[str, Any]) -> dict[str, str]:
+    texts = {}
+    for name, noun in _COUNTS.items():
+        if type(fields.get(name)) is int:
+            texts[f"{noun}s_text"] = counted(fields[name], noun)
+    if isinstance(fields.get("gib"), int | float):
+        texts["size"] = size(2**30 * fields["gib"])
+    return texts
