@@ -28,7 +28,8 @@ from txl_dist.errors import ConfigError, TxlError, no_package
 from txl_dist.foreign_names import find_command
 from txl_dist.registry import load_plugins
 from txl_dist.suggest import did_you_mean
-from txl_dist.train.run_dir import check_paths
+from txl_dist.train.run_dir import check_paths, finished_lines
+from txl_dist.train.watch.stopping import launchers
 from txl_dist.verbs.completion import Command, Shell, completion_script
 from txl_dist.verbs.data import prepare, verify
 from txl_dist.verbs.doctor import doctor
@@ -89,6 +90,9 @@ def train(argv: Sequence[str]) -> int:
 
         say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
         return 0
+    if arguments.resume in ("auto", "must") and (lines := _finished_lines(arguments, argv)):
+        say("\n".join(lines), to=sys.stderr)
+        return 0
     announce_ranks()
     from txl_dist.allocator import give_memory_back
 
@@ -102,6 +106,22 @@ def train(argv: Sequence[str]) -> int:
     traced = parse_steps(arguments.profile, max_steps=max_steps) if arguments.profile else range(0)
     result = pretrain(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
     return result.exit_code
+
+
+def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str]:
+    """Return what to say of a run that is finished, before torch is imported; nothing for a rank of a launcher, which
+    expects the whole procedure."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" or launchers():
+        return []
+    others: list[str] = []
+    before = ""
+    for word in words:
+        flags = (before.replace("_", "-"), word.partition("=")[0].replace("_", "-"))
+        if "--train.max-steps" not in flags:
+            others.append(word)
+        before = word
+    settings = arguments.settings
+    return finished_lines(Path(settings.run.dir), settings, command=shlex.join(["txl", "train", *others]))
 
 
 def launch(argv: Sequence[str]) -> int:

@@ -78,6 +78,25 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
 
 
+def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
+    """Return what to say of a run that has nothing left to do; nothing for any other. Imports no torch.
+
+    A run is finished where DONE names a step not before `train.max_steps` and the checkpoint of that step is there.
+    `command`: what continues it, without the number of steps. Raises ConfigError as `check_run_dir`.
+    """
+    try:
+        step = int((run_dir / DONE).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return []
+    has_settings = (run_dir / SETTINGS).is_file()
+    has_checkpoint = any(path.name == f"step_{step:09d}" for path in list_checkpoints(run_dir))
+    if step < config.train.max_steps or not has_settings or not has_checkpoint:
+        return []
+    check_run_dir(run_dir, config)
+    reached = f"{run_dir} is done: it has reached step {step:,} of train.max_steps={config.train.max_steps:,}"
+    return [reached, f"to go on: {command} --train.max_steps {2 * step}", next_commands(run_dir)]
+
+
 def next_commands(run_dir: Path) -> str:
     """Return what one types after a training is done."""
     run = shlex.quote(str(run_dir))

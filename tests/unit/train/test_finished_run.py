@@ -1,0 +1,62 @@
+"""`txl train` on a run that is finished says so, with what to type next, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.corpora import tiny_corpus
+from txl_dist.config import Config, config_to_toml, load_config
+from txl_dist.errors import ConfigError
+from txl_dist.train.run_dir import finished_lines
+
+
+def a_finished_run(folder: Path, *, step: int = 200, done: str = "200\n") -> Config:
+    (folder / "c.toml").write_text(f"[run]\ndir = '{folder / 'run'}'\n[train]\nmax_steps = 200\n", encoding="utf-8")
+    config = load_config(folder / "c.toml")
+    checkpoint = folder / f"run/checkpoints/step_{step:09d}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
+    (folder / "run/config.toml").write_text(config_to_toml(config), encoding="utf-8")
+    (folder / "run/DONE").write_text(done, encoding="utf-8")
+    return config
+
+
+def test_a_finished_run_names_its_step_and_the_next_commands(tmp_path: Path) -> None:
+    config = a_finished_run(tmp_path)
+    run = tmp_path / "run"
+    reached, go_on, next_line = finished_lines(run, config, command="txl train c.toml")
+    assert reached == f"{run} is done: it has reached step 200 of train.max_steps=200"
+    assert go_on == "to go on: txl train c.toml --train.max_steps 400"
+    assert [f"txl {verb} {run}" in next_line for verb in ("report", "evaluate", "export")] == [True] * 3
+
+
+@pytest.mark.parametrize(("step", "done"), [(100, "200\n"), (200, "100\n"), (200, "soon"), (200, "")])
+def test_a_run_that_lacks_its_last_checkpoint_or_its_mark_is_not_finished(tmp_path: Path, step: int, done: str) -> None:
+    config = a_finished_run(tmp_path, step=step, done=done)
+    assert finished_lines(tmp_path / "run", config, command="txl train c.toml") == []
+
+
+def test_more_steps_are_trained_and_another_model_is_refused(tmp_path: Path) -> None:
+    config = a_finished_run(tmp_path)
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 300})})
+    assert finished_lines(tmp_path / "run", longer, command="txl train c.toml") == []
+    wider = config.model_copy(update={"model": config.model.model_copy(update={"width": 64})})
+    with pytest.raises(ConfigError, match=r"model\.width"):
+        finished_lines(tmp_path / "run", wider, command="txl train c.toml")
+
+
+def test_the_command_answers_without_torch_and_keeps_its_other_words(tmp_path: Path) -> None:
+    a_finished_run(tmp_path)
+    corpus = tiny_corpus(tmp_path).folder
+    code = (
+        "import sys\nfrom txl_dist.cli import main\n"
+        "code = main(sys.argv[1:])\nprint(code, *{'torch', 'deepspeed'} & set(sys.modules))"
+    )
+    words = ["train", str(tmp_path / "c.toml"), "--data.path", str(corpus), "--train.max_steps=200"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.stdout == "0\n", done.stderr
+    assert f"to go on: txl train {tmp_path / 'c.toml'} --data.path {corpus} --train.max_steps 400\n" in done.stderr
