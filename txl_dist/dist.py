@@ -53,6 +53,8 @@ class Votes(NamedTuple):
     """This rank was asked to stop; any was."""
     written: bool = False
     """This rank has written its part of the checkpoint in flight; all have."""
+    save: bool = False
+    """The clock of this rank, which is rank 0, says that a checkpoint is due; any does."""
 
 
 @contextmanager
@@ -105,8 +107,8 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 def poll(votes: Votes, *, world_size: int) -> Votes:
     """What holds for the job, between steps; within one it is told by the step's decision. All ranks call it."""
-    stops, writtens = all_reduce_sum(torch.tensor(votes, dtype=torch.float32)).tolist()
-    return Votes(stop=stops > 0, written=writtens == world_size)
+    stops, writtens, saves = all_reduce_sum(torch.tensor(votes, dtype=torch.float32)).tolist()
+    return Votes(stop=stops > 0, written=writtens == world_size, save=saves > 0)
 
 
 def gather_objects(value: T) -> list[T]:

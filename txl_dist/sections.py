@@ -442,6 +442,9 @@ class CheckpointSection(Section):
 
     every_steps: Annotated[Count, FREE] = 500
     """Steps between checkpoints; 0 means at the end only. The end is always saved."""
+    every_minutes: Annotated[float, Field(ge=0, le=10**6), FREE] = 0.0
+    """Minutes from one checkpoint to the next, by the clock of rank 0; 0 means by steps only. With every_steps both
+    hold, and each checkpoint starts the minutes again."""
     keep_last: Annotated[PositiveInt, FREE] = 3
     """Committed checkpoints to keep; older ones are removed after a new one is committed."""
     keep_every: Annotated[Count, FREE] = 0
@@ -483,6 +486,19 @@ class MetricsSection(Section):
     """Write TensorBoard event files beside metrics.jsonl."""
     wandb: Annotated[str, FREE] = ""
     """Project at Weights & Biases that gets the same records (pip install "txl_dist[wandb]"); empty sends nothing."""
+    wandb_entity: Annotated[str, FREE] = ""
+    """User or team at Weights & Biases that owns the run; empty means the default of the account."""
+    wandb_name: Annotated[str, FREE] = ""
+    """Name of the run there; empty means the name of the run directory."""
+    wandb_group: Annotated[str, FREE] = ""
+    """Group that the run belongs to there; empty means none."""
+    wandb_tags: Annotated[tuple[str, ...], FREE] = ()
+    """Tags of the run there, of 1 to 64 characters each."""
+    wandb_id: Annotated[str, FREE] = ""
+    """Id of the run there, to resume one or to choose it; empty makes one of the path of the run directory, so that a
+    resumed run is the same run there."""
+    wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
+    """allow: resume the run with this id there, or start it. must: it has to exist. never: it must not exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
     """Steps between measurements of the share of the step's targets (with train.half_loss those that it scores) that
     are the most probable token, by one more pass over them without dropout; 0 makes none. For held-out text see

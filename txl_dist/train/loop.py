@@ -222,7 +222,7 @@ class Run:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)
                 with interval.paused():
-                    if is_last or self.saving.is_due(step):
+                    if is_last or votes.save or self.saving.is_due(step):
                         self.saving.begin(state)
                     if not self.stopped:
                         self._observe(state)
@@ -289,7 +289,7 @@ class Run:
 
     def _votes(self) -> Votes:
         """Of this rank."""
-        return Votes(stop=bool(self.watch.stops.reason), written=self.saving.is_written)
+        return Votes(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
 
     def _rewound(self, state: TrainState) -> TrainState | None:
         """Back to the last checkpoint before the spike, whose text is left out from now on; None if there is none."""

@@ -153,6 +153,10 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
             found.append("train.first_memory has no effect without a memory (train.memory_len=0)")
         if model.absolute_with_memory:
             found.append("model.absolute_with_memory has no effect without a memory (train.memory_len=0)")
+    metrics = config.metrics
+    for key in ("entity", "name", "group", "tags", "id"):
+        if getattr(metrics, f"wandb_{key}") and not metrics.wandb:
+            found.append(f"metrics.wandb_{key} has no effect without metrics.wandb, the project")
     if config.optim.schedule == "constant" and config.optim.min_lr:
         found.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:

@@ -105,12 +105,12 @@ def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_s
         says = (loss.new_full((), value, dtype=torch.float64) for value in (skip, *votes))
         sums = torch.stack([own, loss.isfinite().logical_not().double(), *says])
         known = torch.cat([all_reduce_sum(sums), torch.stack([grad_norm.double(), own])])
-        total, bad, skips, stops, writtens, norm, own_loss = known.tolist()
+        total, bad, skips, stops, writtens, saves, norm, own_loss = known.tolist()
     is_sound = not bad and not skips
     return Decision(
         loss=total / world_size,
         grad_norm=norm if is_sound and math.isfinite(norm) else math.inf,
-        votes=Votes(stop=stops > 0, written=writtens == world_size),
+        votes=Votes(stop=stops > 0, written=writtens == world_size, save=saves > 0),
         own_loss=own_loss,
     )
 

@@ -42,6 +42,7 @@ class Says(NamedTuple):
     skip: bool = False
     stop: bool = False
     written: bool = False
+    save: bool = False
 
 
 SOUND = Says()
@@ -57,6 +58,7 @@ CASES: dict[str, tuple[Says, Says]] = {
     "one asks to stop": (SOUND, Says(stop=True)),
     "one has written": (Says(written=True), SOUND),
     "both have written": (Says(written=True), Says(written=True)),
+    "rank 0's clock asks to save": (Says(save=True), SOUND),
     "all at once": (Says(loss=math.nan, stop=True, written=True), Says(written=True)),
 }
 
@@ -65,8 +67,8 @@ def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, Votes]]:
     """Per case: the decision of this rank, and what `poll` says."""
     found = {}
     for name, says in CASES.items():
-        loss, grad_norm, skip, stop, written = says[ranks.rank]
-        votes, world_size = Votes(stop=stop, written=written), ranks.world_size
+        loss, grad_norm, skip, stop, written, save = says[ranks.rank]
+        votes, world_size = Votes(stop=stop, written=written, save=save), ranks.world_size
         decision = decide(torch.tensor(loss), torch.tensor(grad_norm), skip=skip, votes=votes, world_size=world_size)
         found[name] = decision, poll(votes, world_size=world_size)
     return found
@@ -126,6 +128,7 @@ def test_ranks_decide_alike_and_one_of_them_is_enough_to_skip_or_to_stop(tmp_pat
         assert decision.votes == polled, name
         assert polled.stop == (name in ("one asks to stop", "all at once")), name
         assert polled.written == (name in ("both have written", "all at once")), name
+        assert polled.save == (name == "rank 0's clock asks to save"), name
     skipped = {name for name, decision in decisions.items() if not math.isfinite(decision.grad_norm)}
     assert skipped == {
         "nan on rank 1",

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,14 +51,16 @@ class Saving:
         newest: Path | None,
         evaluated: Mapping[int, float],
         callbacks: Callbacks,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`newest` is the checkpoint that the run began with; `evaluated` has the validation loss of steps as the run
-        goes on."""
+        goes on. `clock_s` counts the minutes between checkpoints."""
         self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
         self._job, self._watch, self._run_dir = saver.job, saver.watch, saver.job.run_dir
         self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
         self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
         self._retry_at = 0
+        self._clock_s, self._counts_from_s = clock_s, clock_s()
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
         self._heeded: int | None = None
@@ -83,10 +85,16 @@ class Saving:
         every = self._job.config.checkpoint.every_steps
         return step == self._retry_at or (every > 0 and step % every == 0)
 
+    @property
+    def is_late(self) -> bool:
+        """On rank 0, whose clock decides: `checkpoint.every_minutes` have passed since the last checkpoint began."""
+        interval_s = 60 * self._job.config.checkpoint.every_minutes
+        return self._job.ranks.is_first and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
+
     def begin(self, state: TrainState) -> None:
         """Begin to save the state, unless it is saved; the save before it is finished first."""
         self.finish(state.step)
-        self._retry_at = 0
+        self._retry_at, self._counts_from_s = 0, self._clock_s()
         if checkpoint_folder(self._run_dir, state.step) == self._newest:
             return
         start_s = time.perf_counter()
@@ -122,7 +130,7 @@ class Saving:
         start_s = time.perf_counter()
         result = self._saver.finish()
         if result.error:
-            self._retry_at = step + max(1, self._job.config.checkpoint.every_steps // 10)
+            self._plan_retry(step)
             warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
             if self._job.ranks.is_first and self._newest is not None:
@@ -138,6 +146,14 @@ class Saving:
         self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
         self._callbacks.end_save(SaveEnd(result.step, result.folder))
         return True
+
+    def _plan_retry(self, step: int) -> None:
+        """Behind `step`, after a tenth of the interval, whichever there is."""
+        checkpoint = self._job.config.checkpoint
+        if checkpoint.every_minutes and not checkpoint.every_steps:
+            self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
+        else:
+            self._retry_at = step + max(1, checkpoint.every_steps // 10)
 
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
         """Before the run ends: the state is saved. A save that fails is tried again for so long; whoever asks to stop
@@ -196,7 +212,7 @@ class Saving:
             self._watch.beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
             own = Votes(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
-            is_asked, is_over = poll(own, world_size=self._job.ranks.world_size)
+            is_asked, is_over, _ = poll(own, world_size=self._job.ranks.world_size)
         return is_asked
 
     def newest_is(self, folder: Path) -> None:

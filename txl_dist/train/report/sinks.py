@@ -39,6 +39,9 @@ Record = dict[str, Any]
 
 _MAX_SCALARS = 64
 """Longest list whose numbers TensorBoard gets, one curve each: step times of ranks."""
+_NOT_IN_IDS = "/\\#?%:"
+"""What wandb refuses in the id of a run."""
+_LONGEST_TAG = 64
 _PATIENCE_S = 300.0
 """Between two attempts to reach Weights & Biases, each of which a step may have to wait for."""
 
@@ -65,9 +68,7 @@ class Reporter:
                 folder, settings = run_dir / TENSORBOARD, dict(flat(config))
                 self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
             if metrics.wandb:
-                self._sinks.append(
-                    WeightsAndBiases(run_dir, project=metrics.wandb, config=config.model_dump(mode="json"))
-                )
+                self._sinks.append(WeightsAndBiases(run_dir, metrics, config=config.model_dump(mode="json")))
         self._num_lost = [0] * len(self._sinks)
         self._failed: set[str] = set()
 
@@ -121,6 +122,18 @@ def check_sinks(metrics: MetricsSection) -> None:
             f"metrics.wandb={metrics.wandb!r} needs the library wandb, which is not installed. "
             'pip install "txl_dist[wandb]", or leave the setting out.'
         )
+    wrong = sorted(set(metrics.wandb_id) & set(_NOT_IN_IDS))
+    if wrong or metrics.wandb_id != metrics.wandb_id.strip():
+        raise ConfigError(
+            f"metrics.wandb_id={metrics.wandb_id!r}: an id at Weights & Biases has none of {' '.join(_NOT_IN_IDS)} and "
+            "no blank at its ends. Copy it from the run's page (Overview, Run path, the last part)."
+        )
+    for tag in metrics.wandb_tags:
+        if not 1 <= len(tag) <= _LONGEST_TAG:
+            raise ConfigError(
+                f"metrics.wandb_tags: {tag!r:.80} has {len(tag)} characters; a tag at Weights & Biases has 1 to "
+                f"{_LONGEST_TAG}. Shorten it, or leave it out."
+            )
 
 
 class JsonLines(Sink):
@@ -246,8 +259,8 @@ class WeightsAndBiases(Sink):
     A run that goes on is the same run there. Nothing that goes wrong in that library or on the way ends a training.
     """
 
-    def __init__(self, run_dir: Path, *, project: str, config: Record) -> None:
-        self._run_dir, self._project, self._config = run_dir, project, config
+    def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record) -> None:
+        self._run_dir, self._metrics, self._config = run_dir, metrics, config
         self._run: Any = None
         self._next_try_s = 0.0
 
@@ -266,12 +279,15 @@ class WeightsAndBiases(Sink):
     def _begin(self) -> Any:
         import wandb
 
-        name = self._run_dir.resolve().name
+        metrics, run_dir = self._metrics, self._run_dir.resolve()
         run = wandb.init(
-            project=self._project,
-            name=name,
-            id=sha256(str(self._run_dir.resolve()).encode()).hexdigest()[:12],
-            resume="allow",
+            project=metrics.wandb,
+            entity=metrics.wandb_entity or None,
+            name=metrics.wandb_name or run_dir.name,
+            group=metrics.wandb_group or None,
+            tags=metrics.wandb_tags or None,
+            id=metrics.wandb_id or sha256(str(run_dir).encode()).hexdigest()[:12],
+            resume=metrics.wandb_resume,
             dir=str(self._run_dir),
             config=self._config,
         )

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -362,6 +363,7 @@ def saving(
     losses: dict[int, float] | None = None,
     requests: Any = None,
     beat: Callable[[str], None] = lambda phase: None,
+    clock_s: Callable[[], float] = time.monotonic,
 ) -> tuple[Saving, Records]:
     monkeypatch.setattr(saving_module, "make_probes", lambda *_, **__: PROBE)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
@@ -371,8 +373,54 @@ def saving(
     it.saver.watch = it.saver.watch._replace(stops=requests or Requests(), watchdog=watchdog)
     callbacks = Callbacks(())
     return Saving(
-        it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}, callbacks=callbacks
+        it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}, callbacks=callbacks, clock_s=clock_s
     ), records
+
+
+def test_minutes_count_from_the_beginning_of_the_last_save_and_of_the_run(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=500.0)
+    it = parts(alone, tmp_path, every_steps=0, every_minutes=1.5)
+    one, _ = saving(it, monkeypatch, clock_s=lambda: clock.now_s)
+    seen = []
+    for step, clock.now_s in ((1, 589.9), (2, 590.0), (3, 679.0), (4, 681.0)):
+        seen.append(one.is_late)
+        if one.is_late:
+            one.begin(it.state(step))
+    one.finish(4)
+    assert seen == [False, True, False, True]
+    assert not one.is_due(4), "the interval of steps is switched off"
+
+
+def test_without_minutes_the_clock_never_asks_for_a_checkpoint(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    one, _ = saving(parts(alone, tmp_path), monkeypatch, clock_s=lambda: clock.now_s)
+    clock.now_s = 1e9
+    assert not one.is_late
+
+
+def test_a_save_by_minutes_that_fails_is_tried_again_after_a_tenth_of_the_interval_and_not_in_every_step(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    it = parts(alone, tmp_path, every_steps=0, every_minutes=10.0, asynchronous=False)
+    one, records = saving(it, monkeypatch, clock_s=lambda: clock.now_s)
+    (tmp_path / "checkpoints").write_text("in the way")
+    clock.now_s = 600.0
+    assert one.is_late
+    one.begin(it.state(5))
+    assert records.events == [("save_failed", 5)]
+    assert not one.is_late
+    assert not one.is_due(6)
+    clock.now_s = 661.0
+    assert one.is_late
+    (tmp_path / "checkpoints").unlink()
+    one.begin(it.state(6))
+    assert records.events == [("save_failed", 5), ("saved", 6)]
+    assert not one.is_late
 
 
 def test_a_synchronous_save_is_committed_before_training_goes_on(

@@ -203,6 +203,52 @@ def test_weights_and_biases_gets_every_record_in_one_run_that_goes_on(tmp_path: 
     assert ("define_metric", ("*", "step")) in wandb.calls
 
 
+def test_weights_and_biases_gets_the_names_that_the_settings_give(tmp_path: Path, wandb: FakeWandb) -> None:
+    given = {
+        "entity": "team",
+        "name": "first try",
+        "group": "sweep 3",
+        "tags": ["a", "b c"],
+        "id": "x-1",
+        "resume": "must",
+    }
+    settings = {f"wandb_{name}": value for name, value in given.items()}
+    config = tiny_config(
+        run={"dir": str(tmp_path / "run")}, metrics={"wandb": "papers", "tensorboard": False, **settings}
+    )
+    report = Reporter(job_of(config, RANK), start_step=0)
+    report.write("train", TRAIN_RECORD)
+    report.close()
+    (told,) = (value for name, value in wandb.calls if name == "init")
+    assert {name: told[name] for name in given} == given | {"tags": ("a", "b c")}
+    assert told["project"] == "papers"
+
+
+def test_weights_and_biases_gets_nothing_for_names_that_are_not_given(tmp_path: Path, wandb: FakeWandb) -> None:
+    report = wandb_reporter(tmp_path / "run")
+    report.write("train", TRAIN_RECORD)
+    report.close()
+    (told,) = (value for name, value in wandb.calls if name == "init")
+    assert (told["entity"], told["group"], told["tags"]) == (None, None, None)
+    assert len(told["id"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        *(({"wandb_id": bad}, r"metrics\.wandb_id") for bad in ("team/project/x", "a:b", "a?b", "#1", " x", "50%")),
+        *(({"wandb_tags": [bad]}, r"metrics\.wandb_tags: .* 1 to 64") for bad in ("", "x" * 65)),
+    ],
+)
+def test_what_weights_and_biases_would_refuse_is_refused_at_the_door(
+    settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=words):
+        check_sinks(tiny_config(metrics={"wandb": "papers", **settings}).metrics)
+    check_sinks(tiny_config(metrics={"wandb": "papers", "wandb_id": "a-b_1.c", "wandb_tags": ["x" * 64]}).metrics)
+
+
 def test_weights_and_biases_that_fails_never_ends_a_run(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
