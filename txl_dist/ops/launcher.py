@@ -133,6 +133,7 @@ class _Forwarding:
         self.ended_launcher = False
         """The launcher itself was stopped, before there was a run."""
         self._group, self._stop_file, self._made_stop_file = group, stop_file, False
+        self._acknowledged: set[int] = set()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._before = {number: signal.signal(number, self._forward) for number in numbers}
 
@@ -149,14 +150,26 @@ class _Forwarding:
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if not ranks:
-            with suppress(OSError):  # without the folder of the run nothing can be lost yet
-                self._stop_file.touch()
-                self._made_stop_file = True
-                return
-            self.ended_launcher = True
-            with suppress(ProcessLookupError):
-                os.killpg(self._group, number)
+        if ranks:
+            self._acknowledge(number, "the run saves after the current step, then exits")
+            return
+        with suppress(OSError):  # without the folder of the run nothing can be lost yet
+            self._stop_file.touch()
+            self._made_stop_file = True
+            self._acknowledge(number, f"{self._stop_file} asks the ranks to save and exit")
+            return
+        self.ended_launcher = True
+        self._acknowledge(number, "the run has not begun, and ends")
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, number)
+
+    def _acknowledge(self, number: int, what: str) -> None:
+        """Say at once that a signal has arrived; the first of each kind only."""
+        if number in self._acknowledged:
+            return
+        self._acknowledged.add(number)
+        with suppress(OSError, RuntimeError):  # no terminal; or this signal interrupts a write to it
+            say(f"txl launch: {signal.Signals(number).name}: {what}", to=sys.stderr)
 
 
 def _end_group(group: int, *, grace_s: float) -> None:

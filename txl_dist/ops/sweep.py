@@ -46,7 +46,7 @@ from txl_dist.ops.report.summary import Run, read_run
 from txl_dist.processes import process_id
 from txl_dist.run_files import DONE, SETTINGS
 from txl_dist.stages import check_stages, each_stage
-from txl_dist.tables import aligned, bounded, duration
+from txl_dist.tables import aligned, bounded, counted, duration
 from txl_dist.train.watch.stopping import LAUNCHED_BY, SIGNALS
 
 FAILED = 1
@@ -207,6 +207,9 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
                     trial = waiting.pop(0)
                     running[slot] = trial, _start(trial, _environment(slot, jobs=jobs, devices=devices))
             time.sleep(_LOOK_EVERY_S)
+            if asked and running and not told:
+                name = signal.Signals(asked[0]).name
+                say(f"{name}: {counted(len(running), 'run')} to save and exit; no further one starts", to=sys.stderr)
             for slot, (trial, process) in list(running.items()):
                 if asked and process.pid not in told:
                     process.terminate()

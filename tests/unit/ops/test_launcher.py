@@ -77,7 +77,8 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path, *, mode: str = "wait", grace_s: float = 20) -> subprocess.Popen[str]:
     environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "MODE": mode}
     command = [sys.executable, "-c", WRAPPER, str(grace_s)]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    with (folder / "errors.txt").open("w") as errors:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
 
 
 def result(process: subprocess.Popen[str]) -> int:
@@ -110,6 +111,8 @@ def test_a_signal_reaches_every_rank_once(folder: Path, number: signal.Signals) 
     process = start(folder)
     pids(folder)
     process.send_signal(number)
+    said = f"txl launch: {number.name}: the run saves after the current step, then exits"
+    wait_for(lambda: said in (folder / "errors.txt").read_text())
     assert result(process) == REQUEUE
     assert [(folder / f"told-{rank}").read_text() for rank in (0, 1)] == [number.name, number.name]
     assert not (folder / "run/STOP").exists()
@@ -123,6 +126,8 @@ def test_where_no_ranks_are_the_stop_file_is_made_and_taken_away(folder: Path) -
     process = start(folder)
     wait_for((folder / "up").exists)
     process.terminate()
+    said = "txl launch: SIGTERM: run/STOP asks the ranks to save and exit"
+    wait_for(lambda: said in (folder / "errors.txt").read_text())
     assert result(process) == REQUEUE
     assert not (folder / "run/STOP").exists()
 

@@ -4,6 +4,9 @@ Asked by: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP that a person makes; a t
 directory; the death of the launcher. The last one matters because `deepspeed` dies of a SIGTERM at once and leaves its
 ranks running, and so does its node launcher when it is killed: every rank watches the launchers among its ancestors. A
 shell that ends is none.
+
+A signal is acknowledged in the log at once, by a thread: Python calls a handler between two operations of the main
+thread only, and one operation of a large step can take minutes.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 
 from txl_dist.errors import ConfigError
@@ -42,14 +48,16 @@ class StopRequests:
         self._reason = ""
         self._signals: list[int] = []
         self._others: list[str] = []  # reasons besides signals
-        self._num_told = 0
         self._next_look_s = 0.0
         self._start_s = time.monotonic() - _age_s()
         self._launchers = launchers()
         self._is_orphan = (
             not self._launchers and os.getppid() == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
         )
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._restore = ExitStack()
+        for number in SIGNALS:
+            self._restore.callback(signal.signal, number, signal.signal(number, self._note))
+        self._restore.callback(_Acknowledgement().close)
 
     @property
     def reason(self) -> str:
@@ -61,7 +69,7 @@ class StopRequests:
     def count(self) -> int:
         """How often this process was asked so far, each signal counted: who waits sees whether it grows."""
         self._notice()
-        return self._num_told + len(self._others)
+        return len(self._signals) + len(self._others)
 
     def clear(self) -> None:
         """Take the stop file away once it was obeyed, so that the next start is not stopped by it."""
@@ -72,12 +80,11 @@ class StopRequests:
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._restore.close()
 
     def _notice(self) -> None:
-        if self._num_told < len(self._signals):
-            self._tell_signals()
+        if self._signals and not self._reason:
+            self._reason = signal.Signals(self._signals[0]).name
         if time.monotonic() < self._next_look_s:
             return
         self._next_look_s = time.monotonic() + LOOK_EVERY_S
@@ -90,16 +97,6 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
-    def _tell_signals(self) -> None:
-        """A launcher may repeat what the terminal sent already: the first signal counts, one repeat is mentioned."""
-        names = [signal.Signals(number).name for number in self._signals]
-        if not self._reason:
-            self._reason = names[0]
-            logger.info("asked to stop by %s", names[0])
-        if self._num_told < 2 <= len(names):
-            logger.info("%s again; stopping is under way", names[1])
-        self._num_told = len(names)
-
     def _look(self) -> Iterator[str]:
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
@@ -109,6 +106,37 @@ class StopRequests:
             yield f"the time limit of {self._max_time_s:g} s"
         if self._is_orphan or any(launcher.lives() is False for launcher in self._launchers):
             yield "the end of its launcher"
+
+
+class _Acknowledgement:
+    """Logs each stop signal when it arrives, whatever the main thread does. Made and closed by the main thread."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        # Python's handler in C writes the number of each signal there, without waiting for the main thread.
+        self._before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._thread = Thread(target=self._log_signals, name="stop signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after it has logged what has arrived."""
+        signal.set_wakeup_fd(self._before)
+        self._sender.shutdown(socket.SHUT_RDWR)  # to close it is not enough where a child holds a copy
+        self._thread.join()
+        self._sender.close()
+        self._receiver.close()
+
+    def _log_signals(self) -> None:
+        """A launcher may repeat what the terminal sent already: only one repeat is mentioned."""
+        num_logged = 0
+        while numbers := self._receiver.recv(64):
+            for name in [signal.Signals(number).name for number in numbers if number in SIGNALS]:
+                if num_logged == 0:
+                    logger.info("asked to stop by %s: the run saves after the current step, then exits", name)
+                elif num_logged == 1:
+                    logger.info("%s again: the run is already stopping", name)
+                num_logged += 1
 
 
 def parse_duration(text: str) -> float:

@@ -36,6 +36,45 @@ def test_the_first_signal_is_the_reason_and_repeats_change_nothing(number: signa
     assert signal.getsignal(number) == before
 
 
+BUSY = """
+import hashlib, sys
+from txl_dist.log import start_logging
+from txl_dist.train.watch.stopping import StopRequests
+start_logging()
+requests = StopRequests()
+print("ready", file=sys.stderr, flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000_000)  # one operation of some seconds, as a large step is
+print("the operation has ended", file=sys.stderr, flush=True)
+print(requests.reason, file=sys.stderr, flush=True)
+requests.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_is_acknowledged_while_the_main_thread_is_in_one_long_operation() -> None:
+    process = subprocess.Popen([sys.executable, "-c", BUSY], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    lines = [line.split(" I ")[-1].strip() for line in process.stderr]
+    assert process.wait() == 0
+    assert lines == [
+        "asked to stop by SIGTERM: the run saves after the current step, then exits",
+        "SIGTERM again: the run is already stopping",
+        "the operation has ended",
+        "SIGTERM",
+    ]
+
+
+def test_closing_gives_back_who_was_woken_by_signals_before() -> None:
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    StopRequests().close()
+    assert signal.set_wakeup_fd(before) == before
+
+
 @pytest.mark.usefixtures("look_always")
 def test_the_stop_file_counts_once(tmp_path: Path) -> None:
     file = tmp_path / "STOP"
