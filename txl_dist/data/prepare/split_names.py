@@ -8,7 +8,8 @@ to a file alone, next to its like of train, and below a folder that has another 
     wiki.valid.tokens  test.en.txt  test-v1.1.json                    held out   held out          held out
     c4-validation.00000-of-00008.json  test-00000-of-00001-5f1c.txt   held out   held out          held out
     test_clean.txt  dev-other/a.txt  testset.txt  enwik8-test.txt     doubtful   held out          held out
-    tests/a.txt  testing.md  development.md  (code bases have them)   trained    held out          trained
+    tests/a.txt  testing.md  evaluation.md  (code bases have them)    trained    held out          trained
+    evaluation.py  testing.py                                         trained    trained           trained
     latest.txt  contest.txt  developer.txt                            trained    trained           trained
 
 The like of `test_clean.txt` is `train_clean.txt` in the same folder: words such as set and data, numbers, versions and
@@ -39,6 +40,10 @@ SPLIT_WORDS = {
 }
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})
 """Code bases have them too: alone they mean nothing."""
+_QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation"}
+"""The same, for source code and for the pages that describe it."""
+_CODE, _PAGE = ".py", ".md"
+"""Suffixes of source code and of such pages among those that a folder of text has."""
 _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chunks", "batch", "rank", "v", "k", "m"})
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
 """Words that do not say which text it is: `test_data` is the like of `train`."""
@@ -68,7 +73,7 @@ class _Name(NamedTuple):
     """It names train and a held-out split."""
     is_quiet: bool
     is_code: bool
-    """A Python file: `test_model.py` next to `train.py` is a unit test."""
+    """A Python file: `test_model.py` next to `train.py` is a unit test, and `evaluation.py` next to it is a program."""
     is_input: bool
     """The part belongs to an input's own path."""
 
@@ -118,6 +123,8 @@ def splits_of_paths(
     train_folders = {name.folder for name in known if _is_only_train(name) and not name.is_code}
 
     def counts(name: _Name, *, is_in_train: bool) -> bool:
+        if name.is_code and name.is_quiet:
+            return False
         if name.is_sure or name.family in families:
             return True
         if holds_out_doubtful and not name.is_input:
@@ -223,14 +230,16 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
         return None
     word = max(hits, key=lambda word: SPLITS.index(SPLIT_WORDS[word]))
     split, splits = SPLIT_WORDS[word], {SPLIT_WORDS[hit] for hit in hits}
-    is_quiet = _QUIET_WORDS.issuperset(hits)
-    is_code = is_file and path.suffix == ".py"
+    suffix = path.suffix.lower() if is_file else ""
+    is_code = suffix == _CODE
+    quiet_words = _QUIET_BESIDE_CODE if suffix in (_CODE, _PAGE) else _QUIET_WORDS
+    is_quiet = quiet_words.issuperset(hits)
     says_only_this = words[-1] in hits if is_counted else len(words) == 1 and not is_quiet
     return _Name(
         split,
         word,
         path.parent,
-        f"{path.parent}/{_family(pieces)}" + (path.suffix if is_code else ""),
+        f"{path.parent}/{_family(pieces)}" + (suffix if is_code else ""),
         is_sure=says_only_this and len(splits) == 1 and (split == TRAIN or not is_input),
         is_mixed=TRAIN in splits and len(splits) > 1,
         is_quiet=is_quiet,

@@ -114,9 +114,10 @@ BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
     **dict.fromkeys(("validation_matched.jsonl", "a.dev-b.txt", "wikiTest.txt", "newsEval/b.txt"), (SAID, HELD)),
     **dict.fromkeys(("train/test_notes.txt", "train_test/b.txt", "test-clean/train.txt"), (SAID, SAID)),
     # of code bases too
-    **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "development.md"), (SILENT, HELD)),
+    **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "evaluation.md"), (SILENT, HELD)),
     **dict.fromkeys(("tests_unit/b.txt", "docs/development_notes.md"), (SILENT, SILENT)),
     **dict.fromkeys(("test_model.py", "loader_test.py"), (SAID, SAID)),
+    **dict.fromkeys(("evaluation.py", "read/eval.PY", "testing.py"), (SILENT, SILENT)),
     # no name of a split
     **dict.fromkeys(("latest.txt", "contest.txt", "attest.txt", "protest/b.txt", "detest.txt"), (SILENT, SILENT)),
     **dict.fromkeys(("testament.txt", "invalid.txt", "developer.txt", "device/b.txt", "value.txt"), (SILENT, SILENT)),
@@ -201,8 +202,8 @@ def test_a_name_with_more_words_is_held_out_below_a_folder_with_train_in_it_and_
 
 
 def test_unit_tests_of_a_program_named_train_are_text_as_before(tmp_path: Path) -> None:
-    code = laid_out(tmp_path / "code", "train.py", "model.py", "test_model.py", "tests/model_test.py")
-    assert splits_of(code)[0]["train"] == {"train.py", "model.py", "test_model.py", "tests/model_test.py"}
+    files = {"train.py", "model.py", "test_model.py", "tests/model_test.py", "evaluation.py", "eval.py"}
+    assert splits_of(laid_out(tmp_path / "code", *files))[0]["train"] == files
 
 
 def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
