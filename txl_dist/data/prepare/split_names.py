@@ -40,7 +40,7 @@ SPLIT_WORDS = {
 }
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})
 """Code bases have them too: alone they mean nothing."""
-_QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation"}
+_QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout"}
 """The same, for source code and for the pages that describe it."""
 _CODE, _PAGE = ".py", ".md"
 """Suffixes of source code and of such pages among those that a folder of text has."""

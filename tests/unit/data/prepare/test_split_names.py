@@ -117,7 +117,7 @@ BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
     **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "evaluation.md"), (SILENT, HELD)),
     **dict.fromkeys(("tests_unit/b.txt", "docs/development_notes.md"), (SILENT, SILENT)),
     **dict.fromkeys(("test_model.py", "loader_test.py"), (SAID, SAID)),
-    **dict.fromkeys(("evaluation.py", "read/eval.PY", "testing.py"), (SILENT, SILENT)),
+    **dict.fromkeys(("evaluation.py", "read/eval.PY", "testing.py", "held_out.py"), (SILENT, SILENT)),
     # no name of a split
     **dict.fromkeys(("latest.txt", "contest.txt", "attest.txt", "protest/b.txt", "detest.txt"), (SILENT, SILENT)),
     **dict.fromkeys(("testament.txt", "invalid.txt", "developer.txt", "device/b.txt", "value.txt"), (SILENT, SILENT)),
