@@ -1,4 +1,7 @@
-"""What giving memory back costs a step on a CPU: `python tools/bench_allocator.py`.
+"""What giving memory back costs a step on a CPU.
+
+    python tools/bench_allocator.py                         14 million parameters; --size 51 has more
+    python tools/bench_allocator.py --size 1 --rounds 1     the smallest size, some seconds
 
 `txl_dist/allocator.py` tells the C library, once per process, to map large blocks apart and to return them. So a
 variant needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine
@@ -20,18 +23,20 @@ from pathlib import Path
 from statistics import median
 
 VARIANTS = ("as it comes", "given back")
-SHAPES = {14: (4, 512), 51: (12, 512)}
-"""(layers, width) by millions of parameters, with a vocabulary of 4,096 (14 M) and 20,000 (51 M)."""
+SHAPES = {1: (4, 128, 4096), 14: (4, 512, 4096), 51: (12, 512, 20_000)}
+"""(layers, width, vocabulary) by millions of parameters."""
 
 
 def main() -> None:
     """Measure and print; a child makes steps when it is told to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, choices=SHAPES, default=14, help="million parameters")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
     parser.add_argument("--only", choices=VARIANTS, default=None, help="be the child of this variant")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds} measures nothing: type 1 or more")
     if options.only is not None:
         return make_steps(options.only, size=options.size)
     times_ms, peaks = measure(size=options.size, rounds=options.rounds)
@@ -86,8 +91,8 @@ def make_steps(variant: str, *, size: int) -> None:
     from txl_dist.train.batch import batch_maker
     from txl_dist.train.engine.zero import ZeroEngine
 
-    layers, width = SHAPES[size]
-    vocab_size, lanes, length = 4096 if size < 50 else 20_000, 4, 64
+    layers, width, vocab_size = SHAPES[size]
+    lanes, length = 4, 64
     model = {"num_layers": layers, "width": width, "num_heads": 8, "head_width": width // 8, "ff_width": 4 * width}
     train = {"num_lanes": lanes, "microbatch_lanes": lanes, "segment_len": length, "memory_len": length}
     config = Config.model_validate({"model": model, "train": train, "engine": {"zero_stage": 1}})

@@ -1,4 +1,7 @@
-"""What a checkpoint costs the training: `python tools/bench_checkpoint.py [--ranks 2] [--layers 13] [--rounds 5]`.
+"""What a checkpoint costs the training.
+
+    python tools/bench_checkpoint.py [--ranks 2] [--rounds 5]       some minutes
+    python tools/bench_checkpoint.py --layers 1 --rounds 1          the smallest size, some seconds
 
 A model of about 45 million parameters (with both moments over 500 MB) is trained on a CPU with ZeRO-1 in fp32, and
 saved as the training loop saves it, asynchronously and synchronously in turn within one run. Per save:
@@ -27,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.multiprocessing as mp
+from measuring import announced, positive
 
 from txl_dist.config import Config
 from txl_dist.data.prepare.run import prepare_corpus
@@ -35,6 +39,7 @@ from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
 from txl_dist.meeting import free_port
 from txl_dist.run_files import checkpoint_folder
 from txl_dist.train.batch import batch_maker, read_inputs
+from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
@@ -107,7 +112,7 @@ class Bench:
         reporter = Reporter(job, start_step=0)
         silent: Any = SimpleNamespace(beat=lambda phase: None)
         saver = Saver(job, Watch(self.stops, silent, lock=None, nonce="bench"))
-        return Saving(saver, self.engine, self.maker, reporter, newest=None, evaluated={})
+        return Saving(saver, self.engine, self.maker, reporter, newest=None, evaluated={}, callbacks=Callbacks(()))
 
     def step(self, saving: Saving | None = None) -> float:
         """One training step; returns its seconds."""
@@ -193,7 +198,8 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
     say(f"{ranks.num_threads} threads each; first save: stall {first['asynchronous: stall'][0]:.3f} s")
 
     times = new_times()
-    for number in range(rounds):
+    numbers = range(rounds)
+    for number in announced(numbers, what="round") if ranks.is_first else numbers:
         for mode in MODES if number % 2 == 0 else MODES[::-1]:
             bench.save(mode, times)
         if ranks.is_first:
@@ -254,10 +260,10 @@ def rate(name: str, values: Iterable[float], gib: float) -> str:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=13)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--ranks", type=positive, default=1, help="processes that train together")
+    parser.add_argument("--layers", type=positive, default=13, help="of the model, 3.4 million parameters each")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed saves of each mode")
+    parser.add_argument("--folder", type=Path, default=None, help="for corpus and checkpoints")
     arguments = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:

@@ -1,4 +1,7 @@
-"""What the engine costs the host: `python tools/bench_engine.py`.
+"""What the engine costs the host.
+
+    python tools/bench_engine.py                            all ZeRO stages, some minutes
+    python tools/bench_engine.py --stages 1 --rounds 1      the smallest size, some seconds
 
 Twelve layers so small that arithmetic takes no time (width 16, feed-forward 32, 4 lanes of 8 tokens): what is left is
 Python and dispatch. A step is forward, loss, backward, norm, decision, clipping and update, fp32, one process and one
@@ -90,9 +93,10 @@ class EngineStep:
 def main() -> None:
     """Measure all stages in one run, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3])
+    parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3], choices=range(4), help="of ZeRO")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     add_measure_options(parser)
+    parser.set_defaults(rounds=20)
     arguments = parser.parse_args()
     with joined_ranks(timeout_s=600, num_threads=1) as ranks:
         base = "torch fused AdamW"
@@ -101,7 +105,7 @@ def main() -> None:
             steps[f"ZeRO-{stage}"] = EngineStep(config_of(stage=stage, precision=arguments.precision), ranks)
         losses = {name: torch.stack([step() for _ in range(AGREEING_STEPS)]) for name, step in steps.items()}
         actions: dict[str, Callable[[], object]] = dict(steps)
-        timings = interleaved(actions, rounds=max(arguments.rounds, 20))
+        timings = interleaved(actions, rounds=arguments.rounds)
     more = {
         name: {
             "cost": timings[name].min_ms / timings[base].min_ms,

@@ -1,4 +1,7 @@
-"""How fast the loader is, as ratios measured interleaved in one run: `python tools/bench_loader.py`.
+"""How fast the loader is, as ratios measured interleaved in one run.
+
+    python tools/bench_loader.py                                                    100 million tokens, some minutes
+    python tools/bench_loader.py --tokens 1200000 --rounds 1 --read-mib 64          the smallest size, some seconds
 
 A synthetic corpus is written into a scratch folder (documents of 3,000 to 40,000 tokens, uint16), then, for batches of
 32 lanes x 512 tokens, best of several rounds in turn:
@@ -9,7 +12,7 @@ A synthetic corpus is written into a scratch folder (documents of 3,000 to 40,00
     memmap       a Python loop over 32 rows of one flat np.memmap (int64)
 
 and resuming in the middle of an epoch, the size of the state, planning an epoch of 100,000 shards, and the anonymous
-memory of a process that reads one gigabyte. Timings hold for a warm page cache; run it on one idle core.
+memory of a process that reads one gigabyte (`--read-mib`). Timings hold for a warm page cache; run it on one idle core.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ from txl_dist.text.training import train_tokenizer
 
 LANES, SEGMENT_LEN = 32, 512
 SHARD_TOKENS = 1 << 24
+LEFT_OVER_BATCHES = 64
+"""Batches of a corpus that are not timed: webdataset's lanes end unevenly, and the fullest still holds tokens then."""
+LEAST_TOKENS = (LEFT_OVER_BATCHES + 8) * LANES * (SEGMENT_LEN + 1)
+"""Size of the smallest corpus: 8 batches are timed."""
 
 
 def write_corpus(folder: Path, *, num_tokens: int, seed: int = 0) -> Corpus:
@@ -155,7 +162,7 @@ def best_of(rounds: int, actions: dict[str, Callable[[], float]]) -> dict[str, f
 
 def print_speed(corpus: Corpus, flat: Path, *, rounds: int) -> None:
     """Million tokens per second and the two ratios."""
-    steps = corpus.split("train").tokens // (LANES * (SEGMENT_LEN + 1)) - 64
+    steps = corpus.split("train").tokens // (LANES * (SEGMENT_LEN + 1)) - LEFT_OVER_BATCHES
     seconds = best_of(
         rounds,
         {
@@ -205,23 +212,22 @@ def plan_epoch() -> float:
     return time.perf_counter() - began
 
 
-def print_memory(corpus: Corpus) -> None:
-    """Anonymous memory of a process while it reads a gigabyte, in MiB after each eighth of it."""
-    code = "import sys; from tools.bench_loader import memory_while_reading; memory_while_reading(sys.argv[1])"
+def print_memory(corpus: Corpus, *, read_mib: int) -> None:
+    """Print the anonymous memory of a process while it reads so many MiB, after each eighth of them."""
+    code = "import sys; from tools.bench_loader import memory_while_reading as run; run(sys.argv[1], int(sys.argv[2]))"
     root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(corpus.folder)], cwd=root, check=True, capture_output=True, text=True
-    )
-    print("RssAnon while reading 1 GB, MiB:", done.stdout.strip())
+    command = [sys.executable, "-c", code, str(corpus.folder), str(read_mib)]
+    done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    print(f"RssAnon while reading {read_mib:,} MiB, MiB:", done.stdout.strip())
 
 
-def memory_while_reading(folder: str) -> None:
+def memory_while_reading(folder: str, read_mib: int) -> None:
     """Run by `print_memory` in a process of its own."""
     corpus = open_corpus(folder)
     stream = LaneStream(
         [corpus.split("train")], start(corpus), segment_len=SEGMENT_LEN, lanes=range(LANES), num_buffers=6
     )
-    steps = (1 << 30) // (2 * LANES * SEGMENT_LEN)
+    steps = (read_mib << 20) // (2 * LANES * SEGMENT_LEN)
     for step, _ in enumerate(itertools.islice(stream, steps)):
         if step % (steps // 8) == steps // 16:
             status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -232,9 +238,18 @@ def memory_while_reading(folder: str) -> None:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=100_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=100_000_000, help=f"of the corpus; at least {LEAST_TOKENS:,}")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each reader")
+    parser.add_argument(
+        "--read-mib", type=int, default=1024, help="MiB that the process reads whose memory is measured"
+    )
     arguments = parser.parse_args()
+    if arguments.tokens < LEAST_TOKENS:
+        parser.error(f"--tokens {arguments.tokens:,} is too few: the smallest corpus has {LEAST_TOKENS:,}")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} measures nothing: type 1 or more")
+    if arguments.read_mib < 1:
+        parser.error(f"--read-mib {arguments.read_mib} reads nothing: type 1 or more")
     with tempfile.TemporaryDirectory() as scratch:
         corpus = write_corpus(Path(scratch) / "corpus", num_tokens=arguments.tokens)
         flat = Path(scratch) / "flat.bin"
@@ -245,7 +260,7 @@ def main() -> None:
         print_resume(corpus, rounds=arguments.rounds)
         print_state()
         print(f"planning 100,000 shards: {1000 * best_of(arguments.rounds, {'': plan_epoch})['']:.0f} ms")
-        print_memory(corpus)
+        print_memory(corpus, read_mib=arguments.read_mib)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What reporting costs: `python tools/bench_logging.py`, the share of a training step that records take.
+"""What reporting costs: the share of a training step that records take.
+
+    python tools/bench_logging.py                           8 rounds
+    python tools/bench_logging.py --rounds 1                the smallest size, some seconds
 
 A step of the quickstart's model (1.4 million parameters, 16 lanes of 64 tokens, ZeRO-1, one process, one thread) and a
 report to all sinks that are always there (console into a file, metrics.jsonl, TensorBoard) are timed in turn. Larger

@@ -1,11 +1,12 @@
 """How fast `txl prepare` is: one worker, two workers, and the bare tokenizer as the ceiling, interleaved in one run.
 
     python tools/bench_prepare.py TEXT.jsonl [...] [--rounds 3] [--megabytes 64] [--tokenizer-file T]
+    python tools/bench_prepare.py TEXT.jsonl --rounds 1 --megabytes 0.1 --vocab-size 300     the smallest size, seconds
 
-All encode the same texts with the same given BPE tokenizer (or one learnt here from a part of them), whose library's
-own threads are off. Rates are bytes of text per second of the best round; the half corpus shows what is fixed cost.
-`bare` is `encode_batch_fast` of the library on the texts in memory, in the pieces that our tokenizer makes, and
-nothing else: no reading, no parsing, no ids taken out.
+A file has a JSON object with a `text` per line. All encode the same texts with the same given BPE tokenizer (or one
+learned here from a part of them), whose library's own threads are off. Rates are bytes of text per second of the best
+round; the half corpus shows what is fixed cost. `bare` is `encode_batch_fast` of the library on the texts in memory, in
+the pieces that our tokenizer makes, and nothing else: no reading, no parsing, no ids taken out.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from measuring import announced, positive
+
+from txl_dist.errors import DataError, TxlError
 
 BARS = {"2 workers / 1 worker": 1.6, "1 worker / bare": 0.7}
 
@@ -25,15 +32,15 @@ BARS = {"2 workers / 1 worker": 1.6, "1 worker / bare": 0.7}
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of text to use")
-    parser.add_argument("--vocab-size", type=int, default=16_384)
-    parser.add_argument("--tokenizer-file", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines with a text each")
+    parser.add_argument("--rounds", type=positive, default=3, help="timed runs of each variant")
+    parser.add_argument("--megabytes", type=float, default=64.0, help="megabytes of text to use")
+    parser.add_argument("--vocab-size", type=int, default=16_384, help="of the tokenizer that is learned here")
+    parser.add_argument("--tokenizer-file", type=Path, help="use this tokenizer, and learn none")
     arguments = parser.parse_args()
+    texts = read_texts(arguments.files, num_bytes=int(arguments.megabytes * 1e6))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    texts = read_texts(arguments.files, num_bytes=int(arguments.megabytes * 1e6))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole, half = folder / "whole.jsonl", folder / "half.jsonl"
@@ -60,16 +67,44 @@ def main() -> None:
 
 
 def read_texts(files: list[Path], *, num_bytes: int) -> list[str]:
-    """The first documents of the files, about so many bytes of them."""
+    """Return the first documents of the files, about so many bytes of them.
+
+    Blank lines are left out. Raises DataError for a file that cannot be read, a line without a text, and fewer than two
+    documents.
+    """
     texts: list[str] = []
     for path in files:
-        with path.open(encoding="utf-8") as stream:
-            for line in stream:
-                if num_bytes <= 0:
-                    return texts
-                texts.append(json.loads(line)["text"])
-                num_bytes -= len(texts[-1].encode())
+        for number, line in enumerate(lines_of(path), 1):
+            if num_bytes <= 0:
+                break
+            if not line.strip():
+                continue
+            texts.append(text_of(line, where=f"{path}, line {number}"))
+            num_bytes -= len(texts[-1].encode())
+    if len(texts) < 2:
+        raise DataError(f"documents in the files: {len(texts)}. Half of them is measured too, so give two or more.")
     return texts
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a file. Raises DataError if it cannot be read as UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            yield from stream
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def text_of(line: str, *, where: str) -> str:
+    """Return the text of a record. Raises DataError if the line is no JSON object that has one."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{where}: not a JSON object with a text. Give JSON lines: {{"text": "..."}}, one a document.')
+    return text
 
 
 def write(path: Path, texts: list[str]) -> int:
@@ -117,7 +152,7 @@ def prepare(source: Path, folder: Path, tokenizer_file: Path, *, num_workers: in
 def interleaved(runs: dict[str, Any], *, rounds: int) -> dict[str, list[float]]:
     """Seconds of each run, one after the other in each round, so that what disturbs one disturbs all."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    for _ in announced(range(1, rounds + 1), what="round"):
         for name, run in runs.items():
             begin = time.perf_counter()
             run()
@@ -126,4 +161,7 @@ def interleaved(runs: dict[str, Any], *, rounds: int) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"bench_prepare: {error}")

@@ -1,6 +1,7 @@
 """How many shapes, each a CUDA graph, the micro-batches of the recipes have on a GPU, and how many rows are padding.
 
     python tools/count_graphs.py [--text FILE] [--steps 5000] [--multiple 128]
+    python tools/count_graphs.py --steps 2                      the smallest size, some seconds
 
 Makes the batches of one rank as training does (`BatchMaker`) from three kinds of ids, and prints a table:
 
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from measuring import announced, positive
 
 from txl_dist.config import Config, load_config
 from txl_dist.data.read.stream import plain_segment
@@ -115,13 +117,14 @@ def count(batches: Iterator[Ids], config: Config, *, vocab_size: int, multiple: 
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Count shapes and padded rows of the recipes on a GPU.")
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--multiple", type=int, default=0)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="count the micro-batches of this text too")
+    parser.add_argument("--steps", type=positive, default=5000, help="micro-batches of each recipe")
+    parser.add_argument("--multiple", type=int, default=0, help="pad to a multiple of this; 0 means the ladder")
     arguments = parser.parse_args()
     ranks = word_ids(arguments.text) if arguments.text else None
     table = [["recipe", "ids", "graphs", "padded rows", "added to softmax", "most frequent"]]
-    for name, vocab_size in RECIPES.items():
+    for name in announced(list(RECIPES), what="recipe"):
+        vocab_size = RECIPES[name]
         config = load_config(CONFIGS / f"{name}.toml")
         sources: dict[str, Ids | None] = {"zipf": None}
         if ranks is not None and not config.model.cutoffs:

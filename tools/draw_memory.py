@@ -4,7 +4,7 @@
     txl train configs/quickstart.toml --run.dir runs/memory --eval.every_steps 60 --eval.max_tokens 40000
     txl train configs/quickstart.toml --run.dir runs/no_memory --eval.every_steps 60 --eval.max_tokens 40000 \\
         --train.memory_len 0
-    python tools/draw_memory.py runs/memory runs/no_memory --out docs/memory.svg
+    python tools/draw_memory.py runs/memory runs/no_memory --out docs/memory.svg      some seconds
 
 Left, the loss of held-out text as the training goes on; right, the loss by position in the segment at its end:
 without memory the first tokens of every segment are guessed without a context.

@@ -2,6 +2,7 @@
 
     python tools/fuzz.py --cases 10000 --seed 0            a table of counts; exit code 1 if anything went wrong
     python tools/fuzz.py --reader "run lock" --case 17     one case again, with its traceback and its file
+    python tools/fuzz.py --reader settings --cases 20      the smallest size: one reader, some seconds
 
 A case takes a sound file, changes it once or a few times by its structure (a member goes, is renamed, gets another
 type, an absurd size, a deep nesting, a hostile name), by its bytes (cut, flipped, filled with NUL or bad UTF-8), or
@@ -46,6 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tomli_w
 import torch
+from measuring import announced
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -657,7 +659,7 @@ def fuzz(
     logger.disabled, was_disabled = True, logger.disabled
     try:
         with tempfile.TemporaryDirectory(prefix="txl-fuzz-") as scratch:
-            for index, name in enumerate(names):
+            for index, name in enumerate(announced(names, what="reader")):
                 reader, found = READERS[name], counts.setdefault(name, Counter())
                 sound = Path(scratch) / f"sound-{index}"
                 reader.make(sound)
@@ -690,10 +692,10 @@ KINDS = ("refused", "accepted", "passed over", "tracebacks", "hangs")
 def main() -> int:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--reader", choices=READERS, action="append")
-    parser.add_argument("--case", type=int)
+    parser.add_argument("--cases", type=int, default=1000, help="of all readers together")
+    parser.add_argument("--seed", type=int, default=0, help="of the damage")
+    parser.add_argument("--reader", choices=READERS, action="append", help="this reader alone; may be repeated")
+    parser.add_argument("--case", type=int, help="this case alone")
     words = parser.parse_args()
     start_s = time.perf_counter()
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 `python tools/gpu_engine.py` makes the part of the CPU anew, gpu_reference.json: fp32, stage 1, no dropout, 2 lanes,
 always the same ids. It takes half a minute on one core. A change that means to change losses says so and makes it.
+`python tools/gpu_engine.py --tiny --json FILE` tries the same with a tiny model, in some seconds.
 """
 
 from __future__ import annotations
@@ -194,9 +195,12 @@ def graphs_by_running_again() -> None:
 def main() -> None:
     """Make the reference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=REFERENCE, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=REFERENCE, metavar="FILE", help="where the reference is written")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; needs --json, for it is no reference")
     arguments = parser.parse_args()
-    config = recipe(stage=1, precision="fp32", dropout=False, lanes=REFERENCE_LANES)
+    if arguments.tiny and arguments.json == REFERENCE:
+        parser.error("--tiny makes no reference: name a file for its numbers by --json")
+    config = recipe(stage=1, precision="fp32", dropout=False, lanes=REFERENCE_LANES, tiny=arguments.tiny)
     with joined_ranks(timeout_s=600) as ranks:
         found = first_steps(config, ranks)
     arguments.json.write_text(json.dumps(found) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """How long a run takes to end: after the death or the freezing of a rank, and after a request to stop.
 
     python tools/measure_ends.py [--trials 5] [--ranks 2]
+    python tools/measure_ends.py --trials 1 --ranks 1 --cases "the file RUN/STOP"       the smallest size
 
 Starts `txl launch` on a small corpus again and again, strikes while it makes steps of some 50 ms, and prints, per case,
 the seconds until the last of the other ranks was gone and until `txl launch` was, median and most. CPU only.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from measuring import announced, positive
 
 SETTINGS = """
 [data]
@@ -117,9 +119,10 @@ def measure(folder: Path, strike: Strike, *, num_ranks: int) -> tuple[float, flo
 
 def main() -> None:
     """Measure all cases and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=positive, default=5, help="runs of each case")
+    parser.add_argument("--ranks", type=positive, default=2, help="of each run; a case that ends one rank needs two")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
     arguments = parser.parse_args()
     print("| what | trials | other ranks gone, s | txl launch gone, s | exit code |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
@@ -134,8 +137,8 @@ def main() -> None:
             check=True,
             capture_output=True,
         )
-        for case, strike in CASES.items():
-            found = [measure(folder, strike, num_ranks=arguments.ranks) for _ in range(arguments.trials)]
+        for case in announced(arguments.cases, what="case"):
+            found = [measure(folder, CASES[case], num_ranks=arguments.ranks) for _ in range(arguments.trials)]
             ranks_s, launch_s, codes = zip(*found, strict=True)
             times = (f"{statistics.median(values):.1f}, at most {max(values):.1f}" for values in (ranks_s, launch_s))
             print(

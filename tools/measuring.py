@@ -77,9 +77,20 @@ def speedup(timings: Mapping[str, Timing], name: str, *, base: str) -> Timing:
     return Timing(theirs.min_ms / mine.min_ms, theirs.median_ms / mine.median_ms)
 
 
+def positive(word: str) -> int:
+    """Return the number of a flag. Raises ArgumentTypeError if it is not a whole number of 1 or more."""
+    try:
+        number = int(word)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not a whole number of 1 or more")
+    return number
+
+
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
     """`--rounds`, `--json`, and `--only`, `--measure` by which `peak_in_fresh_process` starts a benchmark again."""
-    parser.add_argument("--rounds", type=int, default=8, help="timed runs of each variant")
+    parser.add_argument("--rounds", type=positive, default=8, help="timed runs of each variant")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
     parser.add_argument("--only", default=None, metavar="VARIANT", help="this variant alone")
     parser.add_argument("--measure", choices=("all", "memory"), default="all")

@@ -6,17 +6,19 @@ The programs are found by their `if __name__`: a new one needs an entry in SMOKE
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import runpy
-import subprocess
+import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch import Tensor, nn
 
+from tests.helpers import forked
 from tests.helpers.bundles import make
 
 pytestmark = pytest.mark.slow
@@ -28,37 +30,52 @@ PROGRAMS = {
     if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
 }
 SMOKE: dict[str, list[str]] = {
+    "ablation": ["--table", "--csv", "docs/ablation.csv"],
+    "anchors": ["--table"],
+    "bench_allocator": ["--size", "1", "--rounds", "1"],
     "bench_attention": ["--tiny", "--rounds", "1"],
+    "bench_checkpoint": ["--layers", "1", "--rounds", "1"],
+    "bench_engine": ["--stages", "1", "--rounds", "1"],
     "bench_export": ["BUNDLE", "--dtypes", "int8"],
+    "bench_loader": ["--tokens", "1200000", "--rounds", "1", "--read-mib", "64"],
+    "bench_logging": ["--rounds", "1"],
+    "bench_prepare": ["TEXT", "--rounds", "1", "--megabytes", "0.1", "--vocab-size", "300"],
+    "books": ["BOOKS", "books"],
     "check_plan": [],
     "count_code": [],
+    "count_graphs": ["--steps", "2"],
+    "draw_memory": ["RUN", "RUN", "--out", "memory.svg"],
+    "fuzz": ["--reader", "settings", "--cases", "20"],
+    "gpu_engine": ["--tiny", "--json", "tiny.json"],
     "gpu_rows": ["ROWS"],
     "huggingface_ours": ["random", "FOLDER"],
+    "long_run": ["--table"],
     "model_page": ["--check"],
+    "paper/t10": ["--table"],
+    "paper/t6": ["--table"],
+    "paper/t8": ["--size", "paper"],
+    "paper/t9": ["--size", "paper"],
+    "parity": ["--table"],
+    "prediction": ["--table"],
+    "recipes": ["--table"],
     "reference_pages": ["--check"],
     "simulate_lanes": ["--lanes", "16", "--ranks", "4", "--shards", "20", "--steps", "50", "--segment-len", "8"],
+    "speedrun": ["--table"],
+    "studies": ["--table"],
 }
-"""Smallest documented size by program. BUNDLE, ROWS and FOLDER are made by the test."""
-MADE_OF_RECORDS = "trains runs of minutes, or rewrites tables of the docs; its parts are tested by themselves"
+"""Smallest documented size by program. Words in capitals are files and folders that `make_places` makes."""
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("bench_decode", "bench_eval", "bench_serve", "bench_softmax", "bench_step"), "test_benchmarks.py"),
+    "bench_footprint": "test_footprint_measured.py",
     "bench_gpu": "test_bench_gpu.py rehearses it on a CPU",
     "count_launches": "test_count_launches.py",
-    **dict.fromkeys(("ablation", "anchors", "long_run", "parity", "prediction", "recipes"), MADE_OF_RECORDS),
-    **dict.fromkeys(("speedrun", "studies", "paper/t6", "paper/t8", "paper/t9", "paper/t10"), MADE_OF_RECORDS),
-    **dict.fromkeys(("bench_allocator", "bench_checkpoint"), "its smallest model has 14 million weights"),
-    **dict.fromkeys(("bench_footprint", "measure_ends", "guard"), "starts ranks; its smallest case takes a minute"),
-    "bench_logging": "its only model is that of the quickstart, for a minute",
-    **dict.fromkeys(("bench_engine", "bench_loader", "bench_prepare", "fuzz"), "has no size that is over in seconds"),
-    "books": "needs a clone of other texts",
-    "count_graphs": "counts the graphs of a whole recipe",
     "decode_worker": "is started by bench_decode",
-    "step_worker": "is started by bench_step",
-    "draw_memory": "needs two finished runs",
-    "gpu_engine": "rewrites the reference of tests/gpu, half a minute",
     "gpu_later": "needs a CUDA device",
+    "guard": "its smallest part trains twice on two ranks: more than a minute of a core",
     "huggingface_theirs": "needs transformers 4",
+    "measure_ends": "its smallest case starts a training by DeepSpeed's launcher: half a minute of a core",
     "original_train": "needs the original authors' code",
+    "step_worker": "is started by bench_step",
 }
 """Programs without a run here, and why, or which test runs them."""
 
@@ -81,19 +98,63 @@ def test_a_program_shows_its_help(
     assert "usage: " in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the programs read and write: `--table` writes pages and pictures of docs/."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for folder in ("configs", "docs", "tools"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("tests", "txl_dist"):  # they are only read
+        (copy / folder).symlink_to(ROOT / folder)
+    return copy
+
+
+def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
+    """Make the input of a program, and return the paths by their words in SMOKE."""
+    places = {word: str(folder / word.lower()) for word in ("BOOKS", "FOLDER", "ROWS", "RUN", "TEXT")}
+    if "BUNDLE" in wanted:
+        places["BUNDLE"] = str(make(folder / "made").bundle)
+    if "BOOKS" in wanted:
+        for number in range(258):
+            book = folder / f"books/author/title {number:03d}.md"
+            book.parent.mkdir(parents=True, exist_ok=True)
+            book.write_text("word " * (40_000 if number < 24 else 2))
+    if "ROWS" in wanted:
+        began = {"began": 1.0, "section": "", "state": "opens", "command": "bench_gpu", "date": "today"}
+        (folder / "rows").write_text(json.dumps(began) + "\n")
+    if "RUN" in wanted:
+        (folder / "run").mkdir()
+        rows = [{"kind": "eval", "step": step, "loss": 4.0, "loss_by_position": [4.5, 4.0]} for step in (60, 120)]
+        (folder / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "TEXT" in wanted:
+        lines = (json.dumps({"text": f"{number} times {number} is a number"}) for number in range(2000))
+        (folder / "text").write_text("\n".join(lines) + "\n")
+    return places
+
+
+def run_as_main(program: str, *words: str) -> None:
+    """Do what `python program words` does, in a process that has imported torch."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
+    sys.argv = [program, *words]
+    sys.path.insert(0, str(Path(program).parent))
+    runpy.run_path(program, run_name="__main__")
+
+
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_program_runs_to_its_end_at_a_small_size(name: str, tmp_path: Path) -> None:
-    began = {"began": 1.0, "section": "", "state": "opens", "command": "bench_gpu", "date": "today"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(began) + "\n")
-    places = {"ROWS": "rows.jsonl", "FOLDER": "folder"}
-    if "BUNDLE" in SMOKE[name]:
-        places["BUNDLE"] = str(make(tmp_path / "made").bundle)
+def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tmp_path: Path) -> None:
+    """Forked, since 32 fresh processes would import torch for two minutes."""
+    places = make_places(tmp_path, wanted=SMOKE[name])
     words = [places.get(word, word) for word in SMOKE[name]]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(PROGRAMS[name]), *words]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+    variables = forked.environment(PYTHONPATH=checkout)
+    out, err = tmp_path / "out.txt", tmp_path / "err.txt"
+    program = str(checkout / f"tools/{name}.py")
+    process = forked.start(run_as_main, program, *words, variables=variables, cwd=checkout, out=out, err=err)
+    process.join(300)
+    if process.is_alive():
+        process.kill()
+        pytest.fail(f"{name} runs for more than 5 minutes")
+    assert process.exitcode == 0, err.read_text()[-3000:]
+    assert "Traceback" not in err.read_text()
 
 
 @pytest.mark.parametrize(
@@ -105,6 +166,17 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, tmp_path: Path) ->
         ("decode_worker", [], "required: JOB.json"),
         ("step_worker", ["one"], "required: SIZES.json"),
         ("gpu_rows", [], "required: FILE"),
+        ("bench_loader", ["--tokens", "200000"], "--tokens 200,000 is too few: the smallest corpus has 1,181,952"),
+        ("bench_loader", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
+        ("bench_loader", ["--read-mib", "-1"], "--read-mib -1 reads nothing: type 1 or more"),
+        ("bench_prepare", ["texts.jsonl", "--rounds", "0"], "--rounds: 0 is not a whole number of 1 or more"),
+        ("bench_engine", ["--rounds", "one"], "--rounds: one is not a whole number of 1 or more"),
+        ("bench_engine", ["--stages", "4"], "--stages: invalid choice: 4"),
+        ("bench_allocator", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
+        ("bench_checkpoint", ["--layers", "0"], "--layers: 0 is not a whole number of 1 or more"),
+        ("count_graphs", ["--steps", "-2"], "--steps: -2 is not a whole number of 1 or more"),
+        ("gpu_engine", ["--tiny"], "--tiny makes no reference: name a file for its numbers by --json"),
+        ("measure_ends", ["--cases", "fire"], "--cases: invalid choice: 'fire'"),
     ],
 )
 def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
@@ -115,6 +187,33 @@ def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
         runpy.run_path(str(PROGRAMS[name]), run_name="__main__")
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"Plain text.\n", "line 1: not a JSON object with a text"),
+        (b'{"text": "one"}\n\n{"text": "two"\n', "line 3: not a JSON object with a text"),
+        (b'{"body": "one"}\n', "line 1: not a JSON object with a text"),
+        (b'{"text": null}\n', "line 1: not a JSON object with a text"),
+        (b'["one", "two"]\n', "line 1: not a JSON object with a text"),
+        (b'{"text": "\xff"}\n', "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"text": "one"}\n', "documents in the files: 1. Half of them is measured too"),
+        (b"", "documents in the files: 0."),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_bench_prepare_names_the_line_that_is_no_record(
+    content: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "texts").write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["bench_prepare", str(tmp_path / "texts")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAMS["bench_prepare"]), run_name="__main__")
+    assert str(ended.value.code).startswith("bench_prepare: ")
+    assert said in str(ended.value.code)
+    assert "\n" not in str(ended.value.code)
 
 
 class StandInLayer(nn.Module):
