@@ -1,7 +1,7 @@
 """What giving memory back costs a step on a CPU.
 
     python tools/bench_allocator.py                         14 million parameters; --size 51 has more
-    python tools/bench_allocator.py --size 1 --rounds 1     the smallest size, some seconds
+    python tools/bench_allocator.py --size 1 --rounds 1     the smallest size, under a minute
 
 `txl_dist/allocator.py` tells the C library, once per process, to map large blocks apart and to return them. So a
 variant needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine

@@ -152,9 +152,10 @@ def replay(corpus: Corpus, *, share: float) -> float:
 
 
 def best_of(rounds: int, actions: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """The best time of each action, all of them once per round."""
+    """Return the best time of each action, all of them once per round; a line on standard error says which round."""
     best = dict.fromkeys(actions, float("inf"))
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
+        print(f"{', '.join(actions)}: round {number} of {rounds} ...", file=sys.stderr, flush=True)
         for name, action in actions.items():
             best[name] = min(best[name], action())
     return best
@@ -189,7 +190,8 @@ def print_resume(corpus: Corpus, *, rounds: int) -> None:
     }
     for name, value in best_of(rounds, actions).items():
         print(f"resume {name}: {1000 * value:.1f} ms")
-    print(f"webdataset replay to 50%: {1000 * best_of(rounds, {'': lambda: replay(corpus, share=0.5)})['']:.0f} ms")
+    name = "webdataset replay to 50%"
+    print(f"{name}: {1000 * best_of(rounds, {name: lambda: replay(corpus, share=0.5)})[name]:.0f} ms")
 
 
 def print_state() -> None:
@@ -259,7 +261,8 @@ def main() -> None:
         print_speed(corpus, flat, rounds=arguments.rounds)
         print_resume(corpus, rounds=arguments.rounds)
         print_state()
-        print(f"planning 100,000 shards: {1000 * best_of(arguments.rounds, {'': plan_epoch})['']:.0f} ms")
+        name = "planning 100,000 shards"
+        print(f"{name}: {1000 * best_of(arguments.rounds, {name: plan_epoch})[name]:.0f} ms")
         print_memory(corpus, read_mib=arguments.read_mib)
 
 
