@@ -178,10 +178,10 @@ def calibrated(row: Row) -> float:
     return (low + high) / 2
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Print all rows; 0 if the mixed-precision ones are within the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.parse_args(words)
     print("| machine | model | lanes/GPU | GPUs | published | predicted | error | |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row, error in zip(PUBLISHED, errors(), strict=True):

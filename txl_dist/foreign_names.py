@@ -325,7 +325,7 @@ COUNTERPARTS = (
         note=_SCALE,
     ),
     Counterpart(
-        "zero zero_optimization zero_optimization.stage deepspeed_stage stage fsdp sharding sharding_strategy",
+        "zero zero_optimization zero_optimization.stage deepspeed_stage fsdp sharding sharding_strategy",
         "engine.zero_stage",
     ),
     Counterpart("offload_param cpu_offload_params", "engine.offload_parameters"),

@@ -262,8 +262,8 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     assert "70000 is no id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
     assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999")
     assert "is not valid UTF-8 (character 1). Give it as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
-    assert "no room for a memory of 1,000,000,000,000 tokens" in shell.refusal(
-        "--memory-len", str(10**12), "--max-tokens", str(10**12)
+    assert "no room for a memory of 1,000,000,001 tokens" in shell.refusal(
+        "--memory-len", str(10**12), "--max-tokens", str(10**9)
     )
     full = "cannot write the texts: No space left on device. Make room, or name another file with --out."
     assert full in shell.refusal("--out", "/dev/full")
