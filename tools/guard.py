@@ -267,7 +267,8 @@ def main() -> int:
     shown: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="guard-") as scratch:
         place = Workplace(given.root.resolve(), Path(scratch).resolve())
-        for name in given.only:
+        for number, name in enumerate(given.only, 1):
+            print(f"part {name}: {number} of {len(given.only)} ...", file=sys.stderr, flush=True)
             start_s = time.monotonic()
             shown[name] = run_part(place, name)
             shutil.rmtree(place.folder / "bundle")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from measuring import announced
 from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
 from trainings import ENVIRONMENT, named, records_in, run_txl
 
@@ -268,12 +269,12 @@ def main() -> None:
     seeds |= {f"seed {seed}": seed for seed in range(given.seed + 1, given.seed + 1 + given.more_seeds)}
     records = [] if given.trial else read_rows(RECORDS, Record)
     known = {(row.run, row.recipe, row.steps, row.corpus) for row in records}
-    for run, seed in seeds.items():
+    for run in announced(list(seeds), what="run"):
         if (run, given.recipe.stem, given.steps, named(corpus)) in known:
             print(f"{run}: recorded in {RECORDS}")
             continue
         kills = kills_of(run, steps=given.steps, count=given.kills, seed=given.seed)
-        config = changed(base, {"run.seed": seed})
+        config = changed(base, {"run.seed": seeds[run]})
         rows = measure(run, config, kills=kills, out=out, recipe=given.recipe.stem)
         print(*rows, sep="\n", flush=True)
         if not given.trial:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from measuring import announced
 from recording import ROOT, Rows, cpu, markdown, put_table, today
 from texts import mark_of_text, marked_text
 from trainings import CommandError, commits_of, flags_of, mark_of, named, run_txl, seconds_of, side_by_side, starts_of
@@ -156,7 +157,7 @@ def main() -> None:
         parser.error("name a recipe, or --table")
     try:
         rows = Rows(RECORDS, COLUMNS)
-        for name in given.names:
+        for name in announced(given.names, what="recipe"):
             bring(name, rows=rows, precision=given.precision, ranks=given.ranks)
     except TxlError as error:
         sys.exit(str(error))

@@ -109,11 +109,16 @@ def mark_of(config: Config) -> str:
 
 
 def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:
-    """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised."""
+    """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised.
+
+    A line on standard error says how many of them are done.
+    """
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            for one in as_completed([pool.submit(work, item) for item in items]):
+            futures = [pool.submit(work, item) for item in items]
+            for number, one in enumerate(as_completed(futures), 1):
                 one.result()
+                print(f"{number} of {len(futures)} done", file=sys.stderr, flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

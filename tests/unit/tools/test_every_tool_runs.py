@@ -157,6 +157,8 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
         pytest.fail(f"{name} runs for more than 5 minutes")
     assert process.exitcode == 0, err.read_text()[-3000:]
     assert "Traceback" not in err.read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (checkout / "docs" / page.name).read_bytes() == page.read_bytes(), "the page is not that of the records"
 
 
 @pytest.mark.parametrize(
