@@ -144,7 +144,7 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             raise DataError(
                 f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
                 f"{found.num_other} others left out, {len(found.hidden)} hidden files left out. Name those that are "
-                "text."
+                "text, or quote a pattern: '**/*.json.gz' takes all such files below the folder where you are."
             )
         files = []
         for path, size, mark in found.files:

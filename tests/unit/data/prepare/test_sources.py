@@ -650,3 +650,15 @@ def tmp_file(folder: Path) -> Path:
     path = folder / "a.txt"
     path.write_text("some text", encoding="utf-8")
     return path
+
+
+def test_a_folder_leaves_out_json_and_the_pattern_that_the_message_shows_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("en").mkdir()
+    with gzip.open("en/c4-train.00000-of-01024.json.gz", "wt") as file:
+        file.write('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"pattern: '\*\*/\*\.json\.gz' takes"):
+        texts_of(["en"])
+    assert texts_of(["**/*.json.gz"]) == ["a"]
