@@ -45,6 +45,7 @@ from txl_dist.model.positions import distance_encoding
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.model.rms_norm import RmsNorm, rms_norm
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.tables import counted
 
 BLOCK_LEN = {"cpu": 128, "cuda": 512}
 """Queries of a chunk that attend at a time, by kind of device: few of their scores are of future keys."""
@@ -234,7 +235,7 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"no room for a memory of {memory_len:,} tokens for {num_rows} rows. Choose a shorter memory "
+            f"no room for a memory of {memory_len:,} tokens for {counted(num_rows, 'row')}. Choose a shorter memory "
             "(--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
         ) from error
 

@@ -217,7 +217,8 @@ def describe_batch(job: Job) -> Iterator[str]:
     config, plan, vocab_size = job.config, job.plan, job.vocab_size
     train, engine = config.train, config.engine
     yield (
-        f"batch: {train.num_lanes} lanes x {train.segment_len} tokens = {plan.tokens_per_step:,} tokens per step; "
+        f"batch: {counted(train.num_lanes, 'lane')} x {train.segment_len} tokens = "
+        f"{plan.tokens_per_step:,} tokens per step; "
         f"{counted(plan.world_size, 'rank')} x {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} x "
         f"{counted(plan.microbatch_lanes, 'lane')}"
     )
@@ -251,6 +252,7 @@ def describe_data(job: Job, stream: StreamState, *, step: int = 0) -> Iterator[s
     for split, one in zip(job.corpora.train, end.corpora, strict=True):
         read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         yield (
-            f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in {len(split.shards):,} "
-            f"shards; {one.num_lanes} lanes, {read:.2f} epochs at step {last_step:,}"
+            f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in "
+            f"{counted(len(split.shards), 'shard')}; {counted(one.num_lanes, 'lane')}, {read:.2f} epochs at step "
+            f"{last_step:,}"
         )

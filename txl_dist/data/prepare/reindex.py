@@ -78,9 +78,11 @@ class ReindexSummary:
         lines = [*corpus_lines(corpus_facts(self.corpus)), *self.remarks]
         lines += [f"members ignored: {count:,} {suffix}" for suffix, count in sorted(self.ignored.items())]
         if self.num_without_tokens:
-            lines.append(f"{self.num_without_tokens:,} tars without tokens are left out")
+            lines.append(f"tars without tokens, left out: {self.num_without_tokens:,}")
         if self.num_unended:
-            lines.append(f"{self.num_unended:,} documents do not end in end-of-text: the next one follows unmarked")
+            lines.append(
+                f"documents that do not end in end-of-text: {self.num_unended:,}; the next one follows unmarked"
+            )
         return lines
 
 

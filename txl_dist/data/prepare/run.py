@@ -70,7 +70,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.log import logger
 from txl_dist.progress import Progress
-from txl_dist.tables import aligned
+from txl_dist.tables import aligned, counted
 from txl_dist.text.base import Tokenizer
 
 _PARTS_VERSION = 3
@@ -115,9 +115,8 @@ class PrepareSummary:
             shown = ", ".join(self.hidden_files[:3]) + ", ..." * (len(self.hidden_files) > 3)
             lines.append(f"  hidden files left out: {len(self.hidden_files):,} ({shown})")
         if self.parts_kept:
-            lines.append(
-                f"  kept from an interrupted preparation: {self.parts_kept:,} parts, {self.shards_kept:,} shards"
-            )
+            parts, shards = counted(self.parts_kept, "part"), counted(self.shards_kept, "shard")
+            lines.append(f"  kept from an interrupted preparation: {parts}, {shards}")
         return lines
 
     def _table(self) -> list[str]:

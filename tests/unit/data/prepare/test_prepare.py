@@ -156,7 +156,7 @@ def test_after_a_kill_the_same_command_goes_on_and_ends_as_if_nothing_had_happen
     shards = sum(len(expected.corpus.split(split).shards) for split in expected.corpus.split_names)
     assert calls["write_planned"] == shards - (after if where == "write_planned" else 0)
     assert (calls["encode_part"] == 0) == (where == "write_planned")
-    assert f"kept from an interrupted preparation: {finished} parts" in "\n".join(summary.lines())
+    assert f"kept from an interrupted preparation: {finished} part" in "\n".join(summary.lines())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "texts"]
 
 

@@ -243,7 +243,7 @@ def test_documents_that_do_not_end_and_tars_without_tokens_are_counted(tmp_path:
     summary = reindex_corpus(tmp_path / "tars", tokenizer_path=tokenizer)
     assert (summary.num_unended, summary.num_without_tokens) == (1, 1)
     lines = "\n".join(summary.lines())
-    for line in ("members ignored: 1 .json", "1 tars without tokens", "1 documents do not end in end-of-text"):
+    for line in ("members ignored: 1 .json", "tars without tokens, left out: 1", "do not end in end-of-text: 1;"):
         assert line in lines
     assert [shard.name for shard in summary.corpus.split("train").shards] == ["a.tar"]
     assert verify_corpus(tmp_path / "tars") == []

@@ -325,7 +325,7 @@ def test_the_headline_takes_the_newest_and_the_best(tmp_path: Path) -> None:
     facts = {fact.name: (fact.value, fact.note) for fact in facts_of(read_run(tmp_path))}
     assert facts["Held-out loss"] == ("2.5000", "nats per token; perplexity 12.18; best: 2.0000 at step 20")
     assert facts["Step"] == ("30", "")
-    assert facts["Model"] == ("1.23M parameters", "1,234,567")
+    assert facts["Model"] == ("1.23M parameters", "1,234,567 exactly")
 
 
 def test_the_straggler_is_the_rank_that_is_slowest_most_often(tmp_path: Path) -> None:
