@@ -22,7 +22,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional
 
 from txl_dist import __version__
-from txl_dist.config import Config, changed, load_config, setting_names
+from txl_dist.config import Config, changed, choices_of, load_config, setting_names
 from txl_dist.console import LostOutputError, drop_output, flush_output, guard_streams, say
 from txl_dist.errors import ConfigError, TxlError, no_package
 from txl_dist.foreign_names import find_command
@@ -47,7 +47,7 @@ from txl_dist.verbs.serve import serve
 from txl_dist.verbs.sweep import SweepArguments
 from txl_dist.verbs.sweep import sweep as run_sweep
 from txl_dist.verbs.train import check_config_file, usage
-from txl_dist.verbs.tyro_events import list_arguments
+from txl_dist.verbs.tyro_events import Argument, list_arguments
 from txl_dist.verbs.words import announce_ranks, call, complete_switches, parse, refuse_slips
 
 
@@ -113,15 +113,9 @@ def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str
     expects the whole procedure."""
     if os.environ.get("WORLD_SIZE", "1") != "1" or launchers():
         return []
-    others: list[str] = []
-    before = ""
-    for word in words:
-        flags = (before.replace("_", "-"), word.partition("=")[0].replace("_", "-"))
-        if "--train.max-steps" not in flags:
-            others.append(word)
-        before = word
     settings = arguments.settings
-    return finished_lines(Path(settings.run.dir), settings, command=shlex.join(["txl", "train", *others]))
+    command = shlex.join(["txl", "train", *_without_flag("--train.max-steps", words)])
+    return finished_lines(Path(settings.run.dir), settings, command=command)
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -144,12 +138,7 @@ def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
     """Say that --ranks starts none, and by which command they start."""
     if num_ranks < 1:
         return f"--ranks {num_ranks}: it must be 1 or more, and goes with --dry-run."
-    others: list[str] = []
-    before = ""
-    for word in words:
-        if before != "--ranks" and word.partition("=")[0] != "--ranks":
-            others.append(word)
-        before = word
+    others = _without_flag("--ranks", words)
     command = shlex.join(["txl", "launch", "--num_accelerators", str(num_ranks), *others])
     return f"--ranks {num_ranks} starts no ranks: it is for --dry-run. To train on {num_ranks} ranks: {command}"
 
@@ -192,12 +181,13 @@ def completion(shell: Positional[Shell], /) -> None:
         shell: bash, zsh or fish. For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For
             zsh a file _txl in a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
     """
-    settings = [each for each in list_arguments(TrainArguments, default=_DEFAULTS) if "." in "".join(each.names)]
+    listed = list_arguments(TrainArguments, default=_DEFAULTS)
+    settings = [_with_choices(argument) for argument in listed if "." in "".join(argument.names)]
     say(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))
 
 
 def _completed(name: str) -> Command:
-    """A command as its completion needs it."""
+    """Describe a command for the completion script."""
     summary = (VERBS[name].__doc__ or "").splitlines()[0].rstrip(".")
     own: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
     if name in ("train", "launch"):
@@ -210,11 +200,29 @@ def _completed(name: str) -> Command:
     return Command(name, summary, arguments, takes_settings=name in (*own, "train", "launch"))
 
 
+def _with_choices(setting: Argument) -> Argument:
+    """Add the choices of a setting whose values are the names of a table: tyro reads it as any text."""
+    name = setting.names[0].removeprefix("--").replace("-", "_")
+    return setting._replace(choices=setting.choices or choices_of(name))
+
+
 _DEFAULTS = TrainArguments(config=Path("CONFIG"), settings=Config())
 
 
+def _without_flag(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the words without a flag, which is spelt with hyphens, and without its one value."""
+    kept: list[str] = []
+    before = ""
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if flag not in (before, name):
+            kept.append(word)
+        before = word.replace("_", "-")
+    return kept
+
+
 def _values_of_flag(flag: str, words: Sequence[str]) -> list[str]:
-    """The values of a flag that is needed before the words are parsed; it may be given more than once."""
+    """Return the values of a flag that is needed before the words are parsed; it may be given more than once."""
     values: list[str] = []
     is_open = False
     for word in words:
@@ -253,7 +261,7 @@ VERBS: dict[str, Callable[..., object]] = {
 
 
 RANKED = ("train", "evaluate", "recl", "doctor")
-"""Commands whose ranks work together and speak once. Any other command is alone, whatever the environment says."""
+"""Commands whose ranks work together and print each message once. Any other command runs alone, in any environment."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,7 +327,7 @@ def run() -> None:
             say(f"txl: error: {lost}. Send it elsewhere; what the command wrote to files is there", to=sys.stderr)
         drop_output()
         code = 2
-    except BrokenPipeError:  # the reader of our output is gone; nobody is left to tell
+    except BrokenPipeError:  # the reader of our output is gone: no message can reach it
         os._exit(141)
     if "torch" in sys.modules:
         # Everything is written and all ranks have met. In about one exit of a hundred, native threads behind gloo
@@ -331,12 +339,12 @@ def run() -> None:
 
 
 def _code_of_main() -> int:
-    """Run the command line; the exit code, after a line about whatever ended it. Raises what lost output raises."""
+    """Run the command line and return its exit code, after one line about what ended it. Lost output still raises."""
     try:
         return main()
     except KeyboardInterrupt:
         if _is_speaker():
-            goes_on = "; the same command goes on from what is kept" if sys.argv[1:2] == ["prepare"] else ""
+            goes_on = "; the same command continues from what is kept" if sys.argv[1:2] == ["prepare"] else ""
             say(f"txl: interrupted{goes_on}", to=sys.stderr)
         return 130
     except (LostOutputError, BrokenPipeError):

@@ -43,7 +43,7 @@ def _spelling(name: str) -> str:
 
 
 def _values(argument: Argument) -> str:
-    """What follows a flag: its choices, `@file` for a file name, or nothing that can be completed."""
+    """Return the values that complete a flag: its choices, `@file` for a file name, or an empty text."""
     if argument.choices:
         return " ".join(argument.choices)
     return "@file" if argument.takes != "nothing" and argument.value_kind == "text" else ""
@@ -217,7 +217,7 @@ def _zsh_specs(argument: Argument) -> Iterator[str]:
         yield _zsh_quoted(f"{many}:{meaning}:{action}")
     for name in argument.names:
         value = "" if argument.takes == "nothing" else f":value:{action}"
-        # A list takes one value here: a pattern for its end would hide the flags behind it.
+        # A list takes one value here: a pattern for its end would hide the flags after it.
         repeats = "*" if argument.takes == "many" else ""
         yield _zsh_quoted(f"{repeats}{_spelling(name)}[{meaning}]{value}")
 

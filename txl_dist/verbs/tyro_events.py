@@ -18,6 +18,7 @@ from tyro._arguments import ArgumentDefinition
 from tyro._backends._tyro_backend import _LiteralValue
 
 _METAVAR_OF_NONE = "{None}|"
+_LISTED_VALUES = re.compile(r"\{([\w,-]+)\}")
 _VALUE_KINDS: dict[str, Literal["whole number", "number"]] = {"INT": "whole number", "FLOAT": "number"}
 
 
@@ -27,9 +28,9 @@ class Argument(NamedTuple):
     names: tuple[str, ...]
     """All spellings of a flag, with their dashes; none for a positional argument."""
     metavar: str
-    """What stands for the value in a usage line: PATH, INT, {fp32,bf16}. Empty for a switch."""
+    """Placeholder of the value in a usage line: PATH, INT, {fp32,bf16}. Empty for a switch."""
     help: str
-    """What the argument means, in one line without the default."""
+    """Help text of the argument, in one line without the default."""
     choices: tuple[str, ...]
     """The values it can take, if they are few; else none."""
     takes: Literal["nothing", "one", "many"]
@@ -40,7 +41,7 @@ class Argument(NamedTuple):
 
     @property
     def value_kind(self) -> Literal["whole number", "number", "text"]:
-        """What each value is read as."""
+        """Type as which each value is read."""
         word = re.search(r"INT|FLOAT", self.metavar)
         return _VALUE_KINDS[word[0]] if word else "text"
 
@@ -93,7 +94,7 @@ class WordsRefusedError(Exception):
 
 
 def run_tyro(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
-    """What tyro makes of `words` for a function or a class. Raises WordsRefusedError, and SystemExit after --help."""
+    """Let tyro parse `words` for a function or a class. Raises WordsRefusedError, and SystemExit after --help."""
     with _errors.on_parse_error(_raise_refusal):
         return tyro.cli(target, prog=prog, args=words, **options)
 
@@ -164,11 +165,14 @@ def _argument(definition: ArgumentDefinition) -> Argument:
     is_many = takes_several or lowered.action == "append"
     if lowered.action == "boolean_optional_action":
         names = (*names, *(name.replace("--", "--no-", 1) for name in names))
+    metavar = "" if is_switch else (lowered.metavar or "").removeprefix(_METAVAR_OF_NONE)
+    listed = _LISTED_VALUES.fullmatch(metavar)  # also of a flag that takes the names of plugins too
+    choices = lowered.choices or (listed[1].split(",") if listed else ())
     return Argument(
         names=tuple(names),
-        metavar="" if is_switch else (lowered.metavar or "").removeprefix(_METAVAR_OF_NONE),
+        metavar=metavar,
         help=" ".join((text or "").split()),
-        choices=() if is_switch else lowered.choices or (),
+        choices=() if is_switch else tuple(choices),
         takes="nothing" if is_switch else "many" if is_many else "one",
         is_required=bool(lowered.required),
         is_list=lowered.nargs == "*",

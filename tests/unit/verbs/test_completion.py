@@ -35,6 +35,8 @@ CASES = [
     ("txl plan e.toml --interc", "--interconnect"),
     ("txl sweep e.toml --grid optim.lr=1,2 --see", "--seeds"),
     ("txl prepare texts --tokenizer by", "byte"),
+    ("txl train e.toml --model.positions abs", "absolute"),
+    ("txl launch e.toml --optim.name lam", "lamb"),
     ("txl prepare texts --valid e.tom", "e.toml"),
     ("txl export run out --format on", "onnx"),
     ("txl import weights out --format nv", "nvidia"),
