@@ -28,7 +28,7 @@ from txl_dist.hub import NAME_OF_A_REPOSITORY
 from txl_dist.run_files import Kind
 from txl_dist.sections import ModelSection
 from txl_dist.suggest import did_you_mean
-from txl_dist.tables import compact, printable, size
+from txl_dist.tables import bounded, compact, printable, size
 
 CARD, README = "card.json", "README.md"
 NOT_STATED = "not stated"
@@ -61,21 +61,21 @@ TOKENIZERS = {
 TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
 """Kinds of tokenizers that encode any prompt, here and in transformers. Of the others a card shows ids."""
 PROMPT, PROMPT_IDS = "The ", [1, 2, 3]
-"""What the commands on a card ask the model to continue."""
+"""Prompt of the commands on a card, as text and as ids."""
 Rows = list[tuple[str, str]]
 """(name of a fact, its value for people)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """What only a person can say of a model; the card says "not stated" where it is left out."""
+    """Facts that only the user can give about a model; the card says "not stated" for each that is left out."""
 
     name: str = ""
     """Name of the model on its card; without it the name of the run."""
     license: str = ""
     """License of the weights: an identifier of the Hub, for example apache-2.0, or the name of another license."""
     author: str = ""
-    """Who trained the model."""
+    """Author of the model: a person or an organization."""
     base_model: str = ""
     """Model of the Hub, OWNER/NAME, whose weights this one began with."""
     data_license: str = ""
@@ -114,14 +114,14 @@ class Score(_Fact):
     corpus: str
     split: str
     loss: float
-    """Nats per token."""
+    """Mean loss in nats per token."""
     ppl: float
-    """Per token, or per word where a token is a word."""
+    """Perplexity per token, or per word where a token is a word."""
     token: str = "token"
     bits_per_byte: float | None = None
-    """Of the text; None where the loss is no cost of the text."""
+    """Bits per byte of the text; None where the loss is not the cost of the text."""
     tokens: int
-    """Scored."""
+    """Number of tokens that were scored."""
     segment_len: int
     memory_len: int
     num_lanes: int
@@ -149,7 +149,7 @@ class Sample(_Fact):
 
 
 class Card(_Fact):
-    """What is known of a model besides the model itself. Empty, 0 and None mean: not stated."""
+    """Facts about a model that its weights and settings do not hold. Empty, 0 and None mean: not stated."""
 
     name: str = ""
     license: str = ""
@@ -174,12 +174,12 @@ class Card(_Fact):
     sample: Sample | None = None
 
     def with_stated(self, stated: Stated) -> Card:
-        """The same with what a person states now in place of what was stated before."""
+        """The same with what the user states now in place of what was stated before."""
         return self.model_copy(update={key: value for key, value in vars(stated).items() if value})
 
 
 NOTHING_STATED = Card()
-"""Of a model of which nothing else is known."""
+"""Card of a model about which nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class Model:
     """Kind of the tokenizer."""
     num_parameters: int | None = None
     num_bytes: int | None = None
-    """Of the file of weights."""
+    """Size of the file of weights in bytes."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Where the weights came from, as config.json says."""
     card: Card
@@ -267,7 +267,7 @@ def readme(model: Model, kind: Kind) -> str:
 
 
 def model_rows(model: Model) -> Rows:
-    """What the model is."""
+    """Facts about the model: shape, tokenizer, size of the weights."""
     section = model.section
     memory = f"{model.memory_len:,}"
     if len(set(model.memory_lens)) > 1:
@@ -291,7 +291,7 @@ def model_rows(model: Model) -> Rows:
 
 
 def training_rows(model: Model) -> Rows:
-    """Where the model comes from, and what a person stated."""
+    """Facts about the training, and what the user stated."""
     card = model.card
     tokens = NOT_STATED
     if card.tokens_seen:
@@ -318,10 +318,10 @@ def score_rows(scores: Sequence[Score]) -> list[list[str]]:
     """A table of held-out scores, its first row the head."""
     rows = [["corpus", "split", "nats per token", "perplexity", "bits per byte", "tokens"]]
     for score in scores:
-        bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+        bits = "-" if score.bits_per_byte is None else bounded(score.bits_per_byte)
         names = [printable(score.corpus), printable(score.split)]
         ppl = compact(score.ppl, digits=4) + (" per word" if score.token == "word" else "")
-        rows.append([*names, f"{score.loss:.4f}", ppl, bits, f"{score.tokens:,}"])
+        rows.append([*names, bounded(score.loss), ppl, bits, f"{score.tokens:,}"])
     return rows
 
 

@@ -16,7 +16,7 @@ from tests.helpers.made_runs import HOSTILE
 from txl_dist.cli import main
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.infer.bundle import load_bundle
-from txl_dist.infer.card import LICENSES, Card, Model, Sample, Score, Stated, license_fields, readme
+from txl_dist.infer.card import LICENSES, Card, Model, Sample, Score, Stated, license_fields, readme, score_rows
 from txl_dist.manifest import problems_of, write_manifest
 from txl_dist.run_files import Kind
 from txl_dist.sections import ModelSection
@@ -260,3 +260,8 @@ def test_the_page_of_a_bundle_shows_its_card(tmp_path: Path, capsys: pytest.Capt
                  "txl_dist.load", "2026-09-21", "not stated", "License of the training text"):  # fmt: skip
         assert text in page
     assert "License" in capsys.readouterr().out
+
+
+def test_a_score_of_a_run_that_exploded_stays_readable() -> None:
+    score = SCORE.model_copy(update={"loss": 1e300, "ppl": 1e300, "bits_per_byte": 1e200})
+    assert max(map(len, score_rows([score])[1])) <= 20
