@@ -19,7 +19,7 @@ class LinearDistances(nn.Module):
         self.register_buffer("slope_N", 2 ** (-8 * head_N / model.num_heads), persistent=False)
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:
-        """Of the distances K-1 ... 0."""
+        """Return the distances K-1 ... 0."""
         slope_N = self.slope_N
         assert isinstance(slope_N, Tensor)
         distance_K = torch.arange(num_distances - 1, -1, -1, dtype=torch.float32, device=slope_N.device)
