@@ -151,6 +151,7 @@ NOT_A_USERS = {
     "data/prepare/scratch.py": "ours: the process that prepares",
     "ops/sweep.py": "ours: the end of a run's log",
     "processes.py": "/proc",
+    "serve/listening.py": "/proc",
     "train/footprint/room.py": "/proc and control groups",
     "train/report/metrics.py": "/proc",
     "data/prepare/named.py": "text of a corpus of known content",

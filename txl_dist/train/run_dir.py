@@ -13,7 +13,7 @@ from pathlib import Path
 
 from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError, explained
-from txl_dist.files import free_name, open_regular, parse_object, replace_file
+from txl_dist.files import free_name, open_regular, parse_object, read_text, replace_file
 from txl_dist.hub import local_model
 from txl_dist.run_files import (
     CHECKPOINT_NAME,
@@ -34,7 +34,7 @@ from txl_dist.stages import whole
 def require_corpora(settings: Config) -> None:
     """Raises ConfigError if a path of `data` is no corpus."""
     its = "Its own corpus is the data.path in {path}/config.toml."
-    init = "Begin with its weights by --init {path}, beside the corpus."
+    init = "Begin with its weights by --init {path}, and name a corpus with --data.path."
     for path in settings.data.paths:
         require(path, Kind.CORPUS, what="data.path", remedies={Kind.RUN: its, Kind.CHECKPOINT: its, Kind.BUNDLE: init})
 
@@ -85,7 +85,7 @@ def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
     `command`: what continues it, without the number of steps. Raises ConfigError as `check_run_dir`.
     """
     try:
-        step = int((run_dir / DONE).read_text(encoding="ascii"))
+        step = int(read_text(run_dir / DONE))
     except (OSError, ValueError):
         return []
     has_settings = (run_dir / SETTINGS).is_file()
