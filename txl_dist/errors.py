@@ -38,6 +38,12 @@ def of_all(error: TxlError) -> TxlError:
     return error
 
 
+def in_one_line(error: BaseException) -> str:
+    """Describe an error of foreign code, a plugin for instance, by its type and its message without line breaks."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
 class ConfigError(TxlError, ValueError):
     """A setting is unknown, impossible, or contradicts another setting, the corpus or the run directory."""
 

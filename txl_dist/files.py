@@ -48,11 +48,13 @@ _MARKS = {  # that of UTF-32 begins with that of UTF-16; the codecs named so dro
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _LONGEST_MARK = 4
+UTF8 = "utf-8-sig"
+"""Codec of UTF-8 that drops a byte order mark."""
 _MAX_NAME = 255
 _MOST_DIGITS = 4000
-"""Of a whole number that Python converts; its own limit is 4,300."""
+"""Digits of the longest whole number that is converted; Python's own limit is 4,300."""
 _KEPT_DEPTH = 1
-"""Of a record that is nested too deeply."""
+"""Levels that are kept of a record that is nested too deeply."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]')
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -98,7 +100,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def why_unwritable(path: Path, error: OSError) -> str:
-    """Why nothing can be written at a path, naming the folder above it that is in the way."""
+    """Return why nothing can be written at a path, with the folder above it that prevents it."""
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     reasons = {
         errno.ENOENT: f"no folder can be made in {above}",
@@ -165,7 +167,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 def text_encoding(start: bytes) -> str:
     """Name the codec of a text by its first four bytes: that of its byte order mark, else UTF-8. It drops the mark."""
-    return next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), "utf-8-sig")
+    return next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), UTF8)
 
 
 def decode_text(content: bytes) -> str:
@@ -209,7 +211,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """What JSON says. Raises ValueError for anything else, and where it is nested too deeply."""
+    """Parse JSON. Raises ValueError for anything else, and where it is nested too deeply."""
     try:
         values = json.loads(decode_text(content) if isinstance(content, bytes) else content)
     except RecursionError:
@@ -219,7 +221,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 class Record(dict[str, Any]):
-    """A JSON object of a user, whose keys may come twice; the last value counts."""
+    """A JSON object of a user. A key may occur more than once; its last value is kept."""
 
     repeated: frozenset[str] = frozenset()
     """Keys that come more than once."""
@@ -230,7 +232,7 @@ class LongNumber(str):
 
 
 def parse_record(line: str) -> Any:
-    """What a line of a user's JSON says: of any depth, with numbers of any length; objects are `Record`s.
+    """Parse a line of a user's JSON, of any depth and with numbers of any length; objects become `Record`s.
 
     Whole numbers of more than 4,000 digits are `LongNumber`s. Objects that are nested too deeply for
     Python's parser are read by their own members, and what is nested in those is passed over. Raises ValueError.
@@ -319,7 +321,7 @@ def _shown(value: object) -> str:
 
 
 def parse_toml(content: bytes | str) -> dict[str, Any]:
-    """What TOML says. Raises ValueError for anything else, and where it is nested too deeply."""
+    """Parse TOML. Raises ValueError for anything else, and where it is nested too deeply."""
     text = decode_text(content) if isinstance(content, bytes) else content
     try:
         values = tomllib.loads(text)

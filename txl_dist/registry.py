@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, in_one_line
 
 Row = TypeVar("Row")
 
@@ -30,11 +30,11 @@ class Plugin(NamedTuple):
     """A plugin as a checkpoint or a bundle records it."""
 
     name: str
-    """Of the module, as `run.plugins` names it."""
+    """Name of the module, as `run.plugins` has it."""
     version: str
-    """Of its distribution, or its `__version__`; empty if it has none."""
+    """Version of its distribution, or its `__version__`; empty if it has none."""
     sha256: str
-    """Over the Python files of the module's top-level package, or over the one file of the module."""
+    """Hash over the Python files of the module's top-level package, or over the one file of the module."""
 
 
 class OneOf:
@@ -132,7 +132,7 @@ def plugin_changes(recorded: Sequence[Mapping[str, str]], *, where: str) -> list
 
 
 def remedy(name: str) -> str:
-    """What to type to load a plugin."""
+    """Return a sentence that says how to load a plugin."""
     return (
         f"If you trust that code, install it and name it: --plugins {name} (for training: --run.plugins {name}, or "
         "run.plugins in the file)."
@@ -173,9 +173,7 @@ def _why_not(name: str, error: BaseException) -> str:
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    words = " ".join(str(error).split())
-    what = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return f"the plugin {name} cannot be imported: {what}{where}. Correct it, or leave it out."
+    return f"the plugin {name} cannot be imported: {in_one_line(error)}{where}. Correct it, or leave it out."
 
 
 def _version_of(module: Any) -> str:

@@ -25,7 +25,7 @@ import torch
 
 from txl_dist.config import Config
 from txl_dist.dist import gather_objects, this_rank, together
-from txl_dist.errors import REQUEUE, ConfigError, TrainingError, of_all
+from txl_dist.errors import REQUEUE, ConfigError, TrainingError, in_one_line, of_all
 from txl_dist.log import logger
 
 
@@ -43,22 +43,22 @@ class RunResult(NamedTuple):
     ended: Literal["done", "stopped"]
     """done: `train.max_steps` are finished. stopped: the run was asked to stop, and has saved its state."""
     reason: str
-    """Why it ended, for people: "train.max_steps", or who asked to stop, for instance "SIGTERM"."""
+    """Why it ended, for people: "train.max_steps", or the source of the stop request, for instance "SIGTERM"."""
     checkpoint: Path | None
     """The newest checkpoint of the run."""
     run_dir: Path
 
     @property
     def exit_code(self) -> int:
-        """What `txl train` exits with: 0 after the last step, 75 if the same command is to be started again."""
+        """Exit code of `txl train`: 0 after the last step, 75 if the same command is to be started again."""
         return 0 if self.ended == "done" else REQUEUE
 
 
 class TrainStart(NamedTuple):
-    """What `on_train_start` gets."""
+    """Argument of `on_train_start`; the same on every rank, except `rank` and `device`."""
 
     config: Config
-    """All settings; frozen."""
+    """All settings of the run; frozen."""
     step: int
     """Finished steps: 0, or those of the checkpoint that the run resumes."""
     rank: int
@@ -74,7 +74,7 @@ class TrainStart(NamedTuple):
 
 
 class StepEnd(NamedTuple):
-    """What `on_step_end` gets; all but `tokens_BT` is the same on every rank."""
+    """Argument of `on_step_end`; the same on every rank, except `tokens_BT`."""
 
     step: int
     """Number of this step, from 1."""
@@ -92,7 +92,7 @@ class StepEnd(NamedTuple):
 
 
 class ValidationEnd(NamedTuple):
-    """What `on_validation_end` gets; the same on every rank."""
+    """Argument of `on_validation_end`; the same on every rank."""
 
     step: int
     loss: float
@@ -104,7 +104,7 @@ class ValidationEnd(NamedTuple):
 
 
 class SaveEnd(NamedTuple):
-    """What `on_save` gets, after a checkpoint is complete on disk; the same on every rank."""
+    """Argument of `on_save`, after a checkpoint is complete on disk; the same on every rank."""
 
     step: int
     """The step that the checkpoint holds; training may be some steps further."""
@@ -155,7 +155,7 @@ class Callback:
 HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_save", "on_train_end")
 """Methods that run as decided by all ranks together."""
 States = dict[str, Mapping[str, Any]]
-"""What `state_dict` returned, by `state_key`."""
+"""Results of `state_dict`, by `state_key`."""
 
 
 class Callbacks:
@@ -209,30 +209,30 @@ class Callbacks:
         return any(_overrides(one, hook) for one in self._callbacks)
 
     def start(self, start: TrainStart) -> None:
-        """`on_train_start`, once per process."""
+        """Call `on_train_start` of all callbacks, once per process."""
         if not self._has_started:
             self._has_started = True
             self._call("on_train_start", start, step=start.step)
 
     def end_step(self, end: StepEnd) -> None:
-        """`on_step_end`."""
+        """Call `on_step_end` of all callbacks."""
         self._call("on_step_end", end, step=end.step)
 
     def end_validation(self, end: ValidationEnd) -> None:
-        """`on_validation_end`."""
+        """Call `on_validation_end` of all callbacks."""
         self.validated_step = end.step
         self._call("on_validation_end", end, step=end.step)
 
     def end_save(self, end: SaveEnd) -> None:
-        """`on_save`."""
+        """Call `on_save` of all callbacks."""
         self._call("on_save", end, step=end.step)
 
     def end(self, result: RunResult) -> None:
-        """`on_train_end`."""
+        """Call `on_train_end` of all callbacks."""
         self._call("on_train_end", result, step=result.steps)
 
     def fail(self, error: BaseException) -> None:
-        """`on_exception` of all callbacks; what they raise is logged."""
+        """Call `on_exception` of all callbacks; what they raise is logged."""
         for callback in self._callbacks:
             try:
                 callback.on_exception(error)
@@ -294,7 +294,7 @@ def _overrides(callback: Callback, method: str) -> bool:
 
 @contextmanager
 def _guarded(callback: Callback, method: str, *, step: int) -> Iterator[None]:
-    """What a callback raises becomes a TrainingError that names it; what it changes globally is put back."""
+    """Turn an error of a callback into a TrainingError that names the callback; undo its changes of global state."""
     try:
         with _untouched():
             yield
@@ -333,5 +333,4 @@ def _described(error: BaseException) -> str:
     """An error in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}{where}" if words else f"{type(error).__name__}{where}"
+    return in_one_line(error) + where

@@ -35,7 +35,7 @@ _TEXT_TYPES = frozenset(
 )
 """Types of parquet's columns that are read, by pyarrow's names."""
 _NO_PARQUET = (ValueError, TypeError, KeyError, OverflowError, MemoryError, RuntimeError)
-"""What pyarrow raises for a damaged file, besides its own errors and OSError."""
+"""Exceptions of pyarrow for a damaged file, in addition to its own types and OSError."""
 _NO_ARRAY = (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError, tokenize.TokenError)
 """What numpy raises for a damaged header or content."""
 

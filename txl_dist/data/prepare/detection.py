@@ -1,4 +1,4 @@
-"""What an input is: first by its name, then by its first 4 KiB.
+"""Detects the format of an input by its first 4 KiB and its name.
 
     detect_content(head, name=...)     compressed, parquet, an array, text, JSON lines, or what cannot be read
 
@@ -6,8 +6,8 @@ Content decides what a file is. The name decides what text is: `.jsonl` holds re
 are valid UTF-8 without NUL are text, also where they begin like the bytes of another format, unless the name has that
 format's own suffix. What cannot be read comes with what it is and the command that makes it readable.
 
-What it gives up: a format that begins with neither a signature nor NUL bytes is told from text by its control
-characters only, and nothing behind the first 4 KiB is looked at.
+What it gives up: a format that begins with neither a signature nor NUL bytes is distinguished from text by its control
+characters only, and nothing after the first 4 KiB is read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import unicodedata
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
+from txl_dist.files import UTF8, text_encoding
+
 HEAD_BYTES = 1 << 12
 """Bytes of an input that are looked at."""
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
-"""Of JSON lines. `.json` is one too where a file is named by itself."""
+"""Suffixes of JSON lines. `.json` is one too where a file is named by itself."""
 PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
-"""Of plain text."""
+"""Suffixes of plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
 _MOST_CONTROLS = 0.05
 """Share of control characters from which on bytes that are not UTF-8 are no text in any encoding. Random bytes have
@@ -44,16 +46,16 @@ Kind = Literal["text", "jsonl", "json", "parquet", "npy", "gzip", "bzip2", "xz",
 
 
 class Content(NamedTuple):
-    """What the first bytes of an input are."""
+    """The format of an input, and what to do if it cannot be read."""
 
     kind: Kind
-    """json: no object on each line, which matters where records are meant. binary: no text, of use to those who keep
-    bytes as they are. refused: of use to nobody before it is unpacked or fetched."""
+    """json: JSON without an object on each line, which is refused as JSON lines. binary: no text, read only with
+    --encoding-errors keep. refused: never read; it must be unpacked or fetched first."""
     what: str = ""
-    """What it is, where it cannot be read."""
+    """Name of a format that cannot be read, for the message."""
     remedy: str = ""
-    """What to do; {file} stands for the file, {stored} for the file as it is, when what it holds was compressed, and
-    {out} for a file of its kind."""
+    """What the user can do. Placeholders: {file} the file, after decompression if it is compressed; {stored} the file
+    as it is stored; {out} a new file with the same suffix."""
 
 
 class _Signature(NamedTuple):
@@ -143,7 +145,7 @@ _SIGNATURES = (
     _Signature(rb"OggS\x00|ID3[\x02-\x04]\x00|fLaC\x00|MThd\x00|.{4}ftyp|\x1aE\xdf\xa3", _MEDIA),
     _Signature(rb"\x7fELF|MZ.\x00|\x00asm|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe", _PROGRAM),
     _Signature(rb"\x00\x05\x16[\x00\x07]\x00", Content(
-        "refused", "what macOS stores beside a file (AppleDouble)", "Leave it out; the text is in the file itself.",
+        "refused", "macOS metadata of another file (AppleDouble)", "Leave it out; the text is in the file itself.",
     )),
 )  # fmt: skip
 """In order: the first that fits counts."""
@@ -170,7 +172,7 @@ _WHOLE_FILES = (
         ),
     ),
 )
-"""Texts that stand for a file which is elsewhere: only where they are the whole file."""
+"""Texts in place of a file that is elsewhere: they count only where they are the whole file."""
 _PAGE = Content(
     "refused",
     "a web page (HTML), and not the file that its name promises",
@@ -207,7 +209,7 @@ def is_named_compressed(location: str) -> bool:
 
 
 def detect_content(head: bytes, *, name: str) -> Content:
-    """What an input is by its first bytes: all of it where they are fewer than HEAD_BYTES.
+    """Detect the format of an input by its first bytes: the whole input where they are fewer than HEAD_BYTES.
 
     `name` is its path or URL, or empty where it has none.
     """
@@ -259,15 +261,10 @@ def _begins_with_record(text: str, *, is_whole: bool) -> bool:
 
 
 def _detect_bytes(head: bytes, suffix: str) -> Content:
-    """What bytes are that are not UTF-8, or hold NUL."""
-    for mark, encoding in (
-        (codecs.BOM_UTF32_LE, "UTF-32"),
-        (codecs.BOM_UTF32_BE, "UTF-32"),
-        (codecs.BOM_UTF16_LE, "UTF-16"),
-        (codecs.BOM_UTF16_BE, "UTF-16"),
-    ):
-        if head.startswith(mark):
-            return _in_encoding(encoding)
+    """Detect the format of bytes that are not UTF-8, or that hold NUL."""
+    marked = text_encoding(head)
+    if marked != UTF8:
+        return _in_encoding(marked.upper())
     if (at := head.find(0)) >= 0:
         wide = _wide_encoding(head)
         if wide:
@@ -292,10 +289,10 @@ def _in_encoding(encoding: str) -> Content:
 
 
 def _wide_encoding(head: bytes) -> str:
-    """The encoding of UTF-16 or UTF-32 without a mark; empty for anything else.
+    """Detect UTF-16 or UTF-32 without a byte order mark. Returns the name of the encoding, or an empty text.
 
-    Bytes of the one order often decode in the other as well, to characters that hardly occur together. Blanks, line
-    ends and other ASCII tell which is right.
+    Bytes of one order often decode in the other as well, to characters that hardly occur together. The order with the
+    larger share of ASCII (blanks, line ends) is taken.
     """
     if head.count(0) <= _MOST_STRAY_NULS * len(head) and _has_words(head.replace(b"\0", b"")):
         return ""  # UTF-8 with a few of them

@@ -39,7 +39,7 @@ from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile, TextSource, plugin_source
 from txl_dist.data.storage.origins import end_command, start_command
 from txl_dist.data.storage.retries import filesystem_of, retrying, watched
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, explained, in_one_line
 from txl_dist.files import open_new
 
 _MIB = 1 << 20
@@ -54,9 +54,9 @@ class Opened(NamedTuple):
     """An input at its beginning."""
 
     stream: IO[bytes]
-    """Its decompressed bytes."""
+    """The decompressed bytes of the input."""
     form: Form
-    """By its name, the settings and its content."""
+    """How it is read, by its name, the settings and its content."""
     stored_bytes: Callable[[], int]
     """How many stored bytes have been read, which only files of known size can say."""
     note: str = ""
@@ -193,7 +193,7 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
 
 
 def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
-    """What to do, with the names of files in the commands."""
+    """Write the remedy of a format with the names of files in its commands."""
     name = file.path
     if file.is_stream:
         name = "FILE"
@@ -316,9 +316,8 @@ class _DocumentStream(_Stream):
         except DataError:
             raise
         except Exception as error:
-            words = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(
-                f"{path}: the plugin's source failed: {words}. Correct the plugin, or its input."
+                f"{path}: the plugin's source failed: {in_one_line(error)}. Correct the plugin, or its input."
             ) from error
 
     @override

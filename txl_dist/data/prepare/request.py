@@ -1,8 +1,8 @@
-"""What a corpus was prepared from, so that another command is refused before it does any work.
+"""Records what a corpus was prepared from, so that a different command is refused before it does any work.
 
 A finished corpus keeps a file prepared.json: the hash of its index, that of the settings that change its content, and
-that of its inputs. A command of the same settings and inputs may go on: it ends at the same corpus, or mends a damaged
-one. Inputs are compared by the sizes and both ends of their files, in order, whatever their paths and times are.
+that of its inputs. A command with the same settings and inputs continues: it makes the same corpus, or repairs a
+damaged one. Inputs are compared by the sizes and both ends of their files, in order, not by their paths or times.
 
 What it gives up: a file that was changed in its middle alone, without another size, is noticed at the end only; so is
 any difference from a corpus of a version that wrote no such file.
@@ -27,10 +27,10 @@ _END_BYTES = 1 << 16
 
 
 class Request(NamedTuple):
-    """What a command asks for."""
+    """Settings and inputs of a preparation, as hashes."""
 
     settings: str
-    """Hash of all that changes the content but the inputs."""
+    """Hash of all settings that change the content, except the inputs."""
     inputs: str
     """Hash of the inputs; empty where they can be read but once."""
 
@@ -71,7 +71,7 @@ def check_request(request: Request, target: Path) -> None:
 
 
 def read_request(folder: Path) -> Request | None:
-    """What the corpus in a folder was prepared from; None where nothing sound says so."""
+    """Read what the corpus in a folder was prepared from; None if it is not recorded, or the record is damaged."""
     try:
         found = read_json(folder / PREPARED_NAME)
         if found["index_sha256"] != sha256_of_file(folder / INDEX_NAME):
@@ -82,7 +82,7 @@ def read_request(folder: Path) -> Request | None:
 
 
 def write_request(folder: Path, request: Request) -> None:
-    """Keep the request beside the index that it led to."""
+    """Write the request next to the index of its corpus."""
     write_hashed_json(
         folder / PREPARED_NAME, {"index_sha256": sha256_of_file(folder / INDEX_NAME), **request._asdict()}
     )

@@ -92,7 +92,7 @@ class PrepareSummary:
     files_left_out: int
     """Files in the given folders whose suffix is none of a text. Not in the index: they change no content."""
     hidden_files: tuple[str, ...] = ()
-    """Files that people do not see in the given folders, patterns and URLs, which were left out."""
+    """Hidden files in the given folders, patterns and URLs that were left out."""
     remarks: tuple[str, ...] = ()
     """Sentences on what is held out."""
     parts_kept: int = 0

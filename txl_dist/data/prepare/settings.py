@@ -55,12 +55,12 @@ class PrepareSettings(Learning):
     jsonl_field: str = "text"
     """Field of JSON lines, or column of parquet, that holds the text."""
     stdin_format: Literal["auto", "text", "jsonl"] = "auto"
-    """What `-` and `pipe:` give. auto: JSON lines where the first line is an object, else text."""
+    """Format of `-` and `pipe:`. auto: JSON lines if the first line is an object, else text."""
     encoding_errors: EncodingErrors = "refuse"
     """What happens to text that is not UTF-8. keep: bytes as they are, for byte tokenizers."""
     skip_invalid: bool = False
     """Leave out, and count, records without a text: not valid JSON, or a field that is missing, null, of another type
-    or there twice. Else they are refused."""
+    or there twice. Without it they are refused."""
     allow_protocols: Sequence[str] = ()
     """URL schemes beyond the usual ones that may be used; `pipe` runs a shell."""
     duplicates: Literal["report", "drop", "ignore"] = "report"

@@ -88,13 +88,13 @@ class SourceFile(NamedTuple):
     spooled: str = ""
     """Local copy to read in its place, of what can be read but once."""
     rest: IO[bytes] | None = None
-    """What comes behind the copy where that is only the beginning; it can be read but once."""
+    """The bytes after the copy, if the copy is only the beginning; they can be read only once."""
     is_form_open: bool = False
     """Neither the name nor a setting says what text is: what looks like JSON lines is read as such."""
     keeps_bytes: bool = False
-    """What is no text is read too, as the bytes that it is."""
+    """Read files that are no text too, as raw bytes."""
     jsonl_field: str = "text"
-    """Of a plugin's source: the field that a document is given in."""
+    """Field of the JSON lines in which a plugin's source gives each document."""
 
     @property
     def is_stream(self) -> bool:
@@ -112,9 +112,9 @@ class Listing(NamedTuple):
 
     files: list[SourceFile]
     num_other: int = 0
-    """Files in folders whose suffix is none of a text. The built-in corpus has none."""
+    """Number of files in folders whose suffix is not one of text. The built-in corpus has none."""
     hidden: tuple[str, ...] = ()
-    """Files that people do not see, see `is_hidden`."""
+    """Paths of hidden files that were left out (`is_hidden`)."""
 
     def joined(self, other: Listing) -> Listing:
         """The files of both."""
@@ -173,7 +173,7 @@ def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name is none that people see, but one of a system, an editor or a cache."""
+    """Whether a name is that of a hidden file or folder, or of one that a system, an editor or a cache has left."""
     return (name.startswith((".", "~$")) and name not in (".", "..")) or name.lower() in _HIDDEN_NAMES
 
 
@@ -203,7 +203,7 @@ def plugin_source(given: str) -> TextSource | None:
 
 
 def _stream_form(given: str, settings: PrepareSettings) -> Form:
-    """Of stdin, commands and plugins. Raises ConfigError for ready ids in another form than JSON lines."""
+    """Return the form of stdin, a command or a plugin's source. Raises ConfigError for ready ids not in JSON lines."""
     if plugin_source(given) is not None:
         if settings.vocab_list is not None:
             raise ConfigError(f"{given} gives text, not ready ids. Leave --vocab-list out.")
@@ -233,7 +233,7 @@ def _form(path: str, settings: PrepareSettings) -> Form:
 
 
 class _Found(NamedTuple):
-    """What one input stands for, before its files are looked at."""
+    """The files of one input, before they are opened."""
 
     files: list[tuple[str, int | None, str]]
     """Path or URL, size and identity."""
@@ -293,11 +293,14 @@ def _has_hidden(relative: str) -> bool:
     return any(map(is_hidden, relative.split("/")))
 
 
+def fixed_folder(pattern: str) -> str:
+    """Return the folder above the first `*`, `?` or `[` of a pattern; empty if there is none."""
+    return _MAGIC.split(pattern, maxsplit=1)[0].rpartition("/")[0]
+
+
 def _is_hidden_match(match: str, pattern: str) -> bool:
     """Whether a match is hidden below the fixed part of its pattern. A pattern that spells hidden names means them."""
-    magic = _MAGIC.search(pattern)
-    assert magic is not None
-    fixed = pattern[: magic.start()].rpartition("/")[0]
+    fixed = fixed_folder(pattern)
     return not _has_hidden(pattern.removeprefix(fixed)) and _has_hidden(match.removeprefix(fixed))
 
 

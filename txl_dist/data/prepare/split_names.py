@@ -20,6 +20,7 @@ so. Doubtful tars are held out: programs name them, and a name such as `my-valid
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import defaultdict
@@ -28,9 +29,9 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from txl_dist.data.prepare.detection import is_url
+from txl_dist.data.prepare.detection import is_url, path_of_name
 from txl_dist.data.prepare.documents import SPLITS, TEST, TRAIN, VALID
-from txl_dist.data.prepare.sources import STDLIB, SourceFile, is_stream
+from txl_dist.data.prepare.sources import STDLIB, SourceFile, fixed_folder, is_stream
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn"), TRAIN),
@@ -50,9 +51,9 @@ _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file
 _HELD_OUT = re.compile(r"(held|hold)[\W_]+(?=out)")
 _COMPOUND = re.compile(rf"({'|'.join(SPLIT_WORDS)})(sets?|data|splits?)")
 _COUNTED = re.compile(r"\d+[-_ ]?of[-_ ]?\d+", re.IGNORECASE)
-"""`00000-of-00032`, which data hubs write behind the name of a split."""
+"""`00000-of-00032`, which data hubs write after the name of a split."""
 _HASH = re.compile(r"(?<![a-z0-9])(?=[a-f]*\d)[0-9a-f]{8,}(-[0-9a-f]{4,})*(?![a-z0-9])")
-"""`6fbcb5959cd8d5bf`, or a UUID, which data hubs and Spark write behind the number."""
+"""`6fbcb5959cd8d5bf`, or a UUID, which data hubs and Spark write after the number."""
 _PARTITION = re.compile(r"(split|subset|partition|set)=", re.IGNORECASE)
 """Folders of partitioned tables: `split=test`."""
 
@@ -90,7 +91,7 @@ class NamedPaths(NamedTuple):
     """The splits of paths, and sentences on that for people."""
 
     splits: list[list[str]]
-    """Of each input, in the order of its paths."""
+    """Splits of each input, in the order of its paths."""
     remarks: list[str]
 
 
@@ -174,7 +175,7 @@ def _is_doubtful(names: Sequence[_Name]) -> bool:
 def _plain(path: str) -> PurePosixPath:
     """An absolute path, or a URL without its query and with its %20 as blanks."""
     if is_url(path):
-        return PurePosixPath(unquote(path.split("?")[0].split("#")[0]))
+        return PurePosixPath(unquote(str(path_of_name(path))))
     return PurePosixPath(os.path.abspath(path))
 
 
@@ -182,9 +183,8 @@ def _root_of(given: str, paths: Sequence[str]) -> PurePosixPath | None:
     """The file or folder that an input names; of a pattern the folder above its first `*`. None: it has no name."""
     if given == STDLIB or is_stream(given):
         return None
-    magic = re.search(r"[*?[]", given)
-    if magic and given not in paths:
-        given = given[: magic.start()].rpartition("/")[0] or ("/" if given.startswith("/") else ".")
+    if glob.has_magic(given) and given not in paths:
+        given = fixed_folder(given) or ("/" if given.startswith("/") else ".")
     return _plain(given)
 
 
@@ -200,7 +200,7 @@ def _common_folder(roots: Sequence[PurePosixPath]) -> PurePosixPath:
 
 
 def _names_of(path: str, root: PurePosixPath | None, top: PurePosixPath) -> list[_Name]:
-    """What the parts of a path below `top` say; those that name no split are left out."""
+    """Return the split names in the parts of a path below `top`, from the last part up."""
     if root is None:
         return []
     plain = _plain(path)
@@ -217,7 +217,7 @@ def _names_of(path: str, root: PurePosixPath | None, top: PurePosixPath) -> list
 
 
 def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | None:
-    """What the last part of a path says."""
+    """Return the split name in the last part of a path; None if it names no split."""
     part = _PARTITION.sub("", path.name)
     is_counted = _COUNTED.search(part) is not None
     part = _COUNTED.sub(" ", part)
@@ -252,8 +252,8 @@ def _family(pieces: Sequence[Sequence[str]]) -> str:
     """`*.en` of test.en and of train_set.en."""
     found = []
     for words in pieces:
-        telling = [word for word in words if word not in _FILLERS]
-        found.append(" ".join("*" if word in SPLIT_WORDS else word for word in telling))
+        kept = [word for word in words if word not in _FILLERS]
+        found.append(" ".join("*" if word in SPLIT_WORDS else word for word in kept))
     return ".".join(found)
 
 
