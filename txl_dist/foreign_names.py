@@ -18,17 +18,17 @@ SURE = 0.85
 
 
 class Counterpart(NamedTuple):
-    """What a name is called here."""
+    """Names of other programs with the setting or flag that means the same here."""
 
     foreign: str
     """The names that others use, with blanks between them."""
     here: str = ""
     """The setting (`section.key`) or the flag, with underscores. Empty: there is none, and the note says why."""
     value: str = ""
-    """The value that stands for the foreign name, where the name alone says it: bf16 of engine.precision."""
+    """The value that the foreign name implies, if any: bf16 of engine.precision."""
     note: str = ""
     """The arithmetic, or what differs, in whole sentences."""
-    beside: str = ""
+    needs: str = ""
     """A flag that the command must have for the row to apply, where `here` is empty."""
 
     def hint(self, *, spell: Callable[[str, str], str]) -> str:
@@ -104,7 +104,7 @@ COUNTERPARTS = (
     Counterpart(
         "output output_dir out out_dir save_dir o outfile output_path save",
         note="The folder to write comes second and without a flag.",
-        beside="dtype",
+        needs="dtype",
     ),
     Counterpart("served_model_name model_name model_alias", "name"),
     Counterpart("max_num_seqs max_batch_size max_concurrency parallel num_slots max_batch", "rows"),
@@ -140,7 +140,7 @@ COUNTERPARTS = (
     Counterpart(
         "train train_file train_files input inputs input_file input_dir data corpus files",
         note="Inputs come first and without a flag: txl prepare FILES --out DIR.",
-        beside="valid_fraction",
+        needs="valid_fraction",
     ),
     Counterpart("json_keys json_key text_column text_field text_key column jsonl_key field key", "jsonl_field"),
     Counterpart("workers num_proc n_proc nproc processes jobs threads j num_processes", "num_workers"),
@@ -163,7 +163,7 @@ COUNTERPARTS = (
     Counterpart(
         "config config_file c cfg",
         note="The configuration file comes first and without a flag: txl train CONFIG.toml.",
-        beside="run.dir",
+        needs="run.dir",
     ),
     # Training: length and batch.
     Counterpart("learning_rate lrate learn_rate max_lr peak_lr base_lr initial_lr init_lr warmup_max_lr", "optim.lr"),
@@ -236,7 +236,7 @@ COUNTERPARTS = (
         "ffn_size hidden_ff",
         "model.ff_width",
     ),
-    Counterpart("vocab_size vocabulary_size n_vocab n_token ntokens padded_vocab", note=_VOCABULARY, beside="run.dir"),
+    Counterpart("vocab_size vocabulary_size n_vocab n_token ntokens padded_vocab", note=_VOCABULARY, needs="run.dir"),
     Counterpart(
         "dropatt attn_dropout attn_pdrop attention_probs_dropout_prob attention_dropout_prob att_dropout",
         "model.attention_dropout",
@@ -506,7 +506,7 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
     `known` is as near. Rows with a counterpart come before those with a note alone.
     """
     rows = [row for row in COUNTERPARTS if row.here in known]
-    rows += [row for row in COUNTERPARTS if not row.here and (not row.beside or row.beside in known)]
+    rows += [row for row in COUNTERPARTS if not row.here and (not row.needs or row.needs in known)]
     by_name: dict[str, Counterpart] = {}
     for row in rows:
         for foreign in row.foreign.split():
@@ -526,7 +526,7 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
 
 
 def find_command(word: str, commands: Collection[str]) -> str:
-    """What to say after an unknown command, beginning with a blank; empty if nothing is near."""
+    """Return the end of a message about an unknown command, beginning with a blank; empty if no command is near."""
     for others, (ours, remark) in COMMANDS.items():
         if word.lower() in others.split() and ours.split()[0] in commands:
             return f" Did you mean `txl {ours}`?" + (f" {remark}" if remark else "")

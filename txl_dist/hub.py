@@ -25,7 +25,7 @@ NAME_OF_A_REPOSITORY = re.compile(
 )
 """OWNER/NAME, as the Hub allows it."""
 SCHEME = "hf:/"
-"""What an address begins with: a `Path` has lost the second slash."""
+"""Beginning of an address. A `Path` has lost the second slash, so only one is compared."""
 _READ_BY_IMPORTERS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.txt", "*.model", "*.pkl"]
 """Files of a repository without a manifest of ours."""
 
@@ -34,7 +34,7 @@ class Address(NamedTuple):
     """A model on the Hub."""
 
     repository: str
-    """OWNER/NAME."""
+    """OWNER/NAME of the repository."""
     revision: str | None
     """Branch, tag or commit; None means the default branch."""
 

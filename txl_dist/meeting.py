@@ -26,9 +26,9 @@ from txl_dist.rank_environment import RUN_ALONE, format_ranks
 NO_ANSWER_S = 30
 """How much longer than the others rank 0 may take to say who has come."""
 SAY_AFTER_S = 3.0
-"""A wait that takes longer is explained."""
+"""Seconds of waiting after which a message says for which ranks."""
 _PIECE_S = 1.0
-"""Longest wait in which no signal is heard."""
+"""Seconds of one wait, during which torch reacts to no signal."""
 
 
 def meet(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:

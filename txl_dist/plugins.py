@@ -1,4 +1,4 @@
-"""What a plugin calls to extend the program: one function per kind of thing. docs/extending.md shows each.
+"""Functions that a plugin calls to extend the program: one for each kind of extension (docs/extending.md).
 
 A plugin is a module that calls these functions when it is imported. `run.plugins`, `--plugins` and `load` import it,
 once per process. After that its names are known to settings, checkpoints, exports and commands, like our own. This
@@ -130,7 +130,7 @@ def register_metric(
 
 
 def register_source(name: str, read: Callable[[str], Iterable[str]]) -> None:
-    """An input of `txl prepare`: `NAME:REST` stands for the documents that `read(REST)` yields, in order.
+    """An input of `txl prepare`: `NAME:REST` gives the documents that `read(REST)` yields, in order.
 
     It is read once per preparation, as standard input is. An error that it raises ends the preparation in one line.
     """
@@ -149,7 +149,7 @@ def register_tokenizer(
     order of frequency, the most frequent first, because adaptive softmax cuts the vocabulary at ids.
 
     Args:
-        settings: Fields of `Learning` that it takes besides end_of_text: vocab_size, min_frequency, lower_case,
+        settings: Fields of `Learning` that it takes in addition to end_of_text: vocab_size, min_frequency, lower_case,
             only_seen, sentence_marks.
     """
     kind = tokenizer.kind

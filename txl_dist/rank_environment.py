@@ -1,4 +1,4 @@
-"""What a launcher says of this process by variables of the environment, read and checked before torch is imported.
+"""Reads and checks the environment variables that describe this rank, before torch is imported.
 
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT may also be left over from another job, all or some of them.
 Then a process that was started alone would wait for ranks that nobody starts.

@@ -35,7 +35,7 @@ class PositionScheme(NamedTuple):
     has_table: bool = False
     """Distances are learned, `model.num_distances` of them."""
     build: Callable[[ModelSection], Any] | None = None
-    """Of a plugin's scheme: the module of a layer that makes `Distances`; `model.positions` has ours."""
+    """For a plugin's scheme: builds the module of a layer that makes `Distances`; `model.positions` builds ours."""
 
 
 SCHEMES: dict[str, PositionScheme] = {
@@ -247,7 +247,7 @@ class OptimizerKind(NamedTuple):
     matrix_state_bytes: int | None = None
     """Of what it keeps per value of the matrices of blocks, where it treats those apart: it orthogonalizes them."""
     build: Callable[..., Any] | None = None
-    """Of a plugin's optimizer: what takes groups and a learning rate; `train.engine.optim` has ours."""
+    """For a plugin's optimizer: builds it from groups and a learning rate; `train.engine.optim` builds ours."""
 
     @property
     def orthogonalizes(self) -> bool:

@@ -177,7 +177,7 @@ def test_a_file_of_another_code_base_is_answered_in_the_words_of_a_file(
 def test_every_counterpart_is_a_setting_or_a_flag_of_some_command_and_its_value_is_possible() -> None:
     known = set().union(*(known_to(command) for command in VERBS if command != "launch"))
     assert [row.here for row in COUNTERPARTS if row.here and row.here not in known] == []
-    assert [row.beside for row in COUNTERPARTS if row.beside and row.beside not in known] == []
+    assert [row.needs for row in COUNTERPARTS if row.needs and row.needs not in known] == []
     of_settings = [row for row in COUNTERPARTS if row.value and row.here in setting_names()]
     assert len(of_settings) >= 8
     assert [row for row in of_settings if row.value not in choices_of(row.here)] == []

@@ -100,7 +100,7 @@ class Package:
     probe_dtype: str = "fp32"
     """Type in which the probe was computed."""
     card: Card = NOTHING_STATED
-    """What is known of the model besides."""
+    """Facts about the training, and what the user stated."""
 
     def described(self, *, dtype: str, num_bytes: int) -> Model:
         """The model as its card shows it, with weights of this type in a file of so many bytes."""

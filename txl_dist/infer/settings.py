@@ -16,7 +16,7 @@ from txl_dist.foreign_names import find_counterpart
 from txl_dist.suggest import did_you_mean
 
 MOST_TOKENS = 10**9
-"""Of a text: more is a slip of the hand."""
+"""Largest `max_tokens` of a text: a larger number is a typing mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))

@@ -135,7 +135,7 @@ def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
 
 
 def _with_card(trained: Trained, stated: Stated) -> Package:
-    """The package of a checkpoint with what its run recorded and a person states."""
+    """Return the package of a checkpoint with a card: what its run recorded and the user states."""
     package, saved = trained.package, read_state(trained.folder)
     is_average = bool(package.source.get("average"))
     card = card_of_checkpoint(trained.folder, saved, trained.config, average=is_average).with_stated(stated)
@@ -145,7 +145,7 @@ def _with_card(trained: Trained, stated: Stated) -> Package:
 
 
 def _sample(package: Package, *, where: str) -> Sample | None:
-    """What a small model writes; None for a large one, and for one that cannot begin a document."""
+    """Generate a sample for the card; None for a large model, and for a model that cannot begin a document."""
     if sum(weight.shape.numel() for weight in package.weights.values()) > MOST_SAMPLED:
         return None
     try:
@@ -165,7 +165,7 @@ def export_bundle(
     source: Path, out: Path, *, dtype: str = "fp32", average: bool = False, stated: Stated = NOTHING_STATED
 ) -> Exported:
     """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time; by `average` of the
-    averages that a run or checkpoint has of its weights. Its card says what is `stated`.
+    averages that a run or checkpoint has of its weights. Its card includes what is `stated`.
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
     """

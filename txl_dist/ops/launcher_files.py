@@ -22,7 +22,7 @@ ENVIRONMENT_FILE = "DS_ENV_FILE"
 
 
 class LauncherFiles(NamedTuple):
-    """What to say to the launcher so that it reads the copies; empty where it reads the files themselves."""
+    """Flags and variables that make the launcher read the copies; empty where it reads the files themselves."""
 
     flags: list[str]
     environment: dict[str, str]

@@ -1,7 +1,7 @@
-"""What a run recorded of one of its checkpoints, for the model card: text, tokens, commit, date, scores, a sample.
+"""Facts that a run recorded about one checkpoint, for the model card: text, tokens, commit, date, scores, a sample.
 
-Scores and the sample are those of the same step, so of the same weights; others are not this model's, and are left out.
-A run's records may be missing, torn or of another version: what cannot be read is not stated.
+Scores and the sample are those of the checkpoint's own step; those of other steps belong to other weights and are left
+out. A run's records may be missing, torn or of another version: what cannot be read is "not stated".
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, avera
 
 
 def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
-    """(record of the start that made a step, records of that step by kind, an event's with its name); the last of a
-    kind holds, since a run that goes on from an older checkpoint makes steps again."""
+    """(record of the start that made a step, records of that step by kind, an event's with its name). The last record
+    of a kind counts: a run that continues from an older checkpoint makes steps again."""
     start: Record = {}
     found: dict[str, Record] = {}
     if kind_of(run) is not Kind.RUN:
@@ -77,7 +77,7 @@ def _parsed(lines: Iterator[bytes], *, step: int) -> Iterator[Record]:
 
 
 def _score(record: Record, config: Config, *, corpora: list[Any], token: str) -> Score | None:
-    """Of the record of an evaluation; None for another record, and for one without sound numbers."""
+    """Return the score in the record of an evaluation; None for another record, and for numbers that are not finite."""
     kind = str(record.get("kind"))
     if kind != "eval" and not kind.startswith("eval_"):
         return None

@@ -20,7 +20,7 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.text.base import Tokenizer
 
 PADDED_BYTES = 64
-"""Of an event of a stream with `include_obfuscation`: sizes are multiples of this."""
+"""Bytes of which each event is a multiple, in a stream with `include_obfuscation`."""
 
 
 class ClientGoneError(Exception):

@@ -1,4 +1,4 @@
-"""What to call instead of a path that this server does not have: other servers' paths, and slips of the hand."""
+"""Advice for paths that this server does not have: paths of other servers, and misspelt ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FOREIGN_PATHS = [
 
 
 def advice(path: str, *, known: Collection[str]) -> str:
-    """What to call instead of a path that is none of the `known` ones, as a sentence."""
+    """Return a sentence that says what to call instead of a path that is not `known`."""
     plain = re.sub(r"/+", "/", path).rstrip("/").replace("/v1/v1", "/v1")
     for meant in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
         if meant in known:

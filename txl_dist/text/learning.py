@@ -14,14 +14,14 @@ MOST_IDS = 1 << 24
 
 
 class LearntKind(NamedTuple):
-    """What the program must know of a kind of tokenizer that `txl prepare` makes; `text.training` makes ours."""
+    """Properties of a kind of tokenizer that `txl prepare` can learn; `text.training` learns ours."""
 
     settings: tuple[str, ...]
-    """The settings below that mean something for it, besides `end_of_text`."""
+    """Fields of `Learning` that it uses, in addition to `end_of_text`."""
     smallest: int
-    """Fewest ids besides marks."""
+    """Smallest number of ids, special symbols not counted."""
     learn: Callable[[Iterable[str], Learning], Any] | None = None
-    """Of a plugin's kind: makes the `Tokenizer` of the texts, which it may read more than once."""
+    """For a plugin's kind: learns the `Tokenizer` from the texts, which it may read more than once."""
 
 
 LEARNT_KINDS: dict[str, LearntKind] = {

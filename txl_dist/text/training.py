@@ -82,7 +82,7 @@ def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
 
 
 def _checked(tokenizer: Any, kind: str) -> Tokenizer:
-    """What a plugin has made. Raises ConfigError for what is no tokenizer of this kind, or cannot be read back."""
+    """Return a plugin's tokenizer. Raises ConfigError if it is of another kind, or not equal after it is read back."""
     if not isinstance(tokenizer, Tokenizer) or tokenizer.kind != kind:
         raise ConfigError(
             f"the plugin's tokenizer {kind!r} is a {type(tokenizer).__name__}: learn must return a Tokenizer of that "

@@ -184,7 +184,7 @@ def _closing(engine: Engine, ranks: Ranks) -> Iterator[None]:
 
 
 def _begin(jobs: list[tuple[range, Job]], watch: Watch, *, resume: str) -> tuple[Job, Start, Engine]:
-    """Returns (the job of the stage that holds where the run goes on; how it starts there; an engine for it)."""
+    """Return (the job of the stage in which the run continues; how it starts there; an engine for it)."""
     _, last = jobs[-1]
     run_dir, ranks = last.run_dir, last.ranks
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)

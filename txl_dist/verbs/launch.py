@@ -191,7 +191,7 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
         name = flag.lstrip("-").replace("-", "_")
         is_near = nearest(name, _names(), least_alike=SURE)
         if not is_near and (counterpart := find_counterpart(name, setting_names())):
-            of_train = counterpart.hint(spell=lambda name, value: f"--{name} {value}".rstrip() + f" behind {config}")
+            of_train = counterpart.hint(spell=lambda name, value: f"--{name} {value}".rstrip() + f" after {config}")
             raise ConfigError(f"unknown launcher flag {flag}.{of_train}")
         hint = did_you_mean(flag.lstrip("-"), _names(), spell=lambda name: f"--{name}")
         raise ConfigError(f"unknown launcher flag {flag}.{hint or ' See deepspeed --help.'}")

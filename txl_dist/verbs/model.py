@@ -79,13 +79,13 @@ def export(
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.
         out: Folder to write; an older one of the same format is replaced.
-        stated: What the model card, README.md in the folder, cannot take from the run.
+        stated: Facts for the model card, README.md in the folder, that the run does not record.
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
         average: Take the average of the weights (optim.ema); for bundles, of which the other formats can be made.
-        push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that the folder is pushed to; made if missing.
-        private: Make a repository that is missing a private one.
+        push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that gets the folder; created if missing.
+        private: Create the repository as a private one, if it is missing.
         plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
     load_plugins(plugins)

@@ -12,6 +12,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, Kind, require
+from txl_dist.tables import counted
 from txl_dist.verbs.words import announce_ranks, local_source
 
 
@@ -44,7 +45,7 @@ def recl(
     elif kinds[0] is Kind.BUNDLE:
         raise ConfigError(f"{targets[0]} is a bundle and knows no corpus. Name one with --data, or a run before it.")
     announce_ranks(
-        f"scoring {len(targets)} model{'s' * (len(targets) > 1)} behind {len(settings.contexts)} lengths of context"
+        f"scoring {counted(len(targets), 'model')} with {counted(len(settings.contexts), 'length')} of context"
     )
     from txl_dist.ops.evaluate.recl import compare_contexts
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from txl_dist.errors import ConfigError
 
 ENCODED = "--encoded-words="
-"""Begins the one word that stands for all."""
+"""Beginning of the one word that holds all words."""
 _PLAIN = re.compile(r"[\w@+=:,./-]+", re.ASCII)
 _SENT_VARIABLES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Beginnings of the variables that DeepSpeed sends along (EXPORT_ENVS of its runner, and those of its accelerators)."""

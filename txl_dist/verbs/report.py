@@ -19,7 +19,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
     Args:
         path: Folder of the run (--run.dir); or a checkpoint, which shows its run, or a bundle or hf://OWNER/NAME, which
             show their model card.
-        out: Page to write; RUN/report.html if not given, and for a bundle BUNDLE.html beside it.
+        out: Page to write; RUN/report.html if not given, and for a bundle BUNDLE.html next to it.
     """
     address = address_of(path)
     if address is not None and out is None:

@@ -44,12 +44,12 @@ _LEAST_OF_A_NAME = 3
 _FURTHER_WORDS = {
     "txl evaluate": "Score one model at a time; its corpus is --data.",
     "txl inspect": "Look into one path at a time.",
-    "txl report": "Report one run at a time; `txl compare` sets several beside each other.",
+    "txl report": "Report one run at a time; `txl compare` compares several.",
     "txl serve": "Serve one model; its address is --host and --port.",
     "txl verify": "Verify one path at a time.",
     "txl train": "Name one configuration file; settings are flags.",
 }
-"""What to do with a word that a command does not take."""
+"""Remedy for a word that a command does not take, by command."""
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
@@ -87,8 +87,8 @@ def announce(what: str) -> None:
 
 
 def announce_ranks(what: str = "") -> None:
-    """The same for a command whose ranks work together: rank 0 says it. A rank that no launcher has started says for
-    whom it will wait, and how to run alone.
+    """Say what begins, on rank 0, for a command whose ranks work together. A rank that no launcher has started says
+    which ranks it will wait for, and how to run alone.
 
     Raises ConfigError if the variables of the environment that describe a job contradict each other.
     """
@@ -204,7 +204,7 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
 def _unknown_words(
     unknown: Sequence[str], words: Sequence[str], *, arguments: Sequence[Argument], known: Sequence[str], prog: str
 ) -> str:
-    """What to say of words that the command has no place for. The first one decides."""
+    """Return the message for words that the command does not take. The first word decides."""
     word = unknown[0]
     having_choice = [argument.names[0] for argument in arguments if word in argument.choices and argument.names]
     if re.match("-[A-Za-z]", word) and _name(word) not in known:

@@ -28,7 +28,7 @@ from txl_dist.text.tokenizer import load_tokenizer
 
 _WEIGHTS = "model.safetensors"
 _SCALE = ".scale"
-"""What the names of the scales of int8 weights end with: they are no parameters."""
+"""End of the names of the scales of int8 weights, which are not counted as parameters."""
 
 
 def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
@@ -112,7 +112,7 @@ def _num_bytes(folder: Path) -> int | None:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's page: as that of a run whose only record is how far it is."""
+    """The content of a checkpoint's page: the page of a run whose only record is its step."""
     state = parse_object(read_bytes(folder / STATE))
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}

@@ -1,6 +1,6 @@
 """States of callbacks in a checkpoint: one file, `callbacks.safetensors`, without a pickle.
 
-Tensors stand in it as `CALLBACK/KEY`; all else is JSON in the file's metadata. A checkpoint of a run without such
+Tensors are stored as `CALLBACK/KEY`; everything else is JSON in the file's metadata. A checkpoint of a run without such
 states has no such file.
 """
 
@@ -26,10 +26,10 @@ _STATES_KEY, _VALIDATED_KEY = "callbacks", "validated_step"
 
 
 class CallbackStates(NamedTuple):
-    """What `callbacks.safetensors` holds."""
+    """Content of `callbacks.safetensors`."""
 
     states: States
-    """What each callback's `state_dict` returned, by its `state_key`."""
+    """Result of each callback's `state_dict`, by its `state_key`."""
     validated_step: int = -1
     """Step of the last validation that these states know of; -1 if there was none."""
 

@@ -87,7 +87,8 @@ class Saving:
 
     @property
     def is_late(self) -> bool:
-        """On rank 0, whose clock decides: `checkpoint.every_minutes` have passed since the last checkpoint began."""
+        """Whether `checkpoint.every_minutes` have passed since the last checkpoint began. Only rank 0 answers:
+        elsewhere it is False."""
         interval_s = 60 * self._job.config.checkpoint.every_minutes
         return self._job.ranks.is_first and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
@@ -148,7 +149,7 @@ class Saving:
         return True
 
     def _plan_retry(self, step: int) -> None:
-        """Behind `step`, after a tenth of the interval, whichever there is."""
+        """Try again after a tenth of the interval: of steps after `step`, or of minutes if only those are set."""
         checkpoint = self._job.config.checkpoint
         if checkpoint.every_minutes and not checkpoint.every_steps:
             self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes

@@ -1,4 +1,4 @@
-"""What an event of a run's records means, in words: for the console, and for the page of `txl report`."""
+"""Sentences for the events of a run's records: for the console, and for the page of `txl report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from txl_dist.tables import counted, size
 _DETAILS = {
     "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} each; torch {torch}",
     "saved": "{path}, {size}; training stood still for {seconds:.2f} s",
-    "save_failed": "log.txt tells why; it is tried again",
+    "save_failed": "log.txt says why; it is tried again",
     "replicas_agree": "all ranks hold the same parameters; compared in {seconds:.2f} s",
     "skipped": "a loss or gradient that is not finite; weights and memories stayed as they were",
     "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
@@ -18,9 +18,9 @@ _DETAILS = {
     "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
     "clipped": "{clipped_pct:.0f} % of {steps:,} steps, by the default optim.clip_norm {clip_norm:g}; the gradients' "
     "norm was {grad_norm:.3g} on average. Set optim.clip_norm",
-    "stopped": "the same command goes on",
+    "stopped": "the same command continues",
     "stage": "this stage is done; the next one begins",
-    "done": "all steps are made",
+    "done": "all steps are finished",
 }
 """By event, from its fields and from what `_readable` makes of them."""
 _COUNTS = {"ranks": "rank", "hosts": "host", "threads_per_rank": "thread"}

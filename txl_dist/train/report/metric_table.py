@@ -48,7 +48,7 @@ class Metric:
     tensorboard: Literal["scalar", "histogram", "none"] = "scalar"
     """histogram: of a list, which is drawn over the places in it, a line per record."""
     measure: Callable[[Mapping[str, Any]], float | None] | None = None
-    """Of a plugin's metric: makes the number from the other numbers of a record; None where it cannot."""
+    """For a plugin's metric: computes the number from the other numbers of a record; None where it cannot."""
 
     def text(self, value: Any) -> str:
         """The number with its label and unit."""

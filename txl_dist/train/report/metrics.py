@@ -117,11 +117,12 @@ class Interval:
 
 
 class Clipping:
-    """How many steps of this process were clipped, where the norm is the default that nobody has set."""
+    """Counts the steps of this process that were clipped, if `optim.clip_norm` is the default and not set."""
 
     MOSTLY_PCT = 95.0
-    """Above it the clipped norm, not the gradient, decides how far a step goes."""
+    """Percentage of clipped steps above which the run says so: then the norm, not the gradient, sets the step size."""
     FEWEST_STEPS = 20
+    """Smallest number of steps of which a share is reported."""
 
     def __init__(self, optim: OptimSection) -> None:
         self._norm = 0.0 if "clip_norm" in optim.model_fields_set else optim.clip_norm
@@ -135,8 +136,8 @@ class Clipping:
             self._sum += grad_norm
 
     def record(self) -> Record | None:
-        """What to say at the end: `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`; None if the norm was
-        set, or steps are too few, or not mostly clipped."""
+        """Return `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`; None if the settings name the norm, or
+        if steps are too few or not mostly clipped."""
         if not self._norm or self._num_made < self.FEWEST_STEPS:
             return None
         clipped_pct = 100 * self._num_clipped / self._num_made

@@ -40,7 +40,7 @@ Record = dict[str, Any]
 _MAX_SCALARS = 64
 """Longest list whose numbers TensorBoard gets, one curve each: step times of ranks."""
 _NOT_IN_IDS = "/\\#?%:"
-"""What wandb refuses in the id of a run."""
+"""Characters that wandb refuses in the id of a run."""
 _LONGEST_TAG = 64
 _PATIENCE_S = 300.0
 """Between two attempts to reach Weights & Biases, each of which a step may have to wait for."""
