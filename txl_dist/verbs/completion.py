@@ -46,6 +46,8 @@ def _values(argument: Argument) -> str:
     """Return the values that complete a flag: its choices, `@file` for a file name, or an empty text."""
     if argument.choices:
         return " ".join(argument.choices)
+    if argument.metavar.startswith("{") and argument.metavar.endswith("}"):  # a plugin may add to these
+        return argument.metavar.strip("{}").replace(",", " ")
     return "@file" if argument.takes != "nothing" and argument.value_kind == "text" else ""
 
 
