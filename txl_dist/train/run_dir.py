@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -94,14 +95,15 @@ def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
         return []
     check_run_dir(run_dir, config)
     reached = f"{run_dir} is done: it has reached step {step:,} of train.max_steps={config.train.max_steps:,}"
-    return [reached, f"to go on: {command} --train.max_steps {2 * step}", next_commands(run_dir)]
+    return [reached, f"to go on: {command} --train.max_steps {2 * step}", next_commands(run_dir, config.run.plugins)]
 
 
-def next_commands(run_dir: Path) -> str:
-    """Return what one types after a training is done."""
+def next_commands(run_dir: Path, plugins: Sequence[str]) -> str:
+    """Return what one types after a training is done. Evaluation and export need the plugins of the run too."""
     run = shlex.quote(str(run_dir))
     bundle = shlex.quote(f"bundles/{run_dir.resolve().name}")
-    return f"next: txl report {run}   txl evaluate {run}   txl export {run} {bundle}"
+    flag = f" --plugins {shlex.join(plugins)}" if plugins else ""
+    return f"next: txl report {run}   txl evaluate {run}{flag}   txl export {run} {bundle}{flag}"
 
 
 def _is_early(name: str) -> bool:

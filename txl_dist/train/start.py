@@ -300,7 +300,7 @@ def _leave(job: Job, state: TrainState, watch: Watch, result: RunResult) -> None
         if not stopped:
             made = counted(state.step, "step")
             logger.info("done: %s, %s, in %s", made, counted(state.tokens_seen, "token"), job.run_dir)
-            logger.info(next_commands(job.run_dir))
+            logger.info(next_commands(job.run_dir, job.config.run.plugins))
     barrier()
 
 

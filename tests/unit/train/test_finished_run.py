@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.corpora import tiny_corpus
 from txl_dist.config import Config, config_to_toml, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.train.run_dir import finished_lines
+from txl_dist.train.run_dir import finished_lines, next_commands
 
 
 def a_finished_run(folder: Path, *, step: int = 200, done: str = "200\n") -> Config:
@@ -32,6 +32,14 @@ def test_a_finished_run_names_its_step_and_the_next_commands(tmp_path: Path) -> 
     assert reached == f"{run} is done: it has reached step 200 of train.max_steps=200"
     assert go_on == "to go on: txl train c.toml --train.max_steps 400"
     assert [f"txl {verb} {run}" in next_line for verb in ("report", "evaluate", "export")] == [True] * 3
+
+
+def test_the_next_commands_of_a_run_with_plugins_name_them_where_they_are_needed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    report, evaluate, export = next_commands(run, ["a.b", "c"]).removeprefix("next: ").split("   ")
+    assert report == f"txl report {run}"
+    assert evaluate == f"txl evaluate {run} --plugins a.b c"
+    assert export == f"txl export {run} bundles/run --plugins a.b c"
 
 
 @pytest.mark.parametrize(("step", "done"), [(100, "200\n"), (200, "100\n"), (200, "soon"), (200, "")])
