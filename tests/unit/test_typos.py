@@ -218,7 +218,7 @@ def explained(help_text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     name = ""
     for line in help_text.replace("\u2502", " ").splitlines():
-        if re.match(r" {1,2}(--?[a-z]|[A-Z]{3,}\b)", line):
+        if re.match(r" {1,2}(--?[a-z]|[A-Z]{3,}\b|\{)", line):
             name, _, text = line.strip().partition("  ")
             found[name] = text
         elif name and line.startswith("     "):
