@@ -54,7 +54,7 @@ class Content(NamedTuple):
     what: str = ""
     """Name of a format that cannot be read, for the message."""
     remedy: str = ""
-    """What the user can do. Placeholders: {file} the file, after decompression if it is compressed; {stored} the file
+    """Advice to the user. Placeholders: {file} the file, after decompression if it is compressed; {stored} the file
     as it is stored; {out} a new file with the same suffix."""
 
 
