@@ -16,6 +16,7 @@ from txl_dist.config import Config, config_changes, config_to_toml, load_config
 from txl_dist.errors import ConfigError, explained
 from txl_dist.files import free_name, open_regular, parse_object, read_text, replace_file
 from txl_dist.hub import local_model
+from txl_dist.manifest import problems_of
 from txl_dist.run_files import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
@@ -82,18 +83,22 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
 def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
     """Return what to say of a run that has nothing left to do; nothing for any other. Imports no torch.
 
-    A run is finished where DONE names a step not before `train.max_steps` and the checkpoint of that step is there.
+    A run is finished where DONE names a step not before `train.max_steps` and the checkpoint of that step is whole.
+    With another corpus, or with a damaged checkpoint, nothing is returned: the training itself decides what happens.
     `command`: what continues it, without the number of steps. Raises ConfigError as `check_run_dir`.
     """
     try:
         step = int(read_text(run_dir / DONE))
     except (OSError, ValueError):
         return []
-    has_settings = (run_dir / SETTINGS).is_file()
-    has_checkpoint = any(path.name == f"step_{step:09d}" for path in list_checkpoints(run_dir))
-    if step < config.train.max_steps or not has_settings or not has_checkpoint:
+    if step < config.train.max_steps or not (run_dir / SETTINGS).is_file():
         return []
     check_run_dir(run_dir, config)
+    if load_config(run_dir / SETTINGS).data != config.data:
+        return []
+    last = [path for path in list_checkpoints(run_dir) if path.name == f"step_{step:09d}"]
+    if not last or problems_of(last[0]):
+        return []
     reached = f"{run_dir} is done: it has reached step {step:,} of train.max_steps={config.train.max_steps:,}"
     return [reached, f"to go on: {command} --train.max_steps {2 * step}", next_commands(run_dir, config.run.plugins)]
 

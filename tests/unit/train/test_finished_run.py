@@ -11,15 +11,18 @@ import pytest
 from tests.helpers.corpora import tiny_corpus
 from txl_dist.config import Config, config_to_toml, load_config
 from txl_dist.errors import ConfigError
+from txl_dist.manifest import describe_file, write_manifest
 from txl_dist.train.run_dir import finished_lines, next_commands
 
 
-def a_finished_run(folder: Path, *, step: int = 200, done: str = "200\n") -> Config:
-    (folder / "c.toml").write_text(f"[run]\ndir = '{folder / 'run'}'\n[train]\nmax_steps = 200\n", encoding="utf-8")
+def a_finished_run(folder: Path, *, step: int = 200, done: str = "200\n", corpus: Path = Path("c")) -> Config:
+    text = f"[run]\ndir = '{folder / 'run'}'\n[data]\npath = '{corpus}'\n[train]\nmax_steps = 200\n"
+    (folder / "c.toml").write_text(text, encoding="utf-8")
     config = load_config(folder / "c.toml")
     checkpoint = folder / f"run/checkpoints/step_{step:09d}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").touch()
+    write_manifest(checkpoint, {"state.json": describe_file(checkpoint / "state.json")})
     (folder / "run/config.toml").write_text(config_to_toml(config), encoding="utf-8")
     (folder / "run/DONE").write_text(done, encoding="utf-8")
     return config
@@ -48,6 +51,14 @@ def test_a_run_that_lacks_its_last_checkpoint_or_its_mark_is_not_finished(tmp_pa
     assert finished_lines(tmp_path / "run", config, command="txl train c.toml") == []
 
 
+def test_a_damaged_last_checkpoint_or_another_corpus_is_left_to_the_training(tmp_path: Path) -> None:
+    config = a_finished_run(tmp_path)
+    other = config.model_copy(update={"data": config.data.model_copy(update={"path": "other"})})
+    assert finished_lines(tmp_path / "run", other, command="txl train c.toml") == []
+    (tmp_path / "run/checkpoints/step_000000200/state.json").write_text("{}", encoding="utf-8")
+    assert finished_lines(tmp_path / "run", config, command="txl train c.toml") == []
+
+
 def test_more_steps_are_trained_and_another_model_is_refused(tmp_path: Path) -> None:
     config = a_finished_run(tmp_path)
     longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 300})})
@@ -58,8 +69,8 @@ def test_more_steps_are_trained_and_another_model_is_refused(tmp_path: Path) -> 
 
 
 def test_the_command_answers_without_torch_and_keeps_its_other_words(tmp_path: Path) -> None:
-    a_finished_run(tmp_path)
     corpus = tiny_corpus(tmp_path).folder
+    a_finished_run(tmp_path, corpus=corpus)
     code = (
         "import sys\nfrom txl_dist.cli import main\n"
         "code = main(sys.argv[1:])\nprint(code, *{'torch', 'deepspeed'} & set(sys.modules))"
