@@ -66,7 +66,7 @@ def export(
     source: Positional[Path],
     out: Positional[Path],
     /,
-    stated: Annotated[Stated, arg(name="")],
+    stated: Annotated[Stated, arg(name="")] = Stated(),  # noqa: B008  frozen
     format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
     dtype: WeightType = "fp32",
     average: bool = False,
