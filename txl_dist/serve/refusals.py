@@ -31,7 +31,6 @@ FOREIGN_FIELDS = {
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "top_logprobs": "logprobs",
-    "typical_p": "top_p",
 }
 """Names that other programs have for a field, and ours."""
 CHAT_FIELDS = {
