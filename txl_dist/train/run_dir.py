@@ -93,8 +93,10 @@ def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
         return []
     if step < config.train.max_steps or not (run_dir / SETTINGS).is_file():
         return []
-    check_run_dir(run_dir, config)
-    if load_config(run_dir / SETTINGS).data != config.data:
+    with _using(run_dir):
+        old = load_config(run_dir / SETTINGS)
+    refuse_frozen_changes(old, config, made=str(run_dir))
+    if old.data != config.data:
         return []
     last = [path for path in list_checkpoints(run_dir) if path.name == f"step_{step:09d}"]
     if not last or problems_of(last[0]):
