@@ -42,8 +42,8 @@ def settings(folder: Path, name: str, *, max_steps: int = 6, **sections: Any) ->
     return {key: {**values.get(key, {}), **sections.get(key, {})} for key in values | sections}
 
 
-class Recorder(Callback):
-    """Writes what it is told to a file per rank, and counts its steps."""
+class Recorder:
+    """Writes what it is told to a file per rank, and counts its steps. It derives from nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rank, self.steps, self.validations = folder, -1, 0, []
@@ -119,9 +119,7 @@ class Raising(Callback):
         setattr(self, hook, fail)
 
 
-def pretrain(
-    out: Path, config: Mapping[str, Mapping[str, Any]], make: Callable[[], list[Callback]], resume: str
-) -> None:
+def pretrain(out: Path, config: Mapping[str, Mapping[str, Any]], make: Callable[[], list[object]], resume: str) -> None:
     """A rank: what `pretrain` returns, or raises, goes to a file of its own."""
     rank = os.environ.get("RANK", "0")
     started_s = time.monotonic()
@@ -139,7 +137,7 @@ def pretrain(
 def run(
     folder: Path,
     name: str,
-    make: Callable[..., list[Callback]],
+    make: Callable[..., list[object]],
     *arguments: Any,
     ranks: int = 1,
     resume: str = "auto",
@@ -177,30 +175,30 @@ def run(
 class Made:
     """A function with its arguments, which can be sent to a process."""
 
-    def __init__(self, make: Callable[..., list[Callback]], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, make: Callable[..., list[object]], arguments: tuple[Any, ...]) -> None:
         self.make, self.arguments = make, arguments
 
-    def __call__(self) -> list[Callback]:
+    def __call__(self) -> list[object]:
         return self.make(*self.arguments)
 
 
-def nothing() -> list[Callback]:
+def nothing() -> list[object]:
     return []
 
 
-def idle() -> list[Callback]:
+def idle() -> list[object]:
     return [Callback()]
 
 
-def meddling() -> list[Callback]:
+def meddling() -> list[object]:
     return [Meddler()]
 
 
-def recording(folder: Path) -> list[Callback]:
+def recording(folder: Path) -> list[object]:
     return [Recorder(folder)]
 
 
-def raising(folder: Path, hook: str, rank: int, error: BaseException) -> list[Callback]:
+def raising(folder: Path, hook: str, rank: int, error: BaseException) -> list[object]:
     return [Raising(hook, rank, error), Recorder(folder)]
 
 
@@ -231,7 +229,7 @@ def test_a_call_returns_how_the_run_ended(place: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [idle, meddling])
-def test_a_callback_cannot_change_a_loss(make: Callable[[], list[Callback]], place: Path) -> None:
+def test_a_callback_cannot_change_a_loss(make: Callable[[], list[object]], place: Path) -> None:
     run(place, make.__name__, make)
     plain = [row for row in losses(place, "plain") if row[1] <= 6]
     assert losses(place, make.__name__) == plain
@@ -302,7 +300,7 @@ def test_a_callback_that_raises_on_one_rank_ends_all_by_its_name(
         assert said(tmp_path, rank)[-1].startswith(f"exception callback Raising: {hook} failed on rank 1")
 
 
-def raising_at(folder: Path, hook: str, rank: int, error: BaseException, step: int) -> list[Callback]:
+def raising_at(folder: Path, hook: str, rank: int, error: BaseException, step: int) -> list[object]:
     return [Raising(hook, rank, error, step), Recorder(folder)]
 
 
@@ -319,11 +317,11 @@ class Unfit(Callback):
         return {"seen": {1, 2}}
 
 
-def unfit() -> list[Callback]:
+def unfit() -> list[object]:
     return [Unfit()]
 
 
-def on_rank_0_only() -> list[Callback]:
+def on_rank_0_only() -> list[object]:
     return [Meddler()] if os.environ["RANK"] == "0" else []
 
 

@@ -2,6 +2,8 @@
 
     on_train_start -> (on_step_end | on_validation_end | on_save) ... -> on_train_end, or on_exception
 
+A callback is any object with at least one of these methods. It may derive from that class, but need not.
+
 Every method runs on every rank, at the same step, except `state_dict`, which runs on rank 0. What a method gets is
 read-only: values, and copies of arrays. Random generators and torch's global settings are put back after each call. So
 a run with callbacks has the losses of a run without them, bit for bit.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +29,7 @@ from txl_dist.config import Config
 from txl_dist.dist import gather_objects, this_rank, together
 from txl_dist.errors import REQUEUE, ConfigError, TrainingError, in_one_line, of_all
 from txl_dist.log import logger
+from txl_dist.suggest import did_you_mean
 
 
 class RunResult(NamedTuple):
@@ -113,7 +116,10 @@ class SaveEnd(NamedTuple):
 
 
 class Callback:
-    """Base class of callbacks: override what you need. All methods run on all ranks, except `state_dict`.
+    """Methods that a callback may have, as a base class that does nothing: define the ones you need.
+
+    All methods run on all ranks, except `state_dict`. Deriving from this class is optional. It gives an editor the
+    names and types, and allows a `state_dict` without `load_state_dict`.
 
     For work that only one process should do (a file, a request), compare `TrainStart.rank` with 0.
     """
@@ -154,6 +160,21 @@ class Callback:
 
 HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_save", "on_train_end")
 """Methods that run as decided by all ranks together."""
+EVENTS = (*HOOKS, "on_exception")
+"""All methods that are called at an event of the run."""
+FOREIGN = {
+    "on_train_begin": "on_train_start",
+    "on_fit_start": "on_train_start",
+    "on_fit_end": "on_train_end",
+    "on_train_batch_end": "on_step_end",
+    "on_batch_end": "on_step_end",
+    "on_evaluate": "on_validation_end",
+    "on_eval_end": "on_validation_end",
+    "on_save_checkpoint": "on_save",
+    "on_load_checkpoint": "load_state_dict",
+    "on_error": "on_exception",
+}
+"""Method names of Lightning, transformers and Keras, with the name here."""
 States = dict[str, Mapping[str, Any]]
 """Results of `state_dict`, by `state_key`."""
 
@@ -161,18 +182,18 @@ States = dict[str, Mapping[str, Any]]
 class Callbacks:
     """The callbacks of one run on one rank. Its methods are called by all ranks together, except `fail`."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[object]) -> None:
         """Raises ConfigError for what is no callback, or two callbacks whose states have one name."""
+        if not isinstance(callbacks, Iterable):
+            raise ConfigError(
+                f"callbacks: {_shown(callbacks)} is no list. Write callbacks=[...], also for one callback."
+            )
         self._callbacks = tuple(callbacks)
         for callback in self._callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    f"callbacks: {callback!r:.200} is not a txl_dist.Callback. Pass instances of classes that derive "
-                    "from it."
-                )
+            _check_callback(callback)
         names = self.stateful
         for name in names:
-            if "/" in name or not name:
+            if not isinstance(name, str) or "/" in name or not name:
                 raise ConfigError(f"callbacks: the state_key {name!r:.200} must be a name without a slash.")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -186,13 +207,11 @@ class Callbacks:
     @property
     def stateful(self) -> list[str]:
         """`state_key` of each callback that has a state."""
-        return [one.state_key for one in self._callbacks if _overrides(one, "state_dict")]
+        return [_name(one) for one in self._callbacks if _has(one, "state_dict")]
 
     def check_alike(self) -> None:
         """Raises ConfigError if ranks have different callbacks: they would wait for each other for ever."""
-        forms = [
-            (type(one).__qualname__, *(hook for hook in HOOKS if _overrides(one, hook))) for one in self._callbacks
-        ]
+        forms = [(type(one).__qualname__, *(hook for hook in HOOKS if _has(one, hook))) for one in self._callbacks]
         gathered = gather_objects(forms)
         for rank, others in enumerate(gathered):
             if others != gathered[0]:
@@ -205,8 +224,8 @@ class Callbacks:
                 )
 
     def handles(self, hook: str) -> bool:
-        """Whether any callback overrides this method."""
-        return any(_overrides(one, hook) for one in self._callbacks)
+        """Whether any callback has this method."""
+        return any(_has(one, hook) for one in self._callbacks)
 
     def start(self, start: TrainStart) -> None:
         """Call `on_train_start` of all callbacks, once per process."""
@@ -234,10 +253,12 @@ class Callbacks:
     def fail(self, error: BaseException) -> None:
         """Call `on_exception` of all callbacks; what they raise is logged."""
         for callback in self._callbacks:
+            if not _has(callback, "on_exception"):
+                continue
             try:
-                callback.on_exception(error)
+                _method(callback, "on_exception")(error)
             except (Exception, SystemExit) as problem:  # noqa: BLE001  the run's own error is the one to report
-                logger.error("callback %s: on_exception failed: %s", callback.state_key, _described(problem))
+                logger.error("callback %s: on_exception failed: %s", _name(callback), _described(problem))
 
     def states(self, *, step: int) -> States:
         """The states of all callbacks, on rank 0; elsewhere none. Raises TrainingError, which names the callback."""
@@ -248,7 +269,7 @@ class Callbacks:
     def load(self, states: States, *, step: int, validated_step: int) -> None:
         """Give each callback its state. One line on rank 0 for each state that is missing or left over."""
         self.validated_step = validated_step
-        known = {one.state_key: one for one in self._callbacks if _overrides(one, "state_dict")}
+        known = {_name(one): one for one in self._callbacks if _has(one, "state_dict")}
         if this_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
                 logger.warning("callback %s: the checkpoint of step %d has no state of it; it starts new", name, step)
@@ -262,7 +283,7 @@ class Callbacks:
         def load_all() -> None:
             for name in sorted(known.keys() & states.keys()):
                 with _guarded(known[name], "load_state_dict", step=step):
-                    known[name].load_state_dict(states[name])
+                    _method(known[name], "load_state_dict")(states[name])
 
         if known:
             together(load_all)
@@ -270,37 +291,74 @@ class Callbacks:
     def _states(self, step: int) -> States:
         found: States = {}
         for callback in self._callbacks:
-            if _overrides(callback, "state_dict"):
+            if _has(callback, "state_dict"):
                 with _guarded(callback, "state_dict", step=step):
-                    found[callback.state_key] = callback.state_dict()
+                    found[_name(callback)] = _method(callback, "state_dict")()
         return found
 
     def _call(self, hook: str, value: object, *, step: int) -> None:
-        called = [one for one in self._callbacks if _overrides(one, hook)]
+        called = [one for one in self._callbacks if _has(one, hook)]
 
         def call_all() -> None:
             for callback in called:
                 with _guarded(callback, hook, step=step):
-                    method: Callable[[object], None] = getattr(callback, hook)
-                    method(value)
+                    _method(callback, hook)(value)
 
         if called:
             together(call_all)
 
 
-def _overrides(callback: Callback, method: str) -> bool:
-    return getattr(type(callback), method) is not getattr(Callback, method) or method in vars(callback)
+def _check_callback(callback: object) -> None:
+    """Raises ConfigError for an object without any method that is called, or with one that never would be."""
+    if isinstance(callback, type):
+        raise ConfigError(f"callbacks: {_shown(callback)} is a class. Pass an instance of it: {callback.__name__}().")
+    for name in dir(callback):
+        if name.startswith("on_") and name not in EVENTS and callable(getattr(callback, name, None)):
+            meant = FOREIGN.get(name)
+            hint = f" Did you mean {meant}?" if meant else did_you_mean(name, EVENTS)
+            raise ConfigError(
+                f"callbacks: {_name(callback)} has a method {name}, which is never called.{hint} Events are "
+                f"{', '.join(EVENTS)}."
+            )
+    if not isinstance(callback, Callback) and not any(_has(callback, event) for event in EVENTS):
+        raise ConfigError(f"callbacks: {_shown(callback)} has none of the methods of a callback: {', '.join(EVENTS)}.")
+    for method, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if _has(callback, method) and not callable(getattr(callback, other, None)):
+            raise ConfigError(f"callbacks: {_name(callback)} has {method} but no {other}. A state needs both.")
+
+
+def _shown(thing: object) -> str:
+    """Representation of an object in one line of bounded length."""
+    return " ".join(repr(thing).split())[:200]
+
+
+def _has(callback: object, method: str) -> bool:
+    """Whether a callback has a method of its own, not the one of `Callback` that does nothing."""
+    found = getattr(callback, method, None)
+    return callable(found) and getattr(found, "__func__", None) is not getattr(Callback, method)
+
+
+def _method(callback: object, name: str) -> Callable[..., Any]:
+    """A method that the callback is known to have."""
+    found: Callable[..., Any] = getattr(callback, name)
+    return found
+
+
+def _name(callback: object) -> str:
+    """The name under which a callback's state is saved, and which errors name."""
+    name: str = getattr(callback, "state_key", type(callback).__qualname__)
+    return name
 
 
 @contextmanager
-def _guarded(callback: Callback, method: str, *, step: int) -> Iterator[None]:
+def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
     """Turn an error of a callback into a TrainingError that names the callback; undo its changes of global state."""
     try:
         with _untouched():
             yield
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise TrainingError(
-            f"callback {callback.state_key}: {method} failed on rank {this_rank()} at step {step}: "
+            f"callback {_name(callback)}: {method} failed on rank {this_rank()} at step {step}: "
             f"{_described(error)}. Correct the callback; the same command continues from the last checkpoint."
         ) from error
 

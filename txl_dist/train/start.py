@@ -25,7 +25,7 @@ from txl_dist.registry import loaded_plugins
 from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
 from txl_dist.tables import counted
 from txl_dist.text.tokenizer import read_tokenizer
-from txl_dist.train.callbacks import Callback, Callbacks, RunResult
+from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.soundness import read_state
 from txl_dist.train.engine.protocol import Engine
@@ -55,7 +55,7 @@ from txl_dist.train.watch.watchdog import Watchdog
 def pretrain(
     config: Config | str | Path | Mapping[str, Mapping[str, Any]],
     *,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[object] = (),
     resume: str = "auto",
     max_time_s: float = 0.0,
     profile: range = range(0),
@@ -70,7 +70,8 @@ def pretrain(
     Args:
         config: A `Config`, the path of a TOML file, or settings by section, as `configure` takes them:
             `{"data": {"path": "data/first"}, "train": {"max_steps": 100}}`.
-        callbacks: The caller's own code at the events of the run; the same on every rank.
+        callbacks: The caller's own code at the events of the run; the same on every rank. Objects with some of the
+            methods of `Callback`.
         resume: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one. Or
             the path of a checkpoint folder.
         max_time_s: Age of the process in seconds after which the run saves and stops; 0 means no limit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 import txl_dist
 from txl_dist.errors import CheckpointError, ConfigError, TrainingError
-from txl_dist.train.callbacks import HOOKS, Callback, Callbacks
+from txl_dist.train.callbacks import HOOKS, Callback, Callbacks, StepEnd
 from txl_dist.train.checkpoint.callback_states import (
     MAX_TENSOR_BYTES,
     NO_STATES,
@@ -37,6 +38,36 @@ class Named(Counter):
         return self._name
 
 
+class Misspelt(Callback):
+    def on_step_ends(self, end: StepEnd) -> None: ...
+
+
+class Plain:
+    """Derives from nothing, and has two of the methods, a flag and a helper."""
+
+    on_gpu, steps = True, 0
+
+    def on_step_end(self, end: StepEnd) -> None:
+        self.steps = end.step
+
+    def _on_own_event(self) -> None: ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_an_object_with_some_of_the_methods_is_a_callback_without_inheriting() -> None:
+    errors: list[BaseException] = []
+    callbacks = Callbacks([Plain(), SimpleNamespace(on_exception=errors.append)])
+    assert [hook for hook in HOOKS if callbacks.handles(hook)] == ["on_step_end"]
+    assert callbacks.stateful == ["Plain"]
+    callbacks.fail(ValueError("a"))
+    assert [str(error) for error in errors] == ["a"]
+
+
 def test_the_names_are_those_of_lightning() -> None:
     assert {*HOOKS, "on_exception", "state_dict", "load_state_dict"} <= set(vars(Callback))
     assert txl_dist.Callback is Callback
@@ -48,9 +79,24 @@ def test_the_names_are_those_of_lightning() -> None:
         ([Counter(), Counter()], "two callbacks save their state as 'Counter'"),
         ([Named("a/b")], "must be a name without a slash"),
         ([Named("")], "must be a name without a slash"),
-        ([Counter], "is not a txl_dist.Callback"),
-        ([print], "is not a txl_dist.Callback"),
-        ([None], "is not a txl_dist.Callback"),
+        ([Counter], r"is a class\. Pass an instance of it: Counter\(\)"),
+        ([print], "has none of the methods of a callback: on_train_start, "),
+        ([None], "None has none of the methods of a callback"),
+        ([torch.nn.Linear(1, 1)], "has none of the methods of a callback"),
+        ([SimpleNamespace(on_save=None)], "has none of the methods of a callback"),
+        ([SimpleNamespace(on_step_end=print, on_saves=print)], r"on_saves, which is never .* Did you mean on_save\?"),
+        ([Misspelt()], r"Misspelt has a method on_step_ends, which is never called\. Did you mean on_step_end\?"),
+        ([SimpleNamespace(on_train_batch_end=print)], r"Did you mean on_step_end\?"),
+        ([SimpleNamespace(on_save_checkpoint=print)], r"Did you mean on_save\?"),
+        ([SimpleNamespace(on_zzzzzzzz=print)], "never called. Events are on_train_start, "),
+        ([SimpleNamespace(on_save=print, state_dict=dict)], "has state_dict but no load_state_dict"),
+        ([SimpleNamespace(on_save=print, load_state_dict=print)], "has load_state_dict but no state_dict"),
+        (
+            [SimpleNamespace(on_save=print, state_dict=dict, load_state_dict=print, state_key=3)],
+            "state_key 3 must be a name",
+        ),
+        (Counter(), r"Counter object at \w+> is no list\. Write callbacks=\[\.\.\.\]"),
+        (None, "None is no list"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line(callbacks: Any, reason: str) -> None:
