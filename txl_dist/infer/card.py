@@ -40,11 +40,14 @@ LICENSES = (
     *("cc-by-sa-3.0", "cc-by-sa-4.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nd-4.0"),
     *("cc-by-nc-nd-3.0", "cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0", "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0"),
     *("cdla-sharing-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "wtfpl", "ecl-2.0", "epl-1.0", "epl-2.0"),
-    *("etalab-2.0", "eupl-1.1", "agpl-3.0", "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "lgpl", "lgpl-2.1", "lgpl-3.0"),
-    *("isc", "lppl-1.3c", "ms-pl", "mpl-2.0", "odc-by", "odbl", "openrail++", "osl-3.0", "postgresql", "ofl-1.1"),
-    *("ncsa", "unlicense", "zlib", "pddl", "lgpl-lr", "deepfloyd-if-license", "llama2", "gemma", "unknown", "other"),
+    *("etalab-2.0", "eupl-1.1", "eupl-1.2", "agpl-3.0", "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "lgpl", "lgpl-2.1"),
+    *("lgpl-3.0", "isc", "h-research", "intel-research", "lppl-1.3c", "ms-pl", "apple-ascl", "apple-amlr", "mpl-2.0"),
+    *("odc-by", "odbl", "openmdw-1.0", "openmdw-1.1", "openrail++", "osl-3.0", "postgresql", "ofl-1.1", "ncsa"),
+    *("unlicense", "zlib", "pddl", "lgpl-lr", "deepfloyd-if-license", "fair-noncommercial-research-license", "llama2"),
+    *("llama3", "llama3.1", "llama3.2", "llama3.3", "llama4", "grok2-community", "gemma", "unknown", "other"),
 )
-"""Identifiers that the Hub knows (hub-docs, repositories-licenses). Another licence is `other` there, with a name."""
+"""Identifiers that the Hub knows (hub-docs, repositories-licenses, August 2026). Another license is `other` there, with
+a name."""
 MAX_STATED = 500
 """Characters of a stated fact."""
 TOKENIZERS = {
@@ -62,6 +65,8 @@ TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
 """Kinds of tokenizers that encode any prompt, here and in transformers. Of the others a card shows ids."""
 PROMPT, PROMPT_IDS = "The ", [1, 2, 3]
 """Prompt of the commands on a card, as text and as ids."""
+FACTS = ("fact", "value")
+"""Head of a table of facts. Without a head Markdown shows an empty row."""
 Rows = list[tuple[str, str]]
 """(name of a fact, its value for people)."""
 
@@ -93,14 +98,21 @@ class Stated:
                 raise ConfigError(f"{flag} holds the character {wrong!r}; a card's fact is one line of text.")
         if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
             raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
+        if self.license.lower() not in LICENSES and (meant := _otherwise_spelt(self.license)):
+            raise ConfigError(f"--license {self.license}: the Hub spells it {meant}. Type --license {meant}.")
 
     def remark(self) -> str:
         """A line about a license that the Hub does not know; empty for one that it knows."""
+        if self.license.lower() == "other":
+            return (
+                "--license other names no license. Type its name, as in --license 'ACME Research 1.0': the card's "
+                "metadata then say license: other, with this name"
+            )
         if not self.license or self.license.lower() in LICENSES:
             return ""
         return (
             f"--license {self.license} is no identifier of the Hub: the card's metadata say license: other, with this "
-            f"name.{did_you_mean(self.license, LICENSES)}"
+            f"name. Add the text of the license as a file LICENSE.{did_you_mean(self.license, LICENSES)}"
         )
 
 
@@ -255,12 +267,12 @@ def readme(model: Model, kind: Kind) -> str:
         f"---\n{_metadata(model, kind)}---\n",
         f"# {_plain(model.title)}\n",
         f"A [Transformer-XL]({HOME}) language model, exported by txl_dist.\n",
-        f"## Model\n\n{_table([('', ''), *model_rows(model)])}",
-        f"## Training\n\n{_table([('', ''), *training_rows(model)])}",
+        f"## Model\n\n{_table([FACTS, *model_rows(model)])}",
+        f"## Training\n\n{_table([FACTS, *training_rows(model)])}",
         f"## Held-out scores\n\n{_scores(model)}",
         f"## Sample\n\n{_sample(model.card.sample)}",
-        "## Use\n\nIn this folder:\n",
-        *(f"{code.title}:\n\n{_fenced(code.text, code.language)}" for code in usage(model, kind, ".")),
+        "## Use\n\nThese commands are for the folder of this file.\n",
+        *(f"### {code.title}\n\n{_fenced(code.text, code.language)}" for code in usage(model, kind, ".")),
         "This file is for people. It may be edited: no program reads it, and verification leaves it out.\n",
     ]
     return "\n".join(parts)
@@ -319,7 +331,7 @@ def score_rows(scores: Sequence[Score]) -> list[list[str]]:
     rows = [["corpus", "split", "nats per token", "perplexity", "bits per byte", "tokens"]]
     for score in scores:
         bits = "-" if score.bits_per_byte is None else bounded(score.bits_per_byte)
-        names = [printable(score.corpus), printable(score.split)]
+        names = [printable(score.corpus), printable(score.split) or "-"]
         ppl = compact(score.ppl, digits=4) + (" per word" if score.token == "word" else "")
         rows.append([*names, bounded(score.loss), ppl, bits, f"{score.tokens:,}"])
     return rows
@@ -398,6 +410,20 @@ def license_fields(license: str) -> dict[str, str]:
     return {"license": "other", "license_name": re.sub(r"[^a-z0-9.]+", "-", license.lower()).strip("-") or "other"}
 
 
+def _otherwise_spelt(license: str) -> str:
+    """The identifier of the Hub that differs from a license only in spelling: apache-2.0 for Apache2; else empty."""
+    found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _spelling(license: str) -> str:
+    """Letters, digits and + of a license's name, without the words and the zeros that people leave out."""
+    name = license.lower().replace("++", "plusplus")
+    name = re.sub(r"\b(the|license|licence|version)\b", " ", name)
+    name = re.sub(r"v(?=[. ]?\d)|\.0\b", "", name)
+    return re.sub(r"[^a-z0-9]", "", name)
+
+
 def _metadata(model: Model, kind: Kind) -> str:
     """The block of YAML: a key in a line, its value in JSON, which YAML contains."""
     card = model.card
@@ -434,7 +460,7 @@ def _scores(model: Model) -> str:
     if not scores:
         return f"{NOT_STATED.capitalize()}. `txl evaluate` measures them on a corpus.\n"
     sentences = [f"{_plain(text[:1].upper() + text[1:])}." for text in protocols(scores)]
-    return "\n".join([_table(score_rows(scores)), *sentences, ""])
+    return "\n".join([_table(score_rows(scores), num_names=2), *sentences, ""])
 
 
 def _sample(sample: Sample | None) -> str:
@@ -453,9 +479,12 @@ def _fenced(text: str, language: str) -> str:
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> str:
+    """A table, its first row the head. Columns after the first `num_names` hold numbers and stand to the right."""
     head, *body = ["| " + " | ".join(map(_plain, row)) + " |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body, ""])
+    num_columns = len(rows[0])
+    names = num_columns if num_names is None else num_names
+    return "\n".join([head, "|" + "---|" * names + "---:|" * (num_columns - names), *body, ""])
 
 
 def _plain(text: str) -> str:

@@ -142,9 +142,10 @@ def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: Weigh
             say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
     made = export_bundle(source, out, dtype=dtype, average=average, stated=stated)
+    share = "" if dtype == "fp32" else f", {made.share:.3f} of fp32"
     say(
         f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
-        f"weights {size(made.num_bytes)} in {dtype}, {made.share:.3f} of fp32"
+        f"weights {size(made.num_bytes)} in {dtype}{share}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,43 @@ def test_what_no_card_can_say_is_refused_by_its_flag(stated: dict[str, str], sai
         Stated(**stated).check()
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("apache2", "apache-2.0"),
+        ("Apache 2.0", "apache-2.0"),
+        ("apache2.0", "apache-2.0"),
+        ("Apache License, Version 2.0", "apache-2.0"),
+        ("MIT License", "mit"),
+        ("GPLv3", "gpl-3.0"),
+        ("CC BY-SA 4.0", "cc-by-sa-4.0"),
+        ("bsd_3_clause", "bsd-3-clause"),
+    ],
+)
+def test_an_identifier_in_another_spelling_is_refused_with_that_of_the_hub(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Type --license {meant}.")):
+        Stated(license=typed).check()
+
+
+@pytest.mark.parametrize("license", [*LICENSES, "MIT", "ACME Research, v2", "proprietary", "apache-2.0 with changes"])
+def test_identifiers_and_names_of_other_licenses_are_taken(license: str) -> None:
+    Stated(license=license).check()
+
+
 def test_an_unknown_license_is_said_with_the_one_that_was_meant() -> None:
-    assert "apache-2.0?" in Stated(license="apache2.0").remark()
+    assert "apache-2.0?" in Stated(license="apache").remark()
+    assert "metadata say license: other" in Stated(license="ACME Research, v2").remark()
+    assert "Type its name" in Stated(license="other").remark()
     assert Stated(license="MIT").remark() == "" == Stated().remark()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_table_of_a_card_has_a_head_and_no_empty_cell(kind: Kind) -> None:
+    """Markdown shows the missing head of a table as an empty row."""
+    lines = readme(made(Card(scores=(SCORE.model_copy(update={"split": ""}),))), kind).splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    assert len(rows) > 20
+    assert [row for row in rows if not all(cell.strip() for cell in row)] == []
 
 
 def test_a_fence_is_longer_than_any_in_the_sample() -> None:
