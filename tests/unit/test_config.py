@@ -369,6 +369,11 @@ def changed(value: Any, *, key: str) -> Any:
     return (others | {"fail": "skip", "report": "rewind", "auto": "plain", "allow": "must"}).get(value, f"{value}x")
 
 
+def test_the_fingerprint_of_the_defaults_is_that_of_0_2() -> None:
+    """It is computed over the names of 0.2: a renamed setting changes nothing, so that runs of 0.2 continue."""
+    assert config_fingerprint(Config()) == "2920767c56fefb4a38a5639a8565d1479f2e15d1eac7d660a1a8bf8015edbaba"
+
+
 @pytest.mark.parametrize("name", setting_names())
 def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fingerprint(name: str) -> None:
     section, key = name.split(".")

@@ -42,7 +42,12 @@ SMOKE: dict[str, list[str]] = {
     "bench_prepare": ["TEXT", "--rounds", "1", "--megabytes", "0.1", "--vocab-size", "300"],
     "books": ["BOOKS", "books"],
     "check_plan": [],
-    "count_code": [],
+    "checks/count_code": ["--files", "3"],
+    "checks/draw": ["--seed", "1"],
+    "checks/names": [],
+    "checks/prose": ["--places"],
+    "checks/same_code": ["--before", ".", "--moves", "NO_MOVES", "--folders", "tools"],
+    "checks/walk": ["--list"],
     "count_graphs": ["--steps", "2"],
     "draw_memory": ["RUN", "RUN", "--out", "memory.svg"],
     "fuzz": ["--reader", "settings", "--cases", "20"],
@@ -71,7 +76,7 @@ ELSEWHERE: dict[str, str] = {
     "count_launches": "test_count_launches.py",
     "decode_worker": "is started by bench_decode",
     "gpu_later": "needs a CUDA device",
-    "guard": "its smallest part trains twice on two ranks: more than a minute of a core",
+    "checks/guard": "its smallest part trains twice on two ranks: more than a minute of a core",
     "huggingface_theirs": "needs transformers 4",
     "measure_ends": "its smallest case starts a training by DeepSpeed's launcher: half a minute of a core",
     "original_train": "needs the original authors' code",
@@ -111,7 +116,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     """Make the input of a program, and return the paths by their words in SMOKE."""
-    places = {word: str(folder / word.lower()) for word in ("BOOKS", "FOLDER", "ROWS", "RUN", "TEXT")}
+    places = {word: str(folder / word.lower()) for word in ("BOOKS", "FOLDER", "NO_MOVES", "ROWS", "RUN", "TEXT")}
     if "BUNDLE" in wanted:
         places["BUNDLE"] = str(make(folder / "made").bundle)
     if "BOOKS" in wanted:
@@ -119,6 +124,8 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
             book = folder / f"books/author/title {number:03d}.md"
             book.parent.mkdir(parents=True, exist_ok=True)
             book.write_text("word " * (40_000 if number < 24 else 2))
+    if "NO_MOVES" in wanted:
+        (folder / "no_moves").write_text("# nothing has moved\n")
     if "ROWS" in wanted:
         began = {"began": 1.0, "section": "", "state": "opens", "command": "bench_gpu", "date": "today"}
         (folder / "rows").write_text(json.dumps(began) + "\n")

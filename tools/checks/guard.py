@@ -1,13 +1,15 @@
-"""What a change must leave as it was: hashes of losses, checkpoints, bundles and streams of small runs, as JSON.
+"""Hash what a change must leave as it was: losses, checkpoints, bundles and streams of small runs, as JSON.
 
-    python tools/guard.py --out before.json            # on the commit before
-    python tools/guard.py --compare before.json        # on the commit after: says what differs, exit code 1
-    python tools/guard.py --root CHECKOUT --out x.json # the same of another checkout, by this file
+    python -m tools.checks.guard --out before.json              # on the commit before
+    python -m tools.checks.guard --compare before.json          # on the commit after: prints what differs, exit code 1
+    python -m tools.checks.guard --root CHECKOUT --out x.json   # hashes another checkout by this file
 
-Each part prepares a corpus, trains, goes on from an older checkpoint, scores, exports and looks into what it made, by
-the command line alone: so one file measures any commit. One thread, seeds fixed, CPU. `quickstart` is the first 60
-steps of configs/quickstart.toml; `zero0` to `zero3` and `bf16` are tiny runs on two ranks, each with other settings.
-What names paths, times or the version of the code is left out. Equal on the same machine and versions only.
+Each part prepares a corpus, trains, continues from an older checkpoint, scores, exports and inspects the results. It
+uses the command line alone, so that one file measures any commit. One thread, fixed seeds, CPU. `quickstart` is the
+first 60 steps of configs/quickstart.toml; `zero0` to `zero3` and `bf16` are tiny runs on two ranks, each with other
+settings. Left out is what names paths, times, versions of code and formats, or hashes of settings. RENAMED maps the
+names of today to those of 0.2, so that a renamed setting or key is no difference, and a changed value is one. The
+hashes are equal on the same machine with the same versions only.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TINY = """
 [run]
@@ -73,8 +75,25 @@ PARTS = {
 }
 # Of a row of metrics.jsonl; all else measures the machine.
 NUMBERS = ("loss", "lr", "grad_norm", "tokens_seen", "tokens", "epoch", "loss_by_position", "memory_gain")
-# Of what `inspect` tells, and of state.json: where things lie, who wrote them, and sizes that hold such words.
-NO_FACTS = {"checkpoint", "run", "path", "code_version", "bytes"}
+NO_FACTS = {
+    *("checkpoint", "run", "path", "code_version", "bytes"),  # where things lie, who wrote them, sizes of such words
+    *("config_fingerprint", "config_sha256", "self_sha256"),  # hashes of texts that hold names
+    *("format_version", "version"),
+}
+"""Keys of JSON that may differ between two commits which do the same."""
+
+
+class Renamed(NamedTuple):
+    """A key of JSON that has another name since 0.2."""
+
+    old: str
+    new: str
+    values: tuple[tuple[Any, Any], ...] = ()
+    """(old value, new value) of those that are written in another way too; all others are the same."""
+
+
+RENAMED: tuple[Renamed, ...] = ()
+"""Every renamed key of a JSON file or of a row of metrics.jsonl, whatever the file."""
 
 
 class Workplace:
@@ -174,7 +193,7 @@ def run_shown(run: Path) -> dict[str, Any]:
     """Numbers of the log, and all files and the state of every checkpoint."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     # Events tell of the machine too: who was slow, how long a save took. A step made again has a later row.
-    told = [row for row in rows if row["kind"] != "event"]
+    told = [in_old_names(row) for row in rows if row["kind"] != "event"]
     last = {f"{row['kind']} {row['step']}": {key: row[key] for key in NUMBERS if key in row} for row in told}
     shown: dict[str, Any] = {
         "losses": digest(json.dumps(last, sort_keys=True).encode()),
@@ -191,12 +210,18 @@ def run_shown(run: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path, *patterns: str) -> dict[str, str]:
-    """The sha256 of the files of a folder and below, by name; of tensors without the metadata."""
+    """The sha256 of the files of a folder and below, by name; of tensors without metadata, of JSON in old names."""
     found = sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
-    return {
-        str(path.relative_to(folder)): digest(tensors_of(path) if path.suffix == ".safetensors" else path.read_bytes())
-        for path in found
-    }
+    return {str(path.relative_to(folder)): digest(content_of(path)) for path in found}
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file that must not change."""
+    if path.suffix == ".safetensors":
+        return tensors_of(path)
+    if path.suffix == ".json":
+        return json.dumps(plain(read(path)), sort_keys=True).encode()
+    return path.read_bytes()
 
 
 def tensors_of(path: Path) -> bytes:
@@ -218,10 +243,24 @@ def numbers_of(report: Any) -> Any:
 
 
 def plain(facts: Any) -> Any:
-    """Without what names paths or the version of the code."""
+    """JSON without what NO_FACTS names, in the names of 0.2."""
     if isinstance(facts, dict):
-        return {key: plain(value) for key, value in facts.items() if key not in NO_FACTS}
+        kept = {key: plain(value) for key, value in facts.items() if key not in NO_FACTS}
+        return in_old_names(kept)
     return [plain(value) for value in facts] if isinstance(facts, list) else facts
+
+
+def in_old_names(facts: dict[str, Any], table: tuple[Renamed, ...] | None = None) -> dict[str, Any]:
+    """The keys of one object, and the values that were renamed with them, as 0.2 wrote them."""
+    renamed = {one.new: one for one in (RENAMED if table is None else table)}
+    result = {}
+    for key, value in facts.items():
+        if key not in renamed:
+            result[key] = value
+            continue
+        old_values = [old for old, new in renamed[key].values if new == value and type(new) is type(value)]
+        result[renamed[key].old] = old_values[0] if old_values else value
+    return result
 
 
 def read(path: Path) -> Any:
@@ -257,7 +296,7 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 def main() -> int:
     """Run the parts; print or write their JSON, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="checkout to measure")
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="checkout to measure")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--out", type=Path, help="write the JSON there, not to standard output")
     parser.add_argument(

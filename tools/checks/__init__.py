@@ -1,0 +1,1 @@
+"""Programs that measure and guard the code base itself: counts, prose, names, moves."""

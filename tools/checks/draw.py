@@ -1,0 +1,116 @@
+"""Draw names and places of the code base at random, for a reader who judges whether they can be understood.
+
+    python -m tools.checks.draw --seed "$(git rev-parse HEAD)" > draw.md
+
+It prints 40 public functions and classes, with nothing but signature and docstring, and 60 places: paragraphs of docs
+and README, docstrings, and error messages, 20 each. The same seed draws the same names and places from the same tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools.checks.prose import all_docstrings, prose_of
+from tools.checks.sources import PACKAGE, ROOT, Definition, package_files, parse
+
+NUM_NAMES = 40
+NUM_PLACES = 60
+FEWEST_WORDS = 6
+"""Words of a paragraph or a message that is worth a question."""
+
+
+def drawn(items: Sequence[str], number: int, *, seed: str) -> list[str]:
+    """Draw items without repetition, by a hash, so that the draw does not depend on a version of Python."""
+
+    def key(item: str) -> bytes:
+        return hashlib.sha256(f"{seed}\0{item}".encode()).digest()
+
+    return sorted(sorted(items), key=key)[:number]
+
+
+def public_names(root: Path) -> list[str]:
+    """Every public function, class and method that has a docstring: its place, signature and docstring."""
+    found = []
+    for path in package_files(root):
+        file = path.relative_to(root / PACKAGE).as_posix()
+        for node in parse(path).body:
+            if not isinstance(node, Definition) or node.name.startswith("_"):
+                continue
+            found += _described(node, file, node.name)
+            for inner in node.body if isinstance(node, ast.ClassDef) else []:
+                if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+                    found += _described(inner, file, f"{node.name}.{inner.name}")
+    return found
+
+
+def _described(node: Definition, file: str, name: str) -> list[str]:
+    docstring = ast.get_docstring(node)
+    if docstring is None:
+        return []
+    signature = f"class {name}"
+    if not isinstance(node, ast.ClassDef):
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        signature = f"{name}({ast.unparse(node.args)}){returns}"
+    return [f"{file}\n{signature}\n{docstring}"]
+
+
+def paragraphs(root: Path) -> list[str]:
+    """Every paragraph of prose in docs and README, with the page's name."""
+    found = []
+    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        for paragraph in re.split(r"\n\s*\n", prose_of(page.read_text(encoding="utf-8"))):
+            text = " ".join(paragraph.split())
+            if len(text.split()) >= FEWEST_WORDS:
+                found.append(f"{page.name}: {text}")
+    return found
+
+
+def docstring_places(root: Path) -> list[str]:
+    """Every docstring of the package, with its place."""
+    return [
+        f"{docstring.place} {docstring.name}: {' '.join(docstring.text.split())}" for docstring in all_docstrings(root)
+    ]
+
+
+def messages(root: Path) -> list[str]:
+    """Every text that an error of ours is raised with, values shown as {expression}."""
+    found = []
+    for path in package_files(root):
+        for text in _messages_in(parse(path)):
+            if len(text.split()) >= FEWEST_WORDS:
+                found.append(f"{path.relative_to(root).as_posix()}: {text}")
+    return found
+
+
+def _messages_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error"):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.JoinedStr | ast.Constant):
+                    yield " ".join(ast.unparse(argument).strip("f'\"").split())
+
+
+def main() -> None:
+    """Print the draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", required=True, help="any text; the final commit's hash for an inspection")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to draw from")
+    options = parser.parse_args()
+    root: Path = options.root.resolve()
+    print(f"# {NUM_NAMES} names, {NUM_PLACES} places, seed {options.seed}\n\n## Names\n")
+    for number, name in enumerate(drawn(public_names(root), NUM_NAMES, seed=options.seed), 1):
+        print(f"{number}. {name}\n")
+    print("## Places\n")
+    sources = (paragraphs(root), docstring_places(root), messages(root))
+    places = [place for source in sources for place in drawn(source, NUM_PLACES // 3, seed=options.seed)]
+    for number, place in enumerate(places, 1):
+        print(f"{number}. {place}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Prove that a commit only moved code: the syntax trees before and after are equal, with module names mapped.
+
+    python -m tools.checks.same_code --before OLD --moves moves.txt
+    python -m tools.checks.same_code --before OLD --after NEW --moves moves.txt --folders txl_dist tests
+
+A line of the table of moves is `OLD NEW`, two paths within the checkout; blank lines and lines after # do not count.
+A file that is not in it has stayed. Imports are left out of the comparison, because formatters sort them anew; that
+they name what exists is for mypy and the tests to say. In all other code a text that names an old module, dotted or as
+a path, is mapped before it is compared. Exit code 1 if a file differs, is missing or is new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+from tools.checks.sources import ROOT, is_docstring
+
+FOLDERS = ("txl_dist", "tests", "tools")
+
+
+def read_moves(path: Path) -> dict[str, str]:
+    """Read a table of moves: new path by old path."""
+    moves = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        words = line.partition("#")[0].split()
+        if words:
+            old, new = words
+            moves[old] = new
+    return moves
+
+
+class Renaming:
+    """Maps the names of moved modules in texts and in expressions."""
+
+    def __init__(self, moves: dict[str, str]) -> None:
+        self._pairs = dict(moves)
+        for old, new in moves.items():
+            self._pairs[old.removesuffix(".py")] = new.removesuffix(".py")
+            self._pairs[_dotted(old)] = _dotted(new)
+        longest_first = sorted(self._pairs, key=len, reverse=True)
+        words = "|".join(re.escape(old) for old in longest_first)
+        self._pattern = re.compile(rf"(?<![\w/])(?:{words})(?!\w)") if moves else None
+
+    def of_text(self, text: str) -> str:
+        """A text with the new names in the place of the old ones."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: self._pairs[match[0]], text)
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def canonical(source: str, renaming: Renaming) -> str:
+    """The code of a file in one form: no imports, no docstrings, module names mapped."""
+    text = ast.unparse(_WithoutImports().visit(ast.parse(source)))
+    return renaming.of_text(text)
+
+
+class _WithoutImports(ast.NodeTransformer):
+    """Removes imports and docstrings, and fills a body that is empty then."""
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Remove what does not count below a node."""
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            kept = [one for one in body if not isinstance(one, ast.Import | ast.ImportFrom) and not is_docstring(one)]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+        return super().generic_visit(node)
+
+
+def python_files(root: Path, folders: tuple[str, ...]) -> set[str]:
+    """Every Python file in some folders of a checkout, as a path within it."""
+    return {path.relative_to(root).as_posix() for folder in folders for path in (root / folder).rglob("*.py")}
+
+
+def differences(before: Path, after: Path, moves: dict[str, str], folders: tuple[str, ...]) -> list[str]:
+    """Name every file whose code is not what it was, is missing or is new."""
+    renaming = Renaming(moves)
+    old_files, new_files = python_files(before, folders), python_files(after, folders)
+    expected = {moves.get(old, old): old for old in old_files}
+    found = [f"{new}: new" for new in sorted(new_files - expected.keys())]
+    for new, old in sorted(expected.items()):
+        if new not in new_files:
+            found.append(f"{new}: missing (was {old})")
+            continue
+        was = canonical((before / old).read_text(encoding="utf-8"), renaming)
+        now = canonical((after / new).read_text(encoding="utf-8"), Renaming({}))
+        if was != now:
+            found.append(f"{new}: differs from {old} in {_first_difference(was, now)}")
+    return found
+
+
+def _first_difference(was: str, now: str) -> str:
+    for before, after in zip(was.splitlines(), now.splitlines(), strict=False):
+        if before != after:
+            return f"`{before.strip()[:90]}` -> `{after.strip()[:90]}`"
+    return "its length"
+
+
+def main() -> int:
+    """Compare two checkouts; print what differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="checkout before the moves")
+    parser.add_argument("--after", type=Path, default=ROOT, help="checkout after them")
+    parser.add_argument("--moves", type=Path, required=True, help="table of moves")
+    parser.add_argument("--folders", nargs="+", default=FOLDERS, help="folders to compare")
+    options = parser.parse_args()
+    moves = read_moves(options.moves)
+    found = differences(options.before, options.after, moves, tuple(options.folders))
+    print("\n".join(found) if found else f"the same code in {' '.join(options.folders)}; {len(moves)} files moved")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""Follow the settings through a training's start and count the steps that a reader makes.
+
+    python -m tools.checks.walk                    # this checkout
+    python -m tools.checks.walk --root CHECKOUT
+    python -m tools.checks.walk --list             # also every function on the way, in the order of the calls
+
+The program trains a tiny model for two steps in this process, on one rank. It notes each function of the package that
+is called on the main thread with the settings: an argument that is a `Config`, a section of one, or an object that has
+one as its attribute `config`. The way begins at train/start.py. A function is noted at its first call. Three numbers:
+
+- stays: stretches of consecutive functions in one file;
+- files: files that are visited;
+- climbs: stays in a file above that of the stay before. A file's height is one more than the highest file that it
+  imports; a file that imports none of the package has height 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from tools.checks.sources import PACKAGE, ROOT, package_files, parse
+
+BEGIN = "train/start.py"
+
+
+class Place(NamedTuple):
+    """A function on the way."""
+
+    file: str
+    """Path within the package."""
+    name: str
+    """Qualified name: `function` or `Class.method`."""
+
+
+class Counts(NamedTuple):
+    """What a reader does on the way."""
+
+    functions: int
+    stays: int
+    files: int
+    climbs: int
+
+
+def heights(root: Path) -> dict[str, int]:
+    """The height of each file of the package in a checkout, by its path within the package."""
+    base = root / PACKAGE
+    files = {path.relative_to(base).as_posix(): path for path in package_files(root)}
+    del files["__init__.py"]  # it names what lies above it, and imports that on demand
+    needs = {file: set(imported_files(parse(path), base)) & files.keys() - {file} for file, path in files.items()}
+    result = dict.fromkeys(files, 0)
+    for _ in files:  # no circles, so the heights have settled by then
+        before = dict(result)
+        for file, others in needs.items():
+            result[file] = max((result[other] + 1 for other in others), default=0)
+        if result == before:
+            break
+    return result
+
+
+def imported_files(tree: ast.Module, base: Path) -> Iterator[str]:
+    """The files of the package that a file imports, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            folder = "/".join((node.module or "").split(".")[1:])
+            for alias in node.names:
+                candidates = (f"{folder}/{alias.name}.py", f"{alias.name}.py" if not folder else f"{folder}.py")
+                yield from (file for file in candidates if (base / file).is_file())
+
+
+def count(places: list[Place], height: dict[str, int]) -> Counts:
+    """Count stays, files and climbs of a way."""
+    files = [file for file, _ in itertools.groupby(place.file for place in places)]
+    climbs = sum(height[after] > height[before] for before, after in itertools.pairwise(files))
+    return Counts(len(places), len(files), len(set(files)), climbs)
+
+
+class Recorder:
+    """A profile function that notes the functions which get the settings."""
+
+    def __init__(self, package: Path, kinds: tuple[type, ...]) -> None:
+        self.package = f"{package}{os.sep}"
+        self.kinds = kinds
+        self.places: dict[Place, None] = {}
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note the function that is called, if it is one of the package and gets the settings."""
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(self.package):
+            return
+        file = code.co_filename.removeprefix(self.package)
+        if not self.places and file != BEGIN:
+            return
+        num_parameters = code.co_argcount + code.co_kwonlyargcount
+        values = [frame.f_locals.get(name) for name in code.co_varnames[:num_parameters]]
+        if any(self._carries(value) for value in values):
+            self.places.setdefault(Place(file, code.co_qualname))
+
+    def _carries(self, value: Any) -> bool:
+        return isinstance(value, self.kinds) or isinstance(getattr(value, "__dict__", {}).get("config"), self.kinds)
+
+
+def write_inputs(folder: Path) -> list[str]:
+    """Write a text and the settings of a tiny run; return the words of the command that prepares the text."""
+    text = " ".join(str(number) for number in range(4000))
+    (folder / "text.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    (folder / "tiny.toml").write_text(
+        f"""
+[run]
+dir = "{folder}/run"
+[data]
+path = "{folder}/corpus"
+[model]
+num_layers = 1
+width = 8
+num_heads = 1
+head_width = 8
+ff_width = 8
+[train]
+num_lanes = 2
+segment_len = 4
+memory_len = 4
+microbatch_lanes = 2
+max_steps = 2
+[eval]
+every_steps = 1
+max_tokens = 8
+[checkpoint]
+every_steps = 1
+""",
+        encoding="utf-8",
+    )
+    return ["prepare", f"{folder}/text.jsonl", "--tokenizer", "byte", "--out", f"{folder}/corpus"]
+
+
+def record(root: Path) -> list[Place]:
+    """Train with the package of a checkout and return the functions on the way."""
+    sys.path.insert(0, str(root))
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    import txl_dist
+
+    package = Path(txl_dist.__file__ or "").parent
+    if package.resolve() != (root / PACKAGE).resolve():
+        raise SystemExit(f"{PACKAGE} was imported from {txl_dist.__file__}, not from {root}.")
+    cli = __import__(f"{PACKAGE}.cli", fromlist=["main"])
+    config = __import__(f"{PACKAGE}.config", fromlist=["Config"])
+    recorder = Recorder(package, (config.Config.__mro__[1],))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        prepare = write_inputs(folder)
+        if cli.main(prepare):
+            raise SystemExit("the text was not prepared")
+        sys.setprofile(recorder)
+        try:
+            code = cli.main(["train", str(folder / "tiny.toml")])
+        finally:
+            sys.setprofile(None)
+    if code:
+        raise SystemExit(f"the training ended with exit code {code}")
+    return list(recorder.places)
+
+
+def main() -> None:
+    """Print the counts, and the way if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to measure")
+    parser.add_argument("--list", action="store_true", help="list every function on the way")
+    options = parser.parse_args()
+    root: Path = options.root.resolve()
+    places = record(root)
+    if options.list:
+        for place in places:
+            print(f"    {place.file}: {place.name}")
+    counts = count(places, heights(root))
+    print(f"{counts.functions} functions, {counts.stays} stays in {counts.files} files, {counts.climbs} climbs")
+
+
+if __name__ == "__main__":
+    main()
