@@ -18,6 +18,7 @@ from tests.helpers.tiny import tiny_config, train_engine
 from txl_dist.dist import Ranks, barrier
 from txl_dist.errors import TrainingError
 from txl_dist.train import start
+from txl_dist.train.callbacks import StepEnd
 from txl_dist.train.engine.zero import ZeroEngine
 
 pytestmark = pytest.mark.dist
@@ -74,6 +75,52 @@ def test_four_phases_need_no_more_memory_than_one_and_a_closed_engine_holds_none
             for before, after in phases:
                 assert before < 1.05 * first, (kind, phases)
                 assert after < 0.05 * first, (kind, phases)
+
+
+class Measuring:
+    """A callback that keeps the live bytes at each step, and so the most of each phase."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_step_end(self, end: StepEnd) -> None:
+        self.bytes.append(live_bytes())
+
+
+def phased_worker(ranks: Ranks, folder: str, corpus: str) -> dict[int, tuple[list[int], list[int]]]:
+    """By ZeRO stage: live bytes at the two steps of a run of one phase, and at the eight of a run of four."""
+    start.joined_ranks = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
+    gc.collect()
+    gc.freeze()
+    seen = {}
+    for zero_stage in (1, 2, 3):
+        measured = []
+        for num_phases in (1, 4):
+            measuring = Measuring()
+            stages = [f"until={number / num_phases} num_lanes=8 segment_len=4" for number in range(1, num_phases)]
+            config = tiny_config(
+                model={"num_layers": 3, "width": 256, "head_width": 128, "ff_width": 1024, "cutoffs": [10, 25]},
+                run={"dir": f"{folder}/zero{zero_stage}-{num_phases}"},
+                data={"path": corpus},
+                train={"max_steps": 2 * num_phases, "num_lanes": 8, "segment_len": 4, "stages": stages},
+                engine={"check_memory": False, "zero_stage": zero_stage},
+                eval={"num_lanes": 2, "max_tokens": 64},
+                checkpoint={"keep_last": 1},
+            )
+            start.pretrain(config, callbacks=[measuring])
+            barrier()
+            measured.append(measuring.bytes)
+        seen[zero_stage] = (measured[0], measured[1])
+    return seen
+
+
+def test_the_fourth_phase_of_a_run_needs_as_much_memory_as_a_run_of_one_phase(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path)
+    for seen in run_ranks(phased_worker, str(tmp_path), corpus.location, world_size=2, folder=tmp_path / "ranks"):
+        for zero_stage, (alone, phased) in seen.items():
+            assert max(alone) > 20e6, "an engine of several MB"
+            assert len(phased) == 8
+            assert max(phased[-2:]) < 1.05 * max(alone), (zero_stage, alone, phased)
 
 
 def runs_worker(ranks: Ranks, folder: str, corpus: str) -> dict[str, list[bool]]:
