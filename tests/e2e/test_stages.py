@@ -53,18 +53,29 @@ def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, confi
     assert (staged / "DONE").read_text() == "30\n"
 
 
-def test_killed_in_a_stage_it_goes_on_bit_for_bit(tmp_path: Path, config_file: Path) -> None:
+def test_killed_between_two_stages_and_within_later_ones_it_goes_on_bit_for_bit(
+    tmp_path: Path, config_file: Path
+) -> None:
     words = [str(config_file), "--train.stages", *STAGES, "--train.memory_lens", "13", "40"]
     words += ["--checkpoint.every_steps", "4"]
     train(*words, "--run.dir", "whole", cwd=tmp_path)
-    killed = tmp_path / "killed"
-    with Job("train", *words, "--run.dir", "killed", log=tmp_path / "killed.log", cwd=tmp_path) as job:
-        job.wait_for(lambda: last_step(killed) >= 17)
-        job.signal(signal.SIGKILL)
-    assert not (killed / "DONE").exists()
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    kills = [  # the stages end at 12, 21 and 30
+        ("kill:0:12:saved", 12),  # the first stage's last checkpoint is complete, its engine not yet closed
+        ("kill:0:18:boundary", 18),
+        ("kill:0:21:load", 21),  # the second stage's engine is closed, the third's built but empty
+        ("kill:0:27:boundary", 27),
+    ]
+    for fault, step in kills:
+        with Job("train", *words, "--run.dir", "killed", log=tmp_path / "log", cwd=tmp_path, fault=fault) as job:
+            job.wait_for(lambda job=job: bool(job.struck))  # type: ignore[misc]
+            job.signal(signal.SIGKILL)
+        assert last_step(killed) in (step - 1, step), fault
+        assert not (killed / "DONE").exists()
     train(*words, "--run.dir", "killed", cwd=tmp_path)
-    assert losses(killed) == losses(tmp_path / "whole")
-    assert_same_state(list_checkpoints(killed)[-1], list_checkpoints(tmp_path / "whole")[-1])
+    assert losses(killed) == losses(whole)
+    assert sorted(losses(whole)) == list(range(1, 31))
+    assert_same_state(list_checkpoints(killed)[-1], list_checkpoints(whole)[-1])
 
 
 def test_asked_to_stop_in_a_stage_it_goes_on_there_on_one_rank(tmp_path: Path, config_file: Path) -> None:
