@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 
 from tests.helpers.models import tiny_model
 from tests.unit.model.test_adaptive_softmax import VARIANTS
@@ -34,6 +35,23 @@ from txl_dist.model.relative_attention import Terms
 
 OUTPUTS = ("context", "query", "key_value", "distance", "content_bias", "position_bias")
 SMALL_BUFFER = 12_000
+
+
+PATCHED = set[str]()
+"""Modules of Triton whose functions compute in the interpreter by now."""
+
+
+def _call_in_kernel(self: InterpretedFunction[Any], *arguments: Any, **constants: Any) -> Any:
+    """Call a function inside a kernel. Triton's own method turns the language into the interpreter's at each call,
+    which is a quarter of all the time: the kernel has done that for its module, and for Triton's once is enough."""
+    module = self.fn.__module__
+    if module.startswith("triton.") and module not in PATCHED:
+        _patch_lang(self.fn)
+        PATCHED.add(module)
+    return self.rewrite()(*arguments, **constants)
+
+
+InterpretedFunction.__call__ = _call_in_kernel
 
 
 class Case(NamedTuple):
@@ -57,7 +75,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "odd": Case(37, 23, B=2, N=2, rows=16, buffer_bytes=SMALL_BUFFER),
+    "odd": Case(21, 13, B=2, N=2, rows=16, buffer_bytes=5_000),
     "nvidia_base_shape": Case(150, 150, H=41),
     "one_token": Case(1, 0, B=2, N=2),
     "one_token_after_memory": Case(1, 37, B=2, rows=16, columns=32),
@@ -75,7 +93,8 @@ CASES = {
     "bf16": Case(24, 16, rows=16, documents="borders", dropout=0.2, dtype=torch.bfloat16),
 }
 
-OF_PRODUCTS = ("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "empty_memory", "window", "dropout")
+OF_PRODUCTS = ("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "dropout")
+"""Cases that are computed a second time, of products that lie apart: where keys lie does not depend on documents."""
 
 
 @triton.jit
