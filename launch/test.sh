@@ -2,7 +2,8 @@
 # Builds the environment, then runs the tests. Safe to run again.
 #
 #   bash launch/test.sh                      what a newcomer and every change should see, in about four minutes
-#   bash launch/test.sh --all [OPTIONS]      everything; OPTIONS go to pytest
+#   bash launch/test.sh --all [OPTIONS]      everything but the nightly tests; OPTIONS go to pytest
+#   bash launch/test.sh --nightly [OPTIONS]  the few tests of minutes, of which --all has a smaller one each
 #   bash launch/test.sh ARGUMENTS            these go to pytest as they are, for instance: tests/unit/model -k softmax
 #
 # Which tests these are is said beside the markers in pyproject.toml. Tests that need the machine for themselves run one
@@ -16,7 +17,8 @@ make_environment "[dev]"
 
 case ${1:-} in
     "") chosen="smoke or not (slow or dist)" ;;
-    --all) chosen="" && shift ;;
+    --all) chosen="not nightly" && shift ;;
+    --nightly) chosen="nightly" && shift ;;
     *) exec "$VENV/bin/python" -m pytest "$@" ;;
 esac
 
@@ -24,7 +26,7 @@ NO_TESTS=5 # pytest's exit code; it counts only where neither part has tests
 status=$NO_TESTS
 run() { # MARKER EXPRESSION, ARGUMENTS
     local code=0
-    "$VENV/bin/python" -m pytest -m "${chosen:+($chosen) and }$1" "${@:2}" || code=$?
+    "$VENV/bin/python" -m pytest -m "($chosen) and $1" "${@:2}" || code=$?
     if [ "$status" = "$NO_TESTS" ] || { [ "$status" = 0 ] && [ "$code" != "$NO_TESTS" ]; }; then status=$code; fi
 }
 run "not alone" -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -48,12 +48,15 @@ def test_the_default_is_what_is_quick_and_what_is_smoke(tmp_path: Path) -> None:
     assert called == [f"-m {CHOSEN}not alone {TWO_AT_A_TIME}", f"-m {CHOSEN}alone tests/test_time.py"]
 
 
-def test_all_is_everything_and_hands_other_arguments_on(tmp_path: Path) -> None:
-    code, called = calls(tmp_path, "--all", "--durations=15", "-k", "a or b")
+@pytest.mark.parametrize(("word", "chosen"), [("--all", "(not nightly)"), ("--nightly", "(nightly)")])
+def test_all_is_everything_but_the_nightly_tests_and_hands_other_arguments_on(
+    tmp_path: Path, word: str, chosen: str
+) -> None:
+    code, called = calls(tmp_path, word, "--durations=15", "-k", "a or b")
     assert code == 0
     assert called == [
-        f"-m not alone {TWO_AT_A_TIME} --durations=15 -k a or b",
-        "-m alone tests/test_time.py --durations=15 -k a or b",
+        f"-m {chosen} and not alone {TWO_AT_A_TIME} --durations=15 -k a or b",
+        f"-m {chosen} and alone tests/test_time.py --durations=15 -k a or b",
     ]
 
 

@@ -1,4 +1,7 @@
-"""The benchmark for a GPU, rehearsed on a CPU: what goes wrong costs the row that it goes wrong in, and no other."""
+"""The benchmark for a GPU, rehearsed on a CPU: what goes wrong costs the row that it goes wrong in, and no other.
+
+Whole rehearsals are nightly. Each run of all tests has a section that is killed, and the others' cheapest jobs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +50,160 @@ def gpu_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return gpu_rows
 
 
+@pytest.fixture
+def bench_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import bench_gpu  # type: ignore[import-not-found]
+
+    return bench_gpu
+
+
+CHILD = f"""
+import argparse, os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(TOOLS)!r})
+from gpu_rows import Journal
+parser = argparse.ArgumentParser()
+parser.add_argument("--json", type=Path)
+parser.add_argument("--child")
+parser.add_argument("--began", type=float)
+parser.add_argument("--skip", action="append", default=[])
+given = parser.parse_args()
+journal = Journal(given.json, section=given.child, began=given.began, skip=given.skip)
+for job in journal.plans(given.child.split()):
+    journal.begins(job)
+    if job == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job == "end":
+        sys.exit("last words")
+    if job == "hang":
+        time.sleep(600)
+    journal.row(job, {{}})
+    journal.ends(job)
+"""
+"""A section's process whose jobs are the words of its name, in place of one that imports torch for them."""
+
+
+def rows_of(bench_gpu: ModuleType, jobs: str, folder: Path, *, seconds: float, job_s: float) -> list[tuple[str, str]]:
+    """(job, error) of each row of a section with these jobs."""
+    program, path = folder / "child.py", folder / "gpu.jsonl"
+    program.write_text(CHILD, encoding="utf-8")
+    journal = bench_gpu.Journal(path, section=jobs, began=1.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [str(program), "--json", str(path)])
+        bench_gpu.run_section(bench_gpu.Section(jobs, seconds, job_s), journal, ends=time.time() + seconds, job_s=job_s)
+    return [(row["job"], row.get("error", "")) for row in rows_in(path)[jobs]]
+
+
+@pytest.mark.slow
+def test_a_job_that_kills_its_process_or_ends_or_hangs_costs_its_own_row(bench_gpu: ModuleType, tmp_path: Path) -> None:
+    found = rows_of(bench_gpu, "a kill b end c hang d", tmp_path, seconds=300, job_s=12)
+    errors = {"kill": "killed by SIGKILL.", "end": "last words", "hang": "took longer than 12 s"}
+    assert found == [(job, errors.get(job, "")) for job in ["a", "kill", "b", "end", "c", "hang", "d"]]
+
+
+@pytest.mark.slow
+def test_jobs_that_the_time_does_not_reach_are_rows_that_say_so(bench_gpu: ModuleType, tmp_path: Path) -> None:
+    found = rows_of(bench_gpu, "a hang b c", tmp_path, seconds=12, job_s=90)
+    assert found == [
+        ("a", ""),
+        ("hang", "the section's time ended"),
+        ("b", "no time was left"),
+        ("c", "no time was left"),
+    ]
+
+
+def test_a_job_that_raises_or_cannot_be_done_is_a_row_and_the_others_follow(
+    bench_gpu: ModuleType, tmp_path: Path
+) -> None:
+    import gpu_jobs  # type: ignore[import-not-found]
+
+    def cannot() -> Iterable[dict[str, object]]:
+        raise gpu_jobs.Skipped("no GPU")
+
+    jobs = {"first": lambda: [{}], "cannot": cannot, "last": lambda: [{"figure": 1}, {"figure": 2}]}
+    journal = bench_gpu.Journal(tmp_path / "gpu.jsonl", section="device", began=1.0)
+    assert gpu_jobs.work(lambda setting: jobs, gpu_jobs.Setting("cpu", True, {}, "raise"), journal)
+    found = [
+        {name: row.get(name) for name in ("job", "error", "skipped", "figure")}
+        for row in rows_in(journal.path)["device"]
+    ]
+    assert [tuple(row.values()) for row in found] == [
+        ("first", "RuntimeError: on purpose", None, None),
+        ("cannot", None, "no GPU", None),
+        ("last", None, None, 1),
+        ("last", None, None, 2),
+    ]
+
+
+@pytest.mark.slow
+def test_a_section_is_rehearsed_with_its_first_job_killed(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path / "gpu.jsonl", "--only", "device", "--break", "device=kill")
+    assert wrong(found["device"]) == ["killed by SIGKILL."]
+    assert [row["job"] for row in found["device"]][1:] == ["copies"] * 2 + ["products"] + ["launches"] * 3
+
+
+CHEAPEST = {
+    "gpu_sections": [
+        ("twins", "softmax"),
+        ("twins", "embedding"),
+        ("twins", "model"),
+        ("twins", "attention, odd"),
+        ("engine", "ZeRO-1 fp32 graphed"),
+        ("profile", "eager"),
+        ("codes", "ours"),
+        ("codes", "original TF32"),
+    ],
+    "gpu_later": [
+        ("kernels", "tiny, sdpa"),
+        ("memcheck", "attention"),
+    ],
+}
+JOBS = f"""
+import importlib, json, os, sys
+from pathlib import Path
+os.environ |= {{"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}}
+sys.path.insert(0, {str(TOOLS)!r})
+import torch
+import gpu_sections
+from gpu_jobs import Setting, work
+from gpu_rows import Journal
+torch.set_num_threads(1)
+setting = Setting("cpu", True, {{"original": None, "nvidia": None}})
+joined = gpu_sections._ranks(setting)
+gpu_sections._ranks = lambda setting: joined  # once in a process, and here all sections are in one
+for module, wanted in json.loads(sys.argv[2]).items():
+    sections = importlib.import_module(module).SECTIONS
+    for section in dict.fromkeys(section for section, _ in wanted):
+        jobs = sections[section](setting)
+        chosen = {{job: jobs[job] for of, job in wanted if of == section}}
+        work(lambda setting: chosen, setting, Journal(Path(sys.argv[1]), section=section, began=1.0))
+"""
+
+
+@pytest.mark.slow
+def test_jobs_of_each_section_find_what_the_cpu_finds(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    command = [sys.executable, "-c", JOBS, str(path), json.dumps(CHEAPEST)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
+    assert done.returncode == 0, done.stderr
+    found = rows_in(path)
+    assert [(section, job) for section, rows in found.items() for job in dict.fromkeys(row["job"] for row in rows)] == [
+        pair for pairs in CHEAPEST.values() for pair in pairs
+    ]
+    assert wrong([row for rows in found.values() for row in rows]) == []
+    errors = [row[name] for row in found["twins"] for name in ("result", "worst gradient", "R") if name in row]
+    assert len(errors) == 10
+    assert max(errors) < 1e-5
+    assert all(row["norms off by"] < 1e-5 for row in found["engine"] if "norms" in row)
+    skipped = {
+        job: row["skipped"] for rows in found.values() for row in rows if "skipped" in row for job in [row["job"]]
+    }
+    assert skipped["original TF32"] == "--peer-original was not given"
+    assert skipped.keys() == {"original TF32", "attention"}
+
+
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_first_run_is_rehearsed_whole_with_one_job_killed_one_raising_and_one_hanging(tmp_path: Path) -> None:
     faults = ["--break", "device=kill", "--break", "twins=raise", "--break", "engine=hang"]
@@ -72,6 +230,7 @@ def test_the_first_run_is_rehearsed_whole_with_one_job_killed_one_raising_and_on
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_second_and_third_runs_are_rehearsed(tmp_path: Path) -> None:
     found = rehearsed(tmp_path / "second.jsonl", "--run", "2")
@@ -82,15 +241,6 @@ def test_the_second_and_third_runs_are_rehearsed(tmp_path: Path) -> None:
     (resumed,) = found["resume"]
     assert (resumed["losses alike"], resumed["files alike"]) == (resumed["steps"], resumed["files"])
     assert len(found["memcheck"]) == 1
-
-
-@pytest.mark.slow
-def test_what_the_time_does_not_reach_is_told(tmp_path: Path) -> None:
-    found = rehearsed(
-        tmp_path / "gpu.jsonl", "--only", "sweep", "--seconds", "40", "--job-seconds", "90", "--break", "sweep=hang"
-    )
-    assert wrong(found["sweep"]) == ["the section's time ended", "no time was left", "no time was left"]
-    assert [row["job"] for row in found["sweep"]] == ["as it is", "buffer 30 MB", "attend 128x64x4x2"]
 
 
 @pytest.mark.slow
