@@ -42,7 +42,7 @@ def run_txl(*words: object) -> float:
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     if result.returncode:
         last_words = f"{result.stdout[-1000:]}{result.stderr[-1000:]}"
-        raise CommandError(f"{' '.join(command)} ended with {result.returncode}:\n{last_words}")
+        raise CommandError(f"{' '.join(command)} ended with {result.returncode}:", *last_words.splitlines())
     return time.monotonic() - began
 
 

@@ -262,7 +262,7 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
         missing = not_loaded(_plugins_in(values))
         if missing and any(problem["type"] == "unknown_name" for problem in error.errors()):
             lines = [f"{source} names the plugin {missing[0]}, which is not loaded. {remedy(missing[0])}"]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError(*lines) from error
 
 
 def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:

@@ -12,11 +12,15 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FIRST_COLUMN = re.compile(r"\s+(\S+\s{2,})?|usage: ")
+_BREAKS = re.compile(r"[\t\n\u2028\u2029]")
 
 
 class LostOutputError(OSError):
@@ -85,6 +89,33 @@ def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
 def escaped(text: str) -> str:
     """The text with what would steer a terminal written out, as Python spells it."""
     return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The text as one line: `escaped`, and what breaks a line or jumps in it written out too."""
+    return escaped(_BREAKS.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
+
+
+def fitted(text: str, *, width: int = 0) -> str:
+    """The text with each long line wrapped to a width in columns; 0 is that of the terminal.
+
+    What follows begins where the words of the line do: behind its indentation, and behind a name of its own column.
+    Colours take no column.
+    """
+    width = width or shutil.get_terminal_size().columns
+    lines: list[str] = []
+    for line in text.splitlines():
+        column = _FIRST_COLUMN.match(_COLOUR.sub("", line))
+        indent = " " * (column.end() if column else 0)
+        fitting, *words = line.split(" ")
+        for word in words:
+            longer = f"{fitting} {word}"
+            if len(_COLOUR.sub("", longer)) > width and fitting.strip():
+                lines.append(fitting.rstrip())
+                longer = indent + word
+            fitting = longer
+        lines.append(fitting)
+    return "\n".join(lines)
 
 
 def say(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:

@@ -2,11 +2,16 @@
 
 `assert` in this project is for programmer invariants; whatever a user can cause raises one of these.
 The command line prints the message without a traceback and exits with `exit_code`.
+
+Messages hold names of files, fields and settings, and these may hold anything, line breaks too. So each argument of an
+error is one line, whatever it was made of: `raise ConfigError(first_line, second_line)` makes a message of two lines.
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from txl_dist.console import one_line
 
 REQUEUE = 75
 """Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
@@ -20,6 +25,10 @@ class TxlError(Exception):
     exit_code = 2
     rank: int | None = None
     """The rank that met it, once ranks have joined; that one prints it."""
+
+    def __str__(self) -> str:
+        """Return the message, a line per argument; control characters in it are written out."""
+        return "\n".join(one_line(str(line)) for line in self.args)
 
 
 def no_package(error: ModuleNotFoundError) -> str:
@@ -80,5 +89,5 @@ def explained(
     except TxlError:
         raise
     except of as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
+        reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
         raise kind(f"{what}: {reason}" + (f". {remedy}" if remedy else "")) from error

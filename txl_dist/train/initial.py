@@ -27,8 +27,9 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     different = [f"  model.{name}: {theirs[name]} -> {value}" for name, value in ours.items() if theirs[name] != value]
     if different:
         raise ConfigError(
-            f"the bundle {config.run.init} holds another model than this run:\n" + "\n".join(different) + "\n"
-            f"Use its settings, as they stand in {config.run.init}/train.toml, or another bundle."
+            f"the bundle {config.run.init} holds another model than this run:",
+            *different,
+            f"Use its settings, as they stand in {config.run.init}/train.toml, or another bundle.",
         )
     if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(

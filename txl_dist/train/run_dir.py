@@ -139,8 +139,9 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]
     if frozen:
         raise ConfigError(
-            f"{made} was made by another configuration:\n" + "\n".join(frozen) + "\n"
-            "Restore these settings to continue it, or choose another --run.dir."
+            f"{made} was made by another configuration:",
+            *frozen,
+            "Restore these settings to continue it, or choose another --run.dir.",
         )
     return [
         f"{change.key} changed from {change.old} to {change.new}" for change in changes if change.policy == "warned"

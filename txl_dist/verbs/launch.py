@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from txl_dist.config import Config, check_config, plan_batch, setting_names
-from txl_dist.console import say
+from txl_dist.console import fitted, say
 from txl_dist.errors import ConfigError
 from txl_dist.files import read_text
 from txl_dist.foreign_names import SURE, find_counterpart
@@ -59,14 +59,18 @@ _SLOT_NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})(?!\d)", re.ASCII)
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
-Train on all GPUs of this machine, or on the nodes of a hostfile: words before the configuration go to the
-`deepspeed` launcher (deepspeed --help), words behind it to `txl train` (txl train CONFIG.toml --help).
-Without GPUs and launcher flags it starts one rank on the CPU; --num_accelerators 2 starts two. On one machine the
+Train on all GPUs of this machine, or on the nodes of a hostfile: words before the configuration go to the \
+`deepspeed` launcher (deepspeed --help), words behind it to `txl train` (txl train CONFIG.toml --help). \
+Without GPUs and launcher flags it starts one rank on the CPU; --num_accelerators 2 starts two. On one machine the \
 ranks meet at a free port, unless --master_port names one. --verbose shows what the launcher says of itself too.
 
-Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, leaves no process behind, and exits
-  0   the run is done (RUN/DONE)          75  it was stopped and saved: start the same command again
-  76  a rank hung or was lost: again too    2   a mistake to be mended first        else: an error"""
+Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, leaves no process behind, and exits \
+with
+  0     the run is done (RUN/DONE)
+  2     a mistake to be mended first
+  75    it was stopped and saved: start the same command again
+  76    a rank hung or was lost: start the same command again
+  else  an error"""
 
 
 def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
@@ -80,8 +84,10 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     config_at = next((index for index, word in enumerate(words) if word.endswith(".toml")), None)
     if config_at is None:
         if not {"-h", "--help"} & set(words):
-            raise ConfigError(f"no word ends in .toml, which would be the configuration.\n\n{USAGE}")
-        say(USAGE)
+            raise ConfigError(
+                "no word ends in .toml, which would be the configuration.", "", *fitted(USAGE).splitlines()
+            )
+        say(fitted(USAGE))
         return 0
     flags, train_words = list(words[:config_at]), list(words[config_at:])
     asked = _read_flags(flags, train_words)

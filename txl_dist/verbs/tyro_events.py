@@ -7,16 +7,24 @@ this file alone. An event of a class that this file does not know becomes `Refus
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TextIO
 
 import tyro
+from typing_extensions import override
 from tyro import _errors, _parsers, _resolver
 from tyro._arguments import ArgumentDefinition
 from tyro._backends._tyro_backend import _LiteralValue
 
+from txl_dist.console import fitted
+
+_FIRST_BOX = re.compile(r"^(\u256d| *-{3,})", re.MULTILINE)
+"""Beginning of the first box of a help: a corner, and a rule where the stream has ASCII alone."""
 _METAVAR_OF_NONE = "{None}|"
 _LISTED_VALUES = re.compile(r"\{([\w,-]+)\}")
 _VALUE_KINDS: dict[str, Literal["whole number", "number"]] = {"INT": "whole number", "FLOAT": "number"}
@@ -95,8 +103,43 @@ class WordsRefusedError(Exception):
 
 def run_tyro(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
     """Let tyro parse `words` for a function or a class. Raises WordsRefusedError, and SystemExit after --help."""
-    with _errors.on_parse_error(_raise_refusal):
+    with _errors.on_parse_error(_raise_refusal), _fitted_help(words):
         return tyro.cli(target, prog=prog, args=words, **options)
+
+
+class _Captured(io.TextIOWrapper):
+    """A stream in memory that answers tyro's questions about encoding and terminal as another one does."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(io.BytesIO(), encoding=getattr(stream, "encoding", None) or "ascii", errors="backslashreplace")
+        self._is_terminal = stream.isatty()
+
+    @override
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def text(self) -> str:
+        """Return what was written."""
+        self.seek(0)
+        return self.read()
+
+
+@contextmanager
+def _fitted_help(words: Sequence[str]) -> Iterator[None]:
+    """Wrap the lines that tyro's help leaves as long as they are: the usage, and the description before the boxes."""
+    if not {"-h", "--help"} & set(words):
+        yield
+        return
+    captured = _Captured(sys.stdout)
+    try:
+        with redirect_stdout(captured):
+            yield
+    finally:
+        text = captured.text()
+        found = _FIRST_BOX.search(text)
+        box_at = found.start() if found else len(text)
+        head = fitted(text[:box_at])
+        sys.stdout.write(f"{head}\n{text[box_at:]}" if head else text)
 
 
 def list_arguments(target: Any, *, default: Any = tyro.MISSING_NONPROP) -> list[Argument]:

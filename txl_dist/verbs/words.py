@@ -135,7 +135,7 @@ def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> No
         elif is_flag and choices and value not in choices and value[:1] not in ("", "-"):
             problems.append(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
 
 
 def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
@@ -198,7 +198,9 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
         case InvalidValue():
             return _invalid_value(refusal.argument, words)
         case _:
-            return _settings_out_of_range(words) or f"{refusal.reason.rstrip('.')}. See {prog} --help."
+            if problems := _settings_out_of_range(words):
+                raise ConfigError(*problems)
+            return f"{refusal.reason.rstrip('.')}. See {prog} --help."
 
 
 def _unknown_words(
@@ -258,11 +260,11 @@ def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
     return f"{flag} {' '.join(values)}: it must be {rule}{meaning}."
 
 
-def _settings_out_of_range(words: Sequence[str]) -> str:
+def _settings_out_of_range(words: Sequence[str]) -> list[str]:
     """Every setting among the words whose value is out of range, a line each."""
     given = [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) in setting_names()]
     lines = [explain_flag(_name(flag), _values_of(flag, words)) for flag in given]
-    return "\n".join(dict.fromkeys(filter(None, lines)))
+    return list(dict.fromkeys(filter(None, lines)))
 
 
 def _values_of(flag: str, words: Sequence[str]) -> list[str]:
