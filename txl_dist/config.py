@@ -40,6 +40,7 @@ from txl_dist.sections import (
     TrainSection,
 )
 from txl_dist.suggest import did_you_mean, nearest
+from txl_dist.tables import counted
 
 
 class Config(Section):
@@ -102,7 +103,8 @@ def check_config(config: Config) -> None:
         ),
         (
             len(model.tie_projections) in (0, len(cutoffs) + 1),
-            f"model.tie_projections has {len(model.tie_projections)} entries; give one per cluster, "
+            f"model.tie_projections has {counted(len(model.tie_projections), 'entry', 'entries')}; give one "
+            "per cluster, "
             f"{len(cutoffs) + 1} for model.cutoffs={list(cutoffs)}, or none",
         ),
         (
@@ -118,7 +120,8 @@ def check_config(config: Config) -> None:
         *_position_rules(config),
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
-            f"data.weights has {len(config.data.weights)} entries; give one for data.path and one for each of the "
+            f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}; give one for "
+            "data.path and one for each of the "
             f"{len(config.data.more_paths)} data.more_paths, or none",
         ),
         (
@@ -157,8 +160,8 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             len(lens) in (0, model.num_layers),
-            f"train.memory_lens={list(lens)} has {len(lens)} entries; give one for each of the {model.num_layers} "
-            "layers, or none",
+            f"train.memory_lens={list(lens)} has {counted(len(lens), 'entry', 'entries')}; give one for each "
+            f"of the {counted(model.num_layers, 'layer')}, or none",
         ),
         (
             not lens or max(lens) == train.memory_len or bool(train.stages),  # which have memories of their own

@@ -98,6 +98,18 @@ COUNTERPARTS = (
         note="lm-evaluation-harness runs tasks: see docs/inference.md.",
     ),
     Counterpart(
+        "max_tokens num_tokens n_tokens tokens eval_tokens max_eval_tokens max_samples num_samples eval_iters "
+        "max_eval_steps max_batches num_batches limit_val_batches max_documents",
+        note="It scores the whole split. To score less, prepare a shorter text and name its corpus with --data; while "
+        "a run trains, eval.max_tokens limits its evaluations.",
+        needs="baselines",
+    ),
+    Counterpart(
+        "prompt temperature top_k top_p stop max_new_tokens",
+        note="It scores a text. To write one: txl generate MODEL --prompt TEXT --max-tokens N.",
+        needs="baselines",
+    ),
+    Counterpart(
         "model model_path checkpoint ckpt ckpt_path model_name_or_path model_dir load bundle run",
         note="The model comes first and without a flag: a run, a checkpoint or a bundle.",
     ),

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from txl_dist.console import escaped
 from txl_dist.files import open_to_append
+from txl_dist.tables import counted
 
 logger = logging.getLogger("txl_dist")
 FIT = "fit"
@@ -148,7 +149,7 @@ class _LogFile(logging.Handler):
             return
         if self._num_lost:
             num_lost, self._num_lost = self._num_lost, 0
-            logger.warning("%s is written again; it lacks %d lines", self._file.path, num_lost)
+            logger.warning("%s is written again; it lacks %s", self._file.path, counted(num_lost, "line"))
 
     @override
     def close(self) -> None:

@@ -24,6 +24,7 @@ from txl_dist.config import Config, changed, check_config
 from txl_dist.errors import ConfigError
 from txl_dist.sections import LONGEST, TrainSection, memory_of_layers
 from txl_dist.suggest import did_you_mean
+from txl_dist.tables import counted
 
 _LENGTHS = ("num_lanes", "segment_len", "memory_len", "microbatch_lanes")
 _FORM = 'until=SHARE num_lanes=N segment_len=T memory_len=M", for instance "until=0.5 num_lanes=128 segment_len=16'
@@ -90,7 +91,8 @@ def check_stages(config: Config) -> None:
             )
         if _end(before, given) == (_end(earlier, given) if earlier else 0):
             raise ConfigError(
-                f"train.stages: a stage until {before.until:g} of {given.train.max_steps:,} steps has none of its own. "
+                f"train.stages: a stage until {before.until:g} of {counted(given.train.max_steps, 'step')} "
+                "has none of its own. "
                 "Leave it out, or make it longer."
             )
         earlier = before

@@ -313,7 +313,7 @@ def test_the_other_kinds_of_positions_and_optimizers_are_accepted_where_they_bel
     ("lens", "model", "words"),
     [
         ([64, 128, 32], {}, "has 3 entries; give one for each of the 2 layers"),
-        ([64], {}, "has 1 entries"),
+        ([64], {}, "has 1 entry"),
         ([64, 96], {}, r"the longest of them must be train\.memory_len \(is 128\)"),
         ([64, 256], {}, r"the longest of them must be train\.memory_len \(is 128\)"),
         ([-1, 128], {}, "memory_lens"),

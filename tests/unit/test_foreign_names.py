@@ -265,3 +265,23 @@ def test_no_command_of_others_is_one_of_ours() -> None:
 def test_settings_of_generation_in_a_program_are_answered_too() -> None:
     with pytest.raises(ConfigError, match=r"'max_new_tokens'\. Did you mean max_tokens\?"):
         Writing.of({"max_new_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--max-tokens", "prepare a shorter text and name its corpus with --data"),
+        ("--max_samples", "prepare a shorter text and name its corpus with --data"),
+        ("--eval-iters", "eval.max_tokens limits its evaluations"),
+        ("--temperature", "txl generate MODEL --prompt TEXT --max-tokens N"),
+        ("--max-new-tokens", "txl generate MODEL --prompt TEXT --max-tokens N"),
+        ("--limit", "lm-evaluation-harness"),
+    ],
+)
+def test_evaluate_answers_a_flag_of_another_command_with_what_to_do(
+    flag: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "run", flag, "5"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"txl evaluate: error: unknown flag {flag}. ")
+    assert remedy in line

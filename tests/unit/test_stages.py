@@ -90,6 +90,6 @@ def test_layers_with_memories_of_their_own_keep_them_in_every_stage() -> None:
     check_stages(changed(config, lens))
     assert at_step(changed(config, lens), 0).train.memory_per_layer(2) == (32, 32)
     assert at_step(changed(config, lens), 30).train.memory_per_layer(2) == (48, 128)
-    for wrong, words in (((48,), "has 1 entries"), ((48, 96), "the longest of them must be train.memory_len")):
+    for wrong, words in (((48,), "has 1 entry"), ((48, 96), "the longest of them must be train.memory_len")):
         with pytest.raises(ConfigError, match=words):
             check_stages(changed(config, {"train.memory_lens": wrong}))

@@ -28,7 +28,7 @@ from txl_dist.hub import NAME_OF_A_REPOSITORY
 from txl_dist.run_files import Kind
 from txl_dist.sections import ModelSection
 from txl_dist.suggest import did_you_mean
-from txl_dist.tables import bounded, compact, printable, size
+from txl_dist.tables import bounded, compact, counted, printable, size
 
 CARD, README = "card.json", "README.md"
 NOT_STATED = "not stated"
@@ -143,11 +143,13 @@ class Score(_Fact):
     @property
     def protocol(self) -> str:
         """How the score was measured, for people."""
-        overlap = f", {self.overlap_len:,} tokens of each segment run again as context" if self.overlap_len else ""
+        overlap = (
+            f", {counted(self.overlap_len, 'token')} of each segment run again as context" if self.overlap_len else ""
+        )
         precision = f", in {self.precision}" if self.precision else ""
         return (
-            f"evaluated at the end of this training step on {self.num_lanes} lanes, segments of "
-            f"{self.segment_len:,} tokens, memory of {self.memory_len:,} tokens{overlap}{precision}"
+            f"evaluated at the end of this training step on {counted(self.num_lanes, 'lane')}, segments of "
+            f"{counted(self.segment_len, 'token')}, memory of {counted(self.memory_len, 'token')}{overlap}{precision}"
         )
 
 
@@ -292,7 +294,7 @@ def model_rows(model: Model) -> Rows:
         ("Layers", _count(section.num_layers)),
         ("Width", f"{section.width:,}, feed-forward {section.ff_width:,}"),
         ("Attention heads", f"{section.num_heads:,} of width {section.head_width:,}, {section.positions} positions"),
-        ("Segment", f"{model.segment_len:,} tokens"),
+        ("Segment", f"{counted(model.segment_len, 'token')}"),
         ("Memory", f"{memory} tokens"),
         ("Documents", "attention stays within a document" if model.document_border == "mask" else "one stream of text"),
         ("Tokenizer", TOKENIZERS.get(model.tokenizer or "", model.tokenizer or NOT_STATED)),

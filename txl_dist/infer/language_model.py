@@ -30,6 +30,7 @@ from txl_dist.infer.settings import Writing, check_count, check_ids, check_text
 from txl_dist.infer.text_memory import TextMemory, fingerprint_of, load_memory, read_memory
 from txl_dist.infer.writer import Ending, Finish, Piece, Prompt, Writer, write
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.tables import counted
 from txl_dist.text.base import Tokenizer
 
 Text = str | Sequence[int]
@@ -278,7 +279,8 @@ class LanguageModel:
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
-                f"{num_rows} rows of {num_positions} positions: this memory is for {memory.num_rows} rows of at most "
+                f"{counted(num_rows, 'row')} of {num_positions} positions: this memory is for "
+                f"{counted(memory.num_rows, 'row')} of at most "
                 f"{memory.chunk_len} at a time. Cut the inputs, or make another memory."
             )
         if (document_BT is None) != (memory.documents is None):

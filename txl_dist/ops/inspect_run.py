@@ -297,7 +297,8 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
         *_stream_lines(facts["stream"]),
         "",
         *(
-            f"{one['file']}: memories of lanes {one['first']} to {one['last']}, {one['num_layers']} layers x "
+            f"{one['file']}: memories of lanes {one['first']} to {one['last']}, "
+            f"{counted(one['num_layers'], 'layer')} x "
             f"{' '.join(map(str, one.get('memory_lens', [one['memory_len']])))} tokens x {one['width']}, {one['dtype']}"
             for one in facts["lanes"]
         ),
@@ -310,8 +311,8 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
 def _stage_lines(stage: dict[str, int] | None) -> list[str]:
     if stage is None:
         return []
-    lengths = f"{stage['num_lanes']} lanes x {stage['segment_len']} tokens, a memory of {stage['memory_len']}"
-    return [f"stage {stage['number']} of {stage['of']}: {lengths}"]
+    lengths = f"{counted(stage['num_lanes'], 'lane')} x {counted(stage['segment_len'], 'token')}"
+    return [f"stage {stage['number']} of {stage['of']}: {lengths}, a memory of {stage['memory_len']}"]
 
 
 def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:

@@ -312,11 +312,13 @@ def verdict(scores: Sequence[Score], axes: Sequence[Axis]) -> list[str]:
         if num_seeds == 1:
             line += "; of one seed each, so how much is chance is not known (--seeds 3)"
         elif margin < DECISIVE * deviation:
-            line += f": within {DECISIVE:g} deviations of a run ({bounded(deviation)} over {num_seeds} seeds), "
+            line += (
+                f": within {DECISIVE:g} deviations of a run ({bounded(deviation)} over {counted(num_seeds, 'seed')}), "
+            )
             line += "it may be chance"
         else:
             times = f"{margin / deviation:.1f} times " if deviation else "beyond "
-            line += f": {times}the deviation of a run ({bounded(deviation)} over {num_seeds} seeds)"
+            line += f": {times}the deviation of a run ({bounded(deviation)} over {counted(num_seeds, 'seed')})"
     ends = [
         f"{axis.name} is best at the end of its grid, {value}: look beyond it"
         for axis, value in zip(axes, best.values, strict=True)
@@ -369,7 +371,7 @@ def sweep(
     trials = trials_of(base, axes, num_seeds=num_seeds, out=out)
     check_trials(trials, check=check)
     num_done = sum(trial.is_done for trial in trials)
-    say(f"txl sweep: {len(trials)} runs in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
+    say(f"txl sweep: {counted(len(trials), 'run')} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=devices() if num_done < len(trials) else ())
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
@@ -384,7 +386,7 @@ def sweep(
         shown = _most_telling(outcomes, scores)
         lines += [write_comparison(shown, out=out / PAGE)[-1]] if len(shown) > 1 else []
     hours = sum(run.history.hours for run in runs)
-    lines.append(f"records: {out / TABLE}; {duration(3600 * hours)} of work in {len(runs)} runs")
+    lines.append(f"records: {out / TABLE}; {duration(3600 * hours)} of work in {counted(len(runs), 'run')}")
     return lines, REQUEUE if was_stopped else FAILED if len(runs) < len(trials) else 0
 
 

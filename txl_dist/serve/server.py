@@ -22,6 +22,7 @@ from txl_dist.serve.gate import Gate
 from txl_dist.serve.listening import url_of
 from txl_dist.serve.service import Service
 from txl_dist.serve.settings import Serving
+from txl_dist.tables import counted
 
 LAST_WORDS_S = 5.0
 """Seconds for what was made to reach its clients, once all texts have ended."""
@@ -75,7 +76,7 @@ class Server:
         if self._draining is not None:  # asked twice: now
             self._server.should_exit = self._server.force_exit = True
             return
-        logger.info("draining: %d requests in work", self._gate.num_active)
+        logger.info("draining: %s in work", counted(self._gate.num_active, "request"))
         self.service.is_draining = True
         self._draining = asyncio.ensure_future(self._end())
 
@@ -105,6 +106,6 @@ def serve(model: LanguageModel, serving: Serving, listening: socket.socket, *, n
     server = Server(model, serving, listening, name=name)
     if not serving.key() and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
         logger.warning("whoever reaches this machine may use the model; --api-key-file asks for a key")
-    logger.info("%s is served at %s; %d texts at once", name, server.url, serving.rows)
+    logger.info("%s is served at %s; %s at once", name, server.url, counted(serving.rows, "text"))
     asyncio.run(server.run(heeds_signals=True))
     logger.info("stopped")

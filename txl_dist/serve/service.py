@@ -27,6 +27,7 @@ from txl_dist.serve.metrics import Metrics
 from txl_dist.serve.refusals import RefusalError
 from txl_dist.serve.settings import Serving
 from txl_dist.serve.worker import Job, QueueFullError, Worker
+from txl_dist.tables import counted
 
 LONG_TEXT = 4_000
 """Characters of a text whose ids are made in another thread."""
@@ -118,7 +119,7 @@ class Service:
         if num_tokens > self.serving.max_prompt:
             raise RefusalError(
                 400,
-                f"the prompt has {num_tokens:,} tokens; this server takes {self.serving.max_prompt:,}. "
+                f"the prompt has {counted(num_tokens, 'token')}; this server takes {self.serving.max_prompt:,}. "
                 "Shorten it, or give its beginning to POST /v1/memories, and go on from there.",
                 param="prompt",
                 code="context_length_exceeded",

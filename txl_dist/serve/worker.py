@@ -23,6 +23,7 @@ from txl_dist.infer.language_model import LanguageModel
 from txl_dist.infer.settings import Writing
 from txl_dist.infer.writer import Piece, Prompt, Writer
 from txl_dist.log import logger
+from txl_dist.tables import counted
 
 PIECE_S = 0.0004
 """Seconds per text between two times that pieces are handed out. To send a piece takes the event loop half of that, in
@@ -136,7 +137,7 @@ class Worker:
                     return
                 pieces = [*self._cut_late(), *self._writer.step()]
             except Exception as error:  # noqa: BLE001  a defect, or no memory left: those in work are lost, the next are not
-                logger.exception("work on %d prompts failed", len(self._jobs))
+                logger.exception("work on %s failed", counted(len(self._jobs), "prompt"))
                 self._fail(error)
                 try:
                     self._writer = self._new_writer()

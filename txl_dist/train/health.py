@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from txl_dist.errors import CheckpointError
 from txl_dist.sections import GuardSection
+from txl_dist.tables import counted
 
 RECENT_STEPS = 1000
 MAD_TO_SIGMA = 1.4826
@@ -140,7 +141,7 @@ def reason_to_stop(health: Health, guard: GuardSection) -> str:
     """Which limit has been reached, for a sentence about the run; empty if none."""
     if health.skipped_in_row >= guard.max_skipped_in_row:
         return (
-            f"the loss or the gradient was not finite in {health.skipped_in_row} steps in a row "
+            f"the loss or the gradient was not finite in {counted(health.skipped_in_row, 'step')} in a row "
             f"(guard.max_skipped_in_row={guard.max_skipped_in_row})"
         )
     if len(health.recent_skips) >= guard.max_skipped_per_1000:

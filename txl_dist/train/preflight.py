@@ -46,8 +46,10 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
         needed = state.num_lanes * (config.train.segment_len + 1)
         if split.tokens < needed:
             raise ConfigError(
-                f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens; train.num_lanes="
-                f"{state.num_lanes} lanes of one segment (train.segment_len={config.train.segment_len}, plus a target) "
+                f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}; "
+                "train.num_lanes="
+                f"{counted(state.num_lanes, 'lane')} of one segment "
+                f"(train.segment_len={config.train.segment_len}, plus a target) "
                 f"need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
             )
     if config.metrics.sample_every_steps:
@@ -95,7 +97,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
     chosen = not torch.version.cuda or any(name in os.environ for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"))
     if device.type == "cpu" and not chosen and (drivers := drivers_of_gpus()):
         raise ConfigError(
-            f"the driver {drivers[0]} sees {len(drivers)} GPUs and torch for CUDA {torch.version.cuda} can use none: "
+            f"the driver {drivers[0]} sees {counted(len(drivers), 'GPU')} and torch for CUDA "
+            f"{torch.version.cuda} can use none: "
             "training would go on the CPU. Update the driver, or install a torch for an older CUDA (txl doctor says "
             "more); DS_ACCELERATOR=cpu trains on the CPU."
         )
@@ -178,7 +181,8 @@ def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: Strea
         if epochs <= MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
             continue
         found.append(
-            f"a step reads {per_step:,} tokens ({one.num_lanes} lanes x {train.segment_len}) of the {split.tokens:,} "
+            f"a step reads {counted(per_step, 'token')} ({counted(one.num_lanes, 'lane')} x "
+            f"{train.segment_len}) of the {split.tokens:,} "
             f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
             f"{last_step:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
             "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
@@ -207,7 +211,8 @@ def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank:
     if needed_gib <= config.data.cache_gib:
         return []
     return [
-        f"the {lanes_per_rank} lanes of a rank may need {needed_gib:.1f} GiB of shards at once, for each rank of a "
+        f"the {counted(lanes_per_rank, 'lane')} of a rank may need {needed_gib:.1f} GiB of shards at once, "
+        "for each rank of a "
         f"node, and data.cache_gib={config.data.cache_gib:g}; the run ends where there is no room"
     ]
 
@@ -217,14 +222,14 @@ def describe_batch(job: Job) -> Iterator[str]:
     config, plan, vocab_size = job.config, job.plan, job.vocab_size
     train, engine = config.train, config.engine
     yield (
-        f"batch: {counted(train.num_lanes, 'lane')} x {train.segment_len} tokens = "
+        f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.segment_len, 'token')} = "
         f"{plan.tokens_per_step:,} tokens per step; "
         f"{counted(plan.world_size, 'rank')} x {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} x "
         f"{counted(plan.microbatch_lanes, 'lane')}"
     )
     parameters = count_parameters(config.model, vocab_size=vocab_size)
     yield (
-        f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {train.memory_len} tokens; "
+        f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {counted(train.memory_len, 'token')}; "
         f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
         f"{', CUDA graphs' if engine.replays(on_gpu=uses_gpu()) else ''}"
     )

@@ -12,6 +12,7 @@ from txl_dist.infer.settings import Writing, check_text
 from txl_dist.ops.evaluation_settings import check_output
 from txl_dist.registry import load_plugins
 from txl_dist.run_files import TRAINED, require
+from txl_dist.tables import counted
 from txl_dist.verbs.words import announce, local_source
 
 
@@ -91,7 +92,9 @@ def generate(
         raise ConfigError(f"--out {out} is the file of a memory. Name another one.")
     for text in prompt:
         check_text(text)
-    announce(f"generating up to {writing.max_tokens} tokens with {source}, {kind.value}; seed {writing.seed}")
+    announce(
+        f"generating up to {counted(writing.max_tokens, 'token')} with {source}, {kind.value}; seed {writing.seed}"
+    )
     from txl_dist.ops.generation import Given, generate_texts, prompts_in_lines, read_lines
 
     if jsonl is not None:

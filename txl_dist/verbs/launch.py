@@ -17,6 +17,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.files import read_text
 from txl_dist.foreign_names import SURE, find_counterpart
 from txl_dist.suggest import did_you_mean, nearest
+from txl_dist.tables import counted
 from txl_dist.verbs.remote_words import check_remote, encode_words
 from txl_dist.verbs.tyro_events import Argument
 
@@ -115,7 +116,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
             say("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
         num_cores = len(os.sched_getaffinity(0))
         if num_ranks > RANKS_PER_CORE * num_cores:
-            say(f"txl launch: {num_ranks} ranks share {num_cores} cores: steps will be slow", to=sys.stderr)
+            say(f"txl launch: {num_ranks} ranks share {counted(num_cores, 'core')}: steps will be slow", to=sys.stderr)
     if not slots and asked.master_port is None:
         flags += ["--master_port", str(free_port())]  # its own is always 29500, which another run may have
     seen_within_s = SEEN_WITHIN_S if slots else 0.0

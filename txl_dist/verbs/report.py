@@ -10,6 +10,7 @@ from tyro.conf import Positional
 from txl_dist.console import say
 from txl_dist.hub import address_of
 from txl_dist.run_files import TRAINED, Kind, require
+from txl_dist.tables import counted
 from txl_dist.verbs.words import local_source
 
 
@@ -43,7 +44,7 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
     for path in runs:
         require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
     if len(runs) > 1:  # one is refused at once
-        say(f"txl compare: reading {len(runs)} runs", to=sys.stderr)
+        say(f"txl compare: reading {counted(len(runs), 'run')}", to=sys.stderr)
     from txl_dist.ops.report.compare import write_comparison
 
     say("\n".join(write_comparison(runs, out=out)))

@@ -16,7 +16,7 @@ from txl_dist.data.read.corpus import Corpus, Split
 from txl_dist.data.read.position import StreamState
 from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.tables import aligned, printable
+from txl_dist.tables import aligned, counted, printable
 from txl_dist.text.clusters import cluster_edges, cluster_shares
 
 PREVIEW_LEN = 24
@@ -142,7 +142,8 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
         rows.append([f"{one['document']:,}", f"{one['tokens']:,}", f"{one['offset']:,}", text])
     rest = facts["num_documents"] - len(facts["documents"])
     return [
-        f"{facts['name']}: {facts['num_documents']:,} documents, {facts['tokens']:,} tokens, {facts['bytes']:,} bytes",
+        f"{facts['name']}: {counted(facts['num_documents'], 'document')}, "
+        f"{counted(facts['tokens'], 'token')}, {counted(facts['bytes'], 'byte')}",
         *aligned(rows),
         *([f"... and {rest:,} more"] if rest else []),
     ]
@@ -170,7 +171,7 @@ def document_lines(facts: dict[str, Any]) -> list[str]:
     """For people."""
     shown = len(facts["ids"])
     rest = f", the first {shown:,}:" if shown < facts["tokens"] else ":"
-    head = f"{facts['shard']}, document {facts['document']}: {facts['tokens']:,} tokens{rest}"
+    head = f"{facts['shard']}, document {facts['document']}: {counted(facts['tokens'], 'token')}{rest}"
     return [head, printable(facts["text"], keep=_TEXT)]
 
 

@@ -30,6 +30,7 @@ from txl_dist.errors import DataError
 from txl_dist.files import hashed_json, parse_object, read_bytes
 from txl_dist.progress import Progress
 from txl_dist.sections import DataSection
+from txl_dist.tables import counted
 
 P = ParamSpec("P")
 
@@ -63,7 +64,7 @@ def problems_at(location: str, settings: DataSection, *, num_workers: int) -> It
     with Progress("verifying", total=total) as progress:
         yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
     if names := strangers(corpus):
-        say(f"{location}: {len(names)} files do not belong to the corpus: {', '.join(names[:10])}")
+        say(f"{location}: {counted(len(names), 'file')} beside those of the corpus: {', '.join(names[:10])}")
 
 
 def each_problem(
@@ -211,7 +212,7 @@ class _ShardCheck:
             raw = np.frombuffer(stream.read(int(self._sizes[document])), dtype=np.uint8)
             yield from _problem_of(self._shard.check, raw, document)
         if unread and not self.structure:
-            self.structure = f"{stream.name}: {len(unread)} records point to documents in no sample. {REMEDY}"
+            self.structure = f"{stream.name}: {counted(len(unread), 'record')} of documents in no sample. {REMEDY}"
 
     def _sample_problems(self, sample: Sample) -> Iterator[str]:
         offsets = self._shard.offsets

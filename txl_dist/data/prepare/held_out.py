@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from txl_dist.data.prepare.documents import SHORTEST_TAIL, SPLITS, TEST, TRAIN, VALID, Document, Reading, pieces_of
 from txl_dist.errors import DataError
+from txl_dist.tables import counted
 
 Documents = Callable[[], Iterator[Document]]
 """Starts a pass over the documents that are given for train."""
@@ -78,9 +79,12 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
 def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> DataError:
     shares = reading.shares.values()
     needed = math.ceil(SHORTEST_TAIL / min(*shares, 1 - sum(shares)))
-    has, least = f"{len(longest):,} characters", f"{needed:,}"
+    has, least = f"{counted(len(longest), 'character')}", f"{needed:,}"
     if reading.names:  # each id is a name and a blank
-        has, least = f"{longest.count(' '):,} ids", f"about {math.ceil(needed * longest.count(' ') / len(longest)):,}"
+        has, least = (
+            f"{counted(longest.count(' '), 'id')}",
+            f"about {math.ceil(needed * longest.count(' ') / len(longest)):,}",
+        )
     flag = VALID if split == TRAIN else split
     return DataError(
         f"no document fell into the split {split} ({count:,} in all), and the longest has {has}: its end is held out "

@@ -34,6 +34,7 @@ from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.storage.retries import filesystem_of, retrying
 from txl_dist.errors import ConfigError, DataError, explained
 from txl_dist.suggest import did_you_mean
+from txl_dist.tables import counted
 
 STDLIB = "stdlib"
 """Input name of the built-in corpus."""
@@ -143,8 +144,9 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             suffixes = " ".join(sorted(suffixes_of(settings)))
             raise DataError(
                 f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
-                f"{found.num_other} others left out, {len(found.hidden)} hidden files left out. Name those that are "
-                "text, or quote a pattern: '**/*.json.gz' takes all such files below the folder where you are."
+                f"{counted(found.num_other, 'other file')} and {counted(len(found.hidden), 'hidden file')} left out. "
+                "Name those that are text, or quote a pattern: '**/*.json.gz' takes all such files below the folder "
+                "where you are."
             )
         files = []
         for path, size, mark in found.files:

@@ -17,6 +17,7 @@ from txl_dist.data.read.corpus import Shards, Split
 from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.stream import Int64s, Segment
 from txl_dist.errors import DataError
+from txl_dist.tables import counted
 
 
 class HeldOut(Protocol):
@@ -64,7 +65,8 @@ class EvalStream:
         num_tokens = min(split.tokens, max_tokens) if max_tokens else split.tokens
         if num_tokens < 2:
             raise DataError(
-                f"split {split.name!r} of {split.corpus.location} gives {num_tokens} tokens to evaluate; two are the "
+                f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to "
+                "evaluate; two are the "
                 "fewest. Prepare more held-out text or raise eval.max_tokens."
             )
         self.split, self.num_targets = split, num_tokens - 1

@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.errors import ConfigError, DataError
+from txl_dist.tables import counted
 
 Int64s = npt.NDArray[np.int64]
 
@@ -104,7 +105,7 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
     """The lanes that a rank owns. Raises ConfigError if the ranks cannot own equally many."""
     if num_lanes % world_size:
         raise ConfigError(
-            f"{num_lanes} lanes cannot be shared equally by {world_size} ranks. "
+            f"{counted(num_lanes, 'lane')} cannot be shared equally by {counted(world_size, 'rank')}. "
             "Choose train.num_lanes divisible by the number of ranks."
         )
     share = num_lanes // world_size
@@ -127,7 +128,8 @@ def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str
     for i, (weight, count) in enumerate(zip(weights, lanes, strict=True)):
         if weight > 0 and not count:
             raise ConfigError(
-                f"corpus {names[i] if names else i} gets none of the {num_lanes} lanes: its share is {shares[i]:.2f} "
+                f"corpus {names[i] if names else i} gets none of the {counted(num_lanes, 'lane')}: its share "
+                f"is {shares[i]:.2f} "
                 "lanes. Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
             )
     return tuple(lanes)
@@ -176,7 +178,7 @@ class LanePlan:
         self.num_tokens = int(self._shard_tokens.sum())
         if cut.num_lanes > self.num_tokens:
             raise DataError(
-                f"the corpus has {self.num_tokens} tokens, fewer than the {cut.num_lanes} lanes. "
+                f"the corpus has {counted(self.num_tokens, 'token')}, fewer than the {counted(cut.num_lanes, 'lane')}. "
                 "Prepare more text or lower train.num_lanes."
             )
         self.cut = cut

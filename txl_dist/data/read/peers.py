@@ -17,6 +17,7 @@ from txl_dist.data.read.corpus import Split
 from txl_dist.data.read.lanes import lanes_of_rank
 from txl_dist.data.read.stream import Segment, plain_segment
 from txl_dist.errors import ConfigError
+from txl_dist.tables import counted
 
 
 class PeerRows:
@@ -37,8 +38,8 @@ class PeerRows:
         row_len, num_warm = split.tokens // num_lanes, -(-warm_up_len // segment_len) * segment_len
         if row_len < max(2, num_warm):
             raise ConfigError(
-                f"split {split.name!r} has {split.tokens:,} tokens, {row_len:,} for each of this protocol's "
-                f"{num_lanes} rows, which need {max(2, num_warm):,}. Score a longer one (--split, --data)"
+                f"split {split.name!r} has {counted(split.tokens, 'token')}, {row_len:,} for each of this protocol's "
+                f"{counted(num_lanes, 'row')}, which need {max(2, num_warm):,}. Score a longer one (--split, --data)"
                 + (", or give less --memory-len." if num_warm > 2 else ".")
             )
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
@@ -71,7 +72,7 @@ class RandomCrops:
         """Raises ConfigError if the split is no longer than one of them."""
         if split.tokens <= segment_len:
             raise ConfigError(
-                f"split {split.name!r} has {split.tokens:,} tokens, and a crop with its last target "
+                f"split {split.name!r} has {counted(split.tokens, 'token')}, and a crop with its last target "
                 f"{segment_len + 1:,}. Give a shorter --segment-len, or score a longer one (--split, --data)."
             )
         self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)

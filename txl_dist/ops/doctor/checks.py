@@ -78,7 +78,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     why = ", ".join(f"{name}={facts.environment[name]!r}" for name in hidden) or f"torch for CUDA {cuda}"
     yield first_of(
         "GPU",
-        f"the driver {facts.driver} sees {facts.num_driver_gpus} GPUs, this process uses none: {why}",
+        f"the driver {facts.driver} sees {counted(facts.num_driver_gpus, 'GPU')}, this process uses none: {why}",
         (hidden, "warning", f"Unset {' and '.join(hidden)} if that is not meant."),
         (not cuda, "problem", "Install the build of torch with CUDA (pip install torch without the cpu index)."),
         (True, "problem", f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA."),
@@ -155,7 +155,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 def _corpus(facts: Facts) -> Iterator[Finding]:
     if corpus := facts.corpus:
-        found = corpus.error or f"{corpus.location}: {corpus.tokens:,} tokens"
+        found = corpus.error or f"{corpus.location}: {counted(corpus.tokens, 'token')}"
         remedy = "Name what txl prepare wrote, as this machine sees it."
         yield first_of("corpus", found, (corpus.error, "problem", remedy))
 
@@ -226,7 +226,9 @@ def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
             listed = "; ".join(f"{value} on {', '.join(those)}" for value, those in where.items())
             verdict, remedy = BEARABLE.get(name, UNBEARABLE)
             found.append(Finding("differences", verdict, f"{name}: {listed}", remedy))
-    return found or [Finding("differences", "ok", f"none between {len(nodes)} nodes in versions, GPUs and ranks")]
+    return found or [
+        Finding("differences", "ok", f"none between {counted(len(nodes), 'node')} in versions, GPUs and ranks")
+    ]
 
 
 BEARABLE: dict[str, tuple[Verdict, str]] = {

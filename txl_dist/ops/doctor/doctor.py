@@ -103,7 +103,7 @@ def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
     except ConfigError as error:
         what, _, remedy = str(error).partition(". ")
         return Finding("shared folder", "problem", what, remedy)
-    return Finding("shared folder", "ok", f"{folder} is the same on {num_nodes} nodes")
+    return Finding("shared folder", "ok", f"{folder} is the same on {counted(num_nodes, 'node')}")
 
 
 def _nodes(count: int) -> str:

@@ -19,6 +19,7 @@ from txl_dist.ops.evaluation_settings import Adapting, Outputs, Overrides
 from txl_dist.ops.report.figures import draw_png
 from txl_dist.ops.report.pictures import sweep
 from txl_dist.run_files import Kind, kind_of
+from txl_dist.tables import counted
 
 STATIC = Adapting()
 """Nothing follows the text."""
@@ -73,7 +74,7 @@ def evaluate_trained(
     if outputs.json is not None:
         write_output(outputs.json, json.dumps(results, indent=1).encode() + b"\n")
     num_lanes = config.eval.num_lanes if overrides.peer is not None else min(config.eval.num_lanes, split.tokens - 1)
-    where = f"scored: {target.where}, as {num_lanes} lanes"
+    where = f"scored: {target.where}, as {counted(num_lanes, 'lane')}"
     if overrides.peer is not None:
         where += f", by the protocol {overrides.protocol} ({overrides.peer.source})"
     (first, *others) = scores.results.values()

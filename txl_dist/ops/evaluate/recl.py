@@ -48,7 +48,7 @@ from txl_dist.ops.evaluate.target import Target, open_target, require_same
 from txl_dist.ops.evaluation_settings import ReclOutputs, ReclSettings
 from txl_dist.ops.report.figures import Chart, Line, draw_png
 from txl_dist.progress import Progress
-from txl_dist.tables import aligned, bounded
+from txl_dist.tables import aligned, bounded, counted
 
 Losses = npt.NDArray[np.float64]
 
@@ -176,7 +176,8 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
     num_places = split.tokens - settings.max_context
     if num_places < 1:
         raise ConfigError(
-            f"split {split.name!r} has {split.tokens:,} tokens, no more than --max-context {settings.max_context}. "
+            f"split {split.name!r} has {counted(split.tokens, 'token')}, no more than --max-context "
+            f"{settings.max_context}. "
             "Give a shorter one, or score a longer split (--split, --data)."
         )
     if num_places < settings.num_tokens:

@@ -31,6 +31,7 @@ from txl_dist.ops.evaluate.target import Target, require_same
 from txl_dist.ops.evaluation_settings import CROP_SEED, NUM_CROP_BATCHES, Adapting, Outputs, Overrides
 from txl_dist.progress import Progress
 from txl_dist.sections import memory_of_layers
+from txl_dist.tables import counted
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.report.evaluate import Part, evaluate
 
@@ -347,18 +348,20 @@ def _shortened(row: Row, cut: HeldOut, overrides: Overrides) -> Iterator[str]:
     """Which flags ask for more than the split has: the same scores come of less work."""
     if not isinstance(cut, EvalStream):
         return
-    name, segment_len, lane_len = cut.split.name, row.config.eval.segment_len, f"{cut.stripe_len:,}"
+    name, segment_len, lane_len = cut.split.name, row.config.eval.segment_len, cut.stripe_len
     if overrides.num_lanes > cut.num_lanes:
         yield (
-            f"split {name!r} has {cut.num_targets:,} tokens to score: --num-lanes {overrides.num_lanes:,} is cut to "
+            f"split {name!r} has {counted(cut.num_targets, 'token')} to score: --num-lanes "
+            f"{overrides.num_lanes:,} is cut to "
             "that"
         )
     if segment_len in overrides.segment_len and segment_len > cut.segment_len:
-        yield f"a lane of split {name!r} has {lane_len} tokens: --segment-len {segment_len:,} is cut to that"
+        yield f"a lane of split {name!r} has {counted(lane_len, 'token')}: --segment-len {segment_len:,} is cut to that"
     if row.memory_len > _most_memory(cut, overrides):
         longer = " --num-lanes 1 makes it longer." if cut.num_lanes > 1 else ""
         yield (
-            f"a lane of split {name!r} has {lane_len} tokens, and a memory of {row.memory_len:,} never holds more: it "
+            f"a lane of split {name!r} has {counted(lane_len, 'token')}, and a memory of {row.memory_len:,} "
+            "never holds more: it "
             f"is cut to that.{longer}"
         )
 

@@ -25,6 +25,7 @@ from txl_dist.ops.plan.scaling import Point
 from txl_dist.ops.plan.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.sections import EngineSection
 from txl_dist.stages import check_stages, each_stage
+from txl_dist.tables import counted
 from txl_dist.text.clusters import cluster_edges, typical_shares
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -214,7 +215,7 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
     more = f" the next number above is {above}," if above else ""
     lanes = gpus * max(1, round(num_lanes / gpus))
     return used, [
-        f"train.num_lanes={num_lanes} does not divide among {gpus} GPUs: planned for {used};{more} "
+        f"train.num_lanes={num_lanes} does not divide among {counted(gpus, 'GPU')}: planned for {used};{more} "
         f"or give --train.num_lanes {lanes} and use all {gpus}."
     ]
 
@@ -298,7 +299,8 @@ class _Planner:
             sizes = [size for size, config in zip(sizes, staged, strict=True) if _is_valid(config)]
         if not sizes:
             raise ConfigError(
-                f"train.stages: on {self.gpus} GPUs no micro-batch divides the lanes of every stage. Plan for fewer."
+                f"train.stages: on {counted(self.gpus, 'GPU')} no micro-batch divides the lanes of every "
+                "stage. Plan for fewer."
             )
         for stage in range(4):
             for recompute in (False, True):

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from txl_dist.ops.plan.hardware import CONTEXT_GIB
 from txl_dist.ops.plan.plan import Choice, Option, Plan, Saving
 from txl_dist.ops.plan.scaling import MOST_GPUS, REASONS, Point, breaking_point
-from txl_dist.tables import aligned, duration, size
+from txl_dist.tables import aligned, counted, duration, size
 from txl_dist.train.preflight import MANY_EPOCHS, remarks_on_size
 
 SMALL_SHARE = 0.05
@@ -26,7 +26,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     is_small = host_share > 0.5 and max(option.needed_gib for option in plan.options) < SMALL_SHARE * plan.usable_gib
     yield f"plan for {plan.gpus_used} x {cluster.gpu.device}: predicted, not measured (docs/planning.md says from what)"
     yield (
-        f"machines: {cluster.gpus_per_node} GPUs each, bus bandwidth {cluster.gpu.bus_gb_s:g} GB/s among them, "
+        f"machines: {counted(cluster.gpus_per_node, 'GPU')} each, bus bandwidth {cluster.gpu.bus_gb_s:g} GB/s "
+        "among them, "
         f"network {cluster.network_gb_s:g} GB/s per machine"
     )
     yield from (f"note: {note}" for note in plan.notes)
@@ -175,7 +176,7 @@ def _scaling(curve: Sequence[Point]) -> str:
     last = curve[-1]
     if broken := breaking_point(curve):
         pct = math.floor(1000 * broken.efficiency) / 10  # rounded it might be the 50 that it is not
-        return f"under 50% from {broken.gpus:,} GPUs on ({pct:.1f}%): {REASONS[broken.limited_by]}"
+        return f"under 50% from {counted(broken.gpus, 'GPU')} on ({pct:.1f}%): {REASONS[broken.limited_by]}"
     most = "" if last.gpus == MOST_GPUS else ", the most among which the lanes divide"
     why = REASONS.get(last.limited_by, "nothing")
-    return f"still {100 * last.efficiency:.0f}% at {last.gpus:,} GPUs{most}; what takes most there: {why}"
+    return f"still {100 * last.efficiency:.0f}% at {counted(last.gpus, 'GPU')}{most}; what takes most there: {why}"

@@ -22,7 +22,7 @@ from txl_dist.ops.report.pictures import Axis, Kind, Picture, Row, picture_of, p
 from txl_dist.ops.report.records import is_number
 from txl_dist.ops.report.report import check_writable, setting_rows, write_page
 from txl_dist.ops.report.summary import Run, best, facts_of, fixed, read_run
-from txl_dist.tables import aligned, bounded, printable
+from txl_dist.tables import aligned, bounded, counted, printable
 from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
@@ -66,7 +66,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     page = write_page(
         out,
         "compare.html.j2",
-        title=f"{len(runs)} runs compared",
+        title=f"{counted(len(runs), 'run')} compared",
         unit=unit,
         ranking=ranks,
         groups=_pictures(runs, names, unit),

@@ -22,7 +22,7 @@ from txl_dist.ops.report.pictures import marks_explained, memory_sweep, part_pic
 from txl_dist.ops.report.records import SCORES, Event, Scores, read_parts, read_scores
 from txl_dist.ops.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
 from txl_dist.run_files import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
-from txl_dist.tables import duration, printable
+from txl_dist.tables import counted, duration, printable
 from txl_dist.train.report.event_text import event_details
 
 _MAX_EVENTS = 300
@@ -120,7 +120,7 @@ def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]
 
 def cut(text: str, *, most: int = _MAX_TEXT) -> str:
     """The beginning of a text that is too long for a page."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most:,} characters more)"
+    return text if len(text) <= most else f"{text[:most]}... ({counted(len(text) - most, 'character')} more)"
 
 
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:

@@ -24,7 +24,7 @@ from txl_dist.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.ops.report.records import BITS, MOST, FloatArray, History, Table, read_history
 from txl_dist.processes import process_of
 from txl_dist.run_files import DONE, LOCK, SETTINGS, STATE, list_checkpoints
-from txl_dist.tables import aligned, bounded, compact, duration, printable
+from txl_dist.tables import aligned, bounded, compact, counted, duration, printable
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """A job on another machine touches its lock every few seconds."""
@@ -202,16 +202,18 @@ def lead(run: Run) -> str:
 
 
 _TOOLS = ("torch %(torch)s", "DeepSpeed %(deepspeed)s", "ZeRO-%(zero_stage)s", "%(precision)s")
-_SHAPE = ("%(model.num_layers)s layers", "width %(model.width)s", "%(model.num_heads)s heads",
+_SHAPE = ("%(layers)s", "width %(model.width)s", "%(heads)s",
           "%(model.positions)s positions", "feed-forward width %(model.ff_width)s", "%(softmax)s")  # fmt: skip
-_SEGMENTS = ("segments of %(train.segment_len)s tokens", "%(train.num_lanes)s lanes")
+_SEGMENTS = ("segments of %(segment)s", "%(lanes)s")
+_LEAST_ROUNDED = 10_000
+"""Parameters from which a rounded number is shorter than the exact one."""
 _Forms = Sequence[tuple[str, str, Sequence[str]]]
 _SUBJECT: _Forms = (
     ("State", "%(state)s", ()),
     ("Corpus", "%(corpora)s", ["%(paths)s"]),
     ("Tokenizer", "%(vocab_size)s ids", ["%(tokenizer)s"]),
-    ("Model", "%(size)s parameters", ["%(parameters)s exactly", *_SHAPE]),
-    ("Memory", "%(train.memory_len)s tokens", _SEGMENTS),
+    ("Model", "%(size)s", ["%(exactly)s", *_SHAPE]),
+    ("Memory", "%(memory)s", _SEGMENTS),
     ("Commit", "%(commit)s", ["txl_dist %(version)s", *_TOOLS]),
     ("Made by", "txl_dist %(unknown_commit_of)s", _TOOLS),
     ("Type of the weights", "%(dtype)s", ()),
@@ -276,8 +278,12 @@ def _known(run: Run) -> dict[str, Any]:
         "state": run.state,
         "corpora": ", ".join(map(str, corpora)),
         "paths": ", ".join(paths),
-        "size": compact(run.parameters) if run.parameters else None,
-        "parameters": run.parameters,
+        **_parameters(run.parameters),
+        "layers": _some(known.get("model.num_layers"), "layer"),
+        "heads": _some(known.get("model.num_heads"), "head"),
+        "segment": _some(known.get("train.segment_len"), "token"),
+        "memory": _some(known.get("train.memory_len"), "token"),
+        "lanes": _some(known.get("train.num_lanes"), "lane"),
         "softmax": _softmax(known.get("model.cutoffs")),
         "version": version,
         "unknown_commit_of": None if known.get("commit") else version,
@@ -299,6 +305,22 @@ def _known(run: Run) -> dict[str, Any]:
     with suppress(ValueError, OverflowError, OSError):
         found["last_record"] = f"{datetime.fromtimestamp(history.last_time_s, UTC):%Y-%m-%d %H:%M} UTC"
     return {name: value for name, value in (known | found).items() if value is not None}
+
+
+def _parameters(number: int | None) -> dict[str, str]:
+    """The number of parameters, rounded and exact; a small one is exact alone."""
+    if not number:
+        return {}
+    if number < _LEAST_ROUNDED:
+        return {"size": counted(number, "parameter")}
+    return {"size": f"{compact(number)} parameters", "exactly": f"{number:,} exactly"}
+
+
+def _some(value: object, noun: str) -> str | None:
+    """A count with its noun, and what is no number, as in a damaged file, as it is. None where it is unknown."""
+    if value is None:
+        return None
+    return counted(value, noun) if type(value) is int else f"{value} {noun}s"
 
 
 def _softmax(cutoffs: object) -> str | None:

@@ -114,7 +114,11 @@ def choose_checkpoint(
     found, rejected = newest_checkpoint(run_dir, problems=problems)
     if found is None and (existing or resume == "must"):
         reasons = "; ".join(rejected[:3])
-        what = f"none of its {len(existing)} checkpoints is whole ({reasons})" if existing else "it holds no checkpoint"
+        what = (
+            f"none of its {counted(len(existing), 'checkpoint')} is whole ({reasons})"
+            if existing
+            else "it holds no checkpoint"
+        )
         raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start anew in another --run.dir.")
     return found, remarks + [f"passed over a damaged checkpoint, {reason}" for reason in rejected]
 

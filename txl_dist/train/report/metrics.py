@@ -26,6 +26,7 @@ from txl_dist.dist import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.sections import OptimSection
+from txl_dist.tables import counted
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.observer import labelled
 from txl_dist.train.report.sinks import Record
@@ -91,7 +92,8 @@ class Interval:
         if not any(num_scored for _, _, num_scored, *_ in parts):
             raise of_all(
                 TrainingError(
-                    f"no token was scored in the {steps} steps up to step {step}: all that was read is damaged. "
+                    f"no token was scored in the {counted(steps, 'step')} up to step {step}: all that was "
+                    "read is damaged. "
                     "Restore the corpus (`txl verify` lists the damage), or take it out of data.path and "
                     "data.more_paths."
                 )

@@ -30,7 +30,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.log import FIT, GrowingFile, logger
 from txl_dist.run_files import RECORDS, TENSORBOARD
 from txl_dist.sections import MetricsSection
-from txl_dist.tables import bounded
+from txl_dist.tables import bounded, counted
 from txl_dist.train.report.event_text import event_details
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
 from txl_dist.train.state import Job
@@ -88,7 +88,9 @@ class Reporter:
                 continue
             if self._num_lost[index]:
                 num_lost, self._num_lost[index] = self._num_lost[index], 0
-                logger.warning("metrics: %s is written again; it lacks %d records", type(sink).__name__, num_lost)
+                logger.warning(
+                    "metrics: %s is written again; it lacks %s", type(sink).__name__, counted(num_lost, "record")
+                )
 
     def _measured(self, record: Record) -> Record:
         """The numbers that plugins make from a record. One that fails is left out, and named once."""

@@ -31,6 +31,7 @@ from txl_dist.errors import HANG, TxlError
 from txl_dist.files import open_to_append
 from txl_dist.log import logger
 from txl_dist.processes import ProcessId, process_id, process_of
+from txl_dist.tables import counted
 from txl_dist.train.watch.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
 
 SILENT_AFTER_S = 3.0
@@ -209,7 +210,7 @@ class Watchdog:
             f"rank {rank} on {process.host} (pid {process.pid})"
             for rank, process in ((rank, self._link.seen[rank].beat.process) for rank in ranks[:3])
         ]
-        return " and ".join(names) + (f" and {len(ranks) - 3} others" if len(ranks) > 3 else "")
+        return " and ".join(names) + (f" and {counted(len(ranks) - 3, 'other')}" if len(ranks) > 3 else "")
 
     def _position(self, beat: Beat) -> str:
         """Where the job stood: what a silent rank said last may be a second old, but nobody gets far without it."""

@@ -104,7 +104,9 @@ def test_no_document_begins_with_a_byte_order_mark_wherever_it_comes_from(tmp_pa
 
 def test_a_folder_without_text_is_refused_with_what_would_be_taken_of_it(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(b"")
-    with pytest.raises(DataError, match=r"holds no text: .*\.jsonl .*\.txt .* 1 others left out"):
+    with pytest.raises(
+        DataError, match=r"holds no text: .*\.jsonl .*\.txt .* 1 other file and 0 hidden files left out"
+    ):
         read([tmp_path])
 
 
@@ -557,7 +559,7 @@ def test_a_hidden_file_that_is_named_or_spelt_in_a_pattern_is_taken(tmp_path: Pa
 
 def test_a_folder_or_a_pattern_with_hidden_files_only_says_so(tmp_path: Path) -> None:
     (tmp_path / "._a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"holds no text: .* 1 hidden files left out"):
+    with pytest.raises(DataError, match=r"holds no text: .* 1 hidden file left out"):
         read([tmp_path])
     with pytest.raises(DataError, match=r"no file matches .*, only 1 hidden ones: name them"):
         read([f"{tmp_path}/*.txt"])

@@ -226,7 +226,7 @@ def test_evaluation_marks_documents_and_keeps_padding_apart(corpus: Corpus) -> N
 def test_evaluation_can_be_limited_to_the_first_tokens(corpus: Corpus) -> None:
     source = EvalStream(corpus.split("valid"), num_lanes=2, segment_len=10, max_tokens=101)
     assert source.num_targets == 100 == sum(int(segment.scored.sum()) for segment in source)
-    with pytest.raises(DataError, match="1 tokens"):
+    with pytest.raises(DataError, match="1 token "):
         EvalStream(corpus.split("valid"), num_lanes=2, segment_len=10, max_tokens=1)
 
 

@@ -1,0 +1,70 @@
+"""Messages count in the singular where there is one: "1 layer", "1 other file"."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from txl_dist.ops.report.summary import _parameters, _some
+
+PACKAGE = Path(__file__).parents[2] / "txl_dist"
+NOUNS = (
+    *("cores", "entries", "GPUs", "heads", "lanes", "layers", "machines", "nodes", "others", "prompts", "ranks"),
+    *("requests", "rows", "seeds", "shards", "texts"),
+)
+"""Plurals that `tables.counted` writes: there may be one of each."""
+NEVER_ONE = {
+    ("cli.py", "num_ranks"),
+    ("config.py", "world_size"),
+    ("data/read/lanes.py", "shares[i]"),
+    ("infer/bundle.py", "model.num_layers"),
+    ("ops/plan/scaling.py", "broken.gpus"),
+    ("stages.py", "values['num_lanes']"),
+    ("train/checkpoint/soundness.py", "next_lane"),
+    ("train/footprint/fits.py", "num_sharing"),
+    ("verbs/launch.py", "num_ranks"),
+}
+"""Values that are not 1 where they are shown, fractions, and messages about a damaged file."""
+
+
+def plain_plurals() -> Iterator[tuple[str, str, str]]:
+    """(file, value, noun) of each f-string that puts a plural of NOUNS behind a value as it is."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else []
+            for value, after in itertools.pairwise(parts):
+                if isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant):
+                    noun = str(after.value).lstrip().split(" ")[0].rstrip(".,;:)")
+                    if str(after.value).startswith(" ") and noun in NOUNS:
+                        yield path.relative_to(PACKAGE).as_posix(), ast.unparse(value.value), noun
+
+
+def test_no_message_counts_what_may_be_one_in_the_plural() -> None:
+    found = [(file, value, noun) for file, value, noun in plain_plurals() if (file, value) not in NEVER_ONE]
+    assert found == [], "use tables.counted"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (1, {"size": "1 parameter"}),
+        (6_289, {"size": "6,289 parameters"}),
+        (10_000, {"size": "10k parameters", "exactly": "10,000 exactly"}),
+        (1_234_567, {"size": "1.23M parameters", "exactly": "1,234,567 exactly"}),
+        (0, {}),
+        (None, {}),
+    ],
+)
+def test_a_number_of_parameters_is_said_twice_only_if_the_first_is_rounded(
+    number: int | None, shown: dict[str, str]
+) -> None:
+    assert _parameters(number) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1, "1 layer"), (2, "2 layers"), (4096, "4,096 layers"), (None, None)])
+def test_a_fact_of_a_report_has_the_number_of_its_noun(value: object, shown: str | None) -> None:
+    assert _some(value, "layer") == shown
