@@ -1,4 +1,7 @@
-"""Real ranks under other starters: torchrun on two nodes; slurm.sbatch with stand-ins for srun and scontrol."""
+"""Real ranks under other starters: torchrun on two nodes; slurm.sbatch with stand-ins for srun and scontrol.
+
+The second is nightly: tests/unit/test_launch_scripts.py has what slurm.sbatch does at a warning, a save and an end.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +90,7 @@ def test_two_nodes_under_torchrun_train_to_the_end(job: Path) -> None:
     assert (job / "run/DONE").read_text() == "20\n"
 
 
+@pytest.mark.nightly
 def test_slurm_warns_queues_again_and_comes_to_the_end(job: Path) -> None:
     (job / "launch").symlink_to(ROOT / "launch")
     (job / "bin").mkdir()
