@@ -21,7 +21,7 @@ from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
 from tests.helpers.launch import start_training
 
-pytestmark = [pytest.mark.chaos, pytest.mark.dist, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.chaos, pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

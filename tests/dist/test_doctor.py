@@ -18,7 +18,7 @@ from tests.helpers import forked
 from tests.helpers.ranks import run_ranks
 from txl_dist.ops.doctor import fabric
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone]
+pytestmark = pytest.mark.dist
 
 
 class Doctor(NamedTuple):

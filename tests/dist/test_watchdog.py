@@ -23,7 +23,7 @@ from txl_dist.train.step import decide
 from txl_dist.train.watch.heartbeats import Beat
 from txl_dist.train.watch.watchdog import Watchdog, behind, end_frozen
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone]
+pytestmark = pytest.mark.dist
 
 LIMIT_S = 2.0
 FAULT_STEP = 5
