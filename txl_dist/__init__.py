@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from txl_dist import plugins as plugins
     from txl_dist.config import Config as Config
     from txl_dist.config import configure as configure
     from txl_dist.data.read.corpus import Corpus as Corpus
@@ -45,13 +46,20 @@ _HOME = {
 }
 """Where each public name is defined."""
 
-__all__ = ["__version__", *_HOME]
+_MODULES = ("plugins",)
+"""Public modules, which a program may use as `txl_dist.plugins` without importing them."""
+
+__all__ = ["__version__", *_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """A public name, imported now. Raises AttributeError for another one."""
+    if name in _MODULES:
+        return importlib.import_module(f"txl_dist.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'txl_dist' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+        raise AttributeError(
+            f"module 'txl_dist' has no attribute {name!r}; it has {', '.join(sorted((*_HOME, *_MODULES)))}"
+        )
     return getattr(importlib.import_module(f"txl_dist.{_HOME[name]}"), name)
 
 

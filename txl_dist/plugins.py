@@ -57,8 +57,9 @@ def register_positions(
 
     `build(model)` makes the `nn.Module` of one layer. Its `forward(num_distances, encoding_KD)` returns
     `txl_dist.model.attention.Distances` of the distances K-1 ... 0: vectors key_KNH, which queries are multiplied with,
-    and numbers bias_KN that are added to the scores, or None. Buffers must follow from the settings (`persistent=False`
-    is clearest): a checkpoint holds parameters only. Without `build` scores are of contents alone.
+    and numbers bias_KN that are added to the scores before these are divided by sqrt(H), or None. Parameters begin as
+    the model's other weights, unless the module has a method `reset_parameters`. Buffers must follow from the settings
+    (`persistent=False` is clearest): a checkpoint holds parameters only. Without `build` scores are of contents alone.
 
     Args:
         uses_memory: Whether a segment may attend to past ones.
@@ -91,7 +92,8 @@ def register_optimizer(
     """A value of `optim.name`.
 
     `build(groups, lr=0.0)` makes a torch optimizer of parameter groups. Each group has `lr`, `weight_decay`, and the
-    named `settings` of [optim] as keys; `lr` changes with every step.
+    named `settings` of [optim] as keys; `lr` changes with every step. Its state must be fp32 tensors of the parameter's
+    shape, made in `step`, and `state["step"]`, an fp32 tensor with one number: a checkpoint would lose other state.
 
     Args:
         settings: Fields of [optim] that the groups get: betas, eps, momentum, muon_momentum.
@@ -116,8 +118,9 @@ def register_metric(
 ) -> None:
     """A number of training and evaluation records: in metrics.jsonl, TensorBoard, on the console and in the report.
 
-    `measure(record)` gets the other numbers of a record (docs/log.md lists them), read-only, on rank 0; it returns the
-    number, or None where the record has not what it needs. If it raises, the number is left out and the run continues.
+    `measure(record)` gets the other numbers of a record (docs/seeing.md lists them), read-only, on rank 0; it returns
+    the number, or None where the record has not what it needs. If it raises, the number is left out and the run
+    continues.
 
     Args:
         form: Format specification on the console, for instance ".3f"; empty: not shown there.

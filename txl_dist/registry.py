@@ -15,13 +15,14 @@ import importlib.metadata
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from txl_dist.errors import ConfigError, in_one_line
+from txl_dist.errors import ConfigError, TxlError, in_one_line
 
 Row = TypeVar("Row")
 
@@ -82,6 +83,24 @@ def owner_of(table: Mapping[str, Any], name: str) -> Plugin | None:
 
 def _plugin_of(table: Mapping[str, Any], name: str) -> str:
     return next((plugin for plugin, other, row in _added if other is table and row == name), "")
+
+
+@contextmanager
+def plugin_errors(
+    table: Mapping[str, Any], name: str, *, what: str, kind: type[TxlError] = ConfigError
+) -> Iterator[None]:
+    """Turn an error of the plugin that added this row into one line; an error of our own code passes as it is."""
+    try:
+        yield
+    except TxlError:
+        raise
+    except Exception as error:
+        owner = owner_of(table, name)
+        if owner is None:
+            raise
+        raise kind(
+            f"the plugin {owner.name}: {what} {name!r} failed: {in_one_line(error)}{_place(error)}. Correct the plugin."
+        ) from error
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -171,9 +190,18 @@ def _why_not(name: str, error: BaseException) -> str:
             f"the plugin {name} is not installed for {sys.executable}: there is no module {error.name}. Install its "
             "package (pip install), or put the folder that holds it into PYTHONPATH."
         )
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"the plugin {name} cannot be imported: {in_one_line(error)}{where}. Correct it, or leave it out."
+    reason = str(error).rstrip(".") if isinstance(error, TxlError) else in_one_line(error)
+    return f"the plugin {name} cannot be imported: {reason}{_place(error)}. Correct it, or leave it out."
+
+
+def _place(error: BaseException) -> str:
+    """File and line of a plugin's code where an error was raised, in brackets; empty if it was raised elsewhere."""
+    ours = str(Path(__file__).parent)
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))
+    ]
+    frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _version_of(module: Any) -> str:

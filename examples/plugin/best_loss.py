@@ -1,4 +1,4 @@
-"""A callback in a script: notes the best validation loss, and says at the end how long ago it was.
+"""A callback in a script: notes the best validation loss, and says at the end at which step it was.
 
 python best_loss.py CONFIG.toml
 deepspeed --no_local_rank best_loss.py CONFIG.toml
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import txl_dist
+from txl_dist.errors import TxlError
 from txl_dist.train.callbacks import RunResult, TrainStart, ValidationEnd
 
 
@@ -39,5 +40,9 @@ class BestLoss(txl_dist.Callback):
 
 
 if __name__ == "__main__":
-    result = txl_dist.pretrain(sys.argv[1], callbacks=[BestLoss()])
+    try:
+        result = txl_dist.pretrain(sys.argv[1], callbacks=[BestLoss()])
+    except TxlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     sys.exit(result.exit_code)

@@ -7,14 +7,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from txl_dist import plugins, registry
 from txl_dist.config import choices_of, config_to_toml, configure, load_config
+from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.prepare.sources import TEXT_SOURCES
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.infer.bundle import Package, load_bundle, write_bundle
@@ -22,10 +24,12 @@ from txl_dist.infer.probe import probe_of
 from txl_dist.model.attention import Distances
 from txl_dist.model.block import Block
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import OPTIMIZERS, SCHEMES, ModelSection
+from txl_dist.sections import OPTIMIZERS, SCHEMES, ModelSection, OptimSection
+from txl_dist.text.base import END_OF_TEXT, SpelledTokenizer
 from txl_dist.text.learning import LEARNT_KINDS
 from txl_dist.text.tokenizer import KINDS, read_tokenizer
 from txl_dist.text.training import train_tokenizer
+from txl_dist.train.engine.optim import build_optimizer
 from txl_dist.train.report.metric_table import METRICS, cells_of
 
 TABLES: tuple[dict[str, Any], ...] = (SCHEMES, OPTIMIZERS, METRICS, TEXT_SOURCES, LEARNT_KINDS, KINDS)
@@ -278,3 +282,130 @@ def test_a_bundle_that_needs_a_plugin_is_refused_without_it_and_imports_nothing(
     with pytest.raises(ConfigError, match=r"bundle was made with the plugin plugin_i .*is not loaded"):
         load_bundle(tmp_path / "bundle")
     assert "plugin_i" not in sys.modules
+
+
+FAULTY = """
+import torch
+from torch import nn
+from txl_dist import plugins
+from txl_dist.model.attention import Distances
+
+class Raising(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        model.no_such_setting
+
+class Returning(nn.Module):
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+    def forward(self, num_distances, encoding_KD):
+        return self.found
+
+plugins.register_positions("raising", Raising)
+plugins.register_positions("nothing", lambda model: Returning(None))
+plugins.register_positions("short", lambda model: Returning(Distances(torch.zeros(1, 2, 8), None)))
+plugins.register_positions("wide", lambda model: Returning(Distances(torch.zeros(4, 2, 8), torch.zeros(4, 3))))
+plugins.register_optimizer("without_lr", lambda groups: torch.optim.SGD(groups, lr=0.1))
+plugins.register_optimizer("no_optimizer", lambda groups, lr: None)
+plugins.register_optimizer("eager", torch.optim.Adagrad, settings=())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raising", r"the plugin plugin_j: positions 'raising' failed: AttributeError: .*no_such_.*plugin_j\.py:10\)"),
+        ("nothing", r"Returning\.forward\(4, \.\.\.\) returned NoneType\. It must return .*key_KNH \[4, 2, 8\]"),
+        ("short", r"returned key_KNH \[1, 2, 8\] and bias_KN None\. It must"),
+        ("wide", r"returned key_KNH \[4, 2, 8\] and bias_KN \[4, 3\]\. It must"),
+    ],
+)
+def test_a_faulty_positional_scheme_is_one_line(name: str, reason: str, write: Callable[[str, str], Path]) -> None:
+    write("plugin_j.py", FAULTY)
+    registry.load_plugins(["plugin_j"])
+    section = ModelSection.model_validate(SMALL | {"positions": name})
+    with pytest.raises(ConfigError, match=reason) as refused:
+        TransformerXL(section, vocab_size=9).blocks[0].attention.distances(4, encoding_KD=None)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("without_lr", "the plugin plugin_j: optimizer 'without_lr' failed: TypeError: .*'lr'"),
+        ("no_optimizer", "'no_optimizer': the build function returned a NoneType"),
+        ("eager", r"'eager': Adagrad makes its state before the first step.* Make the state in step\(\)"),
+    ],
+)
+def test_a_faulty_optimizer_is_one_line(name: str, reason: str, write: Callable[[str, str], Path]) -> None:
+    write("plugin_j.py", FAULTY)
+    registry.load_plugins(["plugin_j"])
+    parameters = [("a", nn.Parameter(torch.zeros(2)))]
+    with pytest.raises(ConfigError, match=reason):
+        build_optimizer(parameters, OptimSection.model_validate({"name": name}))
+
+
+def test_a_plugins_positions_may_set_their_own_initial_values() -> None:
+    class Drawn(nn.Module):
+        def __init__(self, model: ModelSection) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(30, model.num_heads))
+
+    class Reset(Drawn):
+        def reset_parameters(self) -> None:
+            self.table.fill_(7.0)
+
+    plugins.register_positions("drawn", Drawn)
+    plugins.register_positions("reset", Reset)
+    for name, mean, spread in (("drawn", 0.0, 0.3), ("reset", 7.0, 0.0)):
+        model = TransformerXL(ModelSection.model_validate(SMALL | {"positions": name}), vocab_size=9)
+        tables = [values for parameter, values in model.named_parameters() if parameter.endswith("distance.table")]
+        assert len(tables) == 2
+        for values in tables:
+            assert values.mean().item() == pytest.approx(mean, abs=0.2)
+            assert values.std().item() == pytest.approx(spread, abs=0.1)
+
+
+class Told(SpelledTokenizer):
+    """Returns what it is told to."""
+
+    kind: ClassVar[str] = "told"
+    answer: ClassVar[Any] = None
+
+    @property
+    def is_lossless(self) -> bool:
+        return True
+
+    def encode(self, text: str) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def register_told() -> None:
+    """Register the tokenizer, as a plugin does."""
+    plugins.register_tokenizer(Told, lambda texts, learning: Told(["a", "b", END_OF_TEXT], end_of_text=2))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([1, 2], "encode returned a list"),
+        (np.zeros((2, 2), np.int32), "encode returned a ndarray. .* one dimension"),
+        (np.zeros(2), "whole numbers"),
+        (np.array([0, 99]), "encode returned the id 99, but the vocabulary has 3 ids"),
+        (np.array([0, -1]), "encode returned the id -1"),
+        (ValueError("two\nlines"), "the plugin plugin_k: tokenizer 'told' failed: ValueError: two lines"),
+    ],
+)
+def test_a_faulty_tokenizer_is_one_line(
+    answer: Any, reason: str, write: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("plugin_k.py", f"from {__name__} import register_told\nregister_told()\n")
+    registry.load_plugins(["plugin_k"])
+    monkeypatch.setattr(Told, "answer", answer)
+    (tmp_path / "a.txt").write_text("some text\n" * 50, encoding="utf-8")
+    with pytest.raises(DataError, match=reason) as refused:
+        prepare_corpus(tmp_path / "corpus", inputs=[tmp_path / "a.txt"], kind="told", valid_fraction=0.0)
+    assert "\n" not in str(refused.value)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, of_all
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import launch
 from txl_dist.model.memory import Visibility
@@ -129,11 +129,30 @@ class Attention(nn.Module):
         """Queries or keys [..., H], each divided by its root mean square where the model has it so."""
         return heads if self.norm_eps is None else rms_norm(heads, eps=self.norm_eps, gain=gain)
 
+    def _check(self, found: object, *, num_distances: int) -> None:
+        """Raises ConfigError for anything but `Distances` of so many distances, which a plugin may have made."""
+        key_shape = (num_distances, self.num_heads, self.head_width)
+        what = type(found).__name__
+        if isinstance(found, Distances):
+            key_KNH, bias_KN = found
+            if key_KNH.shape == key_shape and (bias_KN is None or bias_KN.shape == key_shape[:2]):
+                return
+            what = f"key_KNH {list(key_KNH.shape)} and bias_KN {None if bias_KN is None else list(bias_KN.shape)}"
+        raise of_all(
+            ConfigError(
+                f"positions: {type(self.distance).__name__}.forward({num_distances}, ...) returned "
+                f"{what}. It must return txl_dist.model.attention.Distances with key_KNH "
+                f"{list(key_shape)} and bias_KN {list(key_shape[:2])} or None."
+            )
+        )
+
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances | None:
         """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
         if self.distance is None:
             return None
-        key_KNH, bias_KN = self.distance(num_distances, encoding_KD)
+        found = self.distance(num_distances, encoding_KD)
+        self._check(found, num_distances=num_distances)
+        key_KNH, bias_KN = found
         return Distances(self.normed(key_KNH, gain=1.0), bias_KN)
 
     def forward(

@@ -3,7 +3,8 @@
 Linear and embedding weights and the attention biases u, v: N(0, init_std). Embedding and output projections:
 N(0, projection_init_std). Layer-norm gains: N(1, init_std). Every other bias: 0. With `zero_init` the last matrices of
 attention and feed-forward layer: 0. Scalars of the residual stream begin as nanochat's (gpt.py, init_weights): the
-deeper, the less of x and x0; shares of the first layer's values at a half.
+deeper, the less of x and x0; shares of the first layer's values at a half. A plugin's positional scheme may draw its
+parameters again, in `reset_parameters`.
 """
 
 from __future__ import annotations
@@ -38,3 +39,16 @@ def initialize(module: nn.Module, model: ModelSection) -> None:
                 parameter.normal_(1.0, model.init_std)
             else:
                 parameter.normal_(0.0, model.init_std)
+    if model.scheme.build is not None:
+        _reset_positions(module)
+
+
+def _reset_positions(module: nn.Module) -> None:
+    """Let the modules of a plugin's positional scheme set their own initial values, where they have a method for it."""
+    for name, part in module.named_modules():
+        reset = getattr(part, "reset_parameters", None)
+        if not name.endswith(".attention.distance") or not callable(reset):
+            continue
+        if not any(parameter.is_meta for parameter in part.parameters()):
+            with torch.no_grad():
+                reset()

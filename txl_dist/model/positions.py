@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from txl_dist.model.attention import Attention, Distances
 from txl_dist.model.relative_attention import at_least_fp32
-from txl_dist.sections import AttentionKernel, ModelSection
+from txl_dist.registry import plugin_errors
+from txl_dist.sections import SCHEMES, AttentionKernel, ModelSection
 
 
 def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
@@ -107,4 +108,6 @@ def build_attention(
         return build()
     assert scheme.build is not None, "register_positions has asked for it"
     v = position if scheme.has_position_bias else None
-    return build(distance=scheme.build(model), content_bias_NH=content, position_bias_NH=v, kernel=kernel)
+    with plugin_errors(SCHEMES, model.positions, what="positions"):
+        module = scheme.build(model)
+    return build(distance=module, content_bias_NH=content, position_bias_NH=v, kernel=kernel)

@@ -23,7 +23,8 @@ class LinearDistances(nn.Module):
         slope_N = self.slope_N
         assert isinstance(slope_N, Tensor)
         distance_K = torch.arange(num_distances - 1, -1, -1, dtype=torch.float32, device=slope_N.device)
-        bias_KN = -distance_K[:, None] * slope_N.float()
+        # Scores are divided by the square root of the head's width; ALiBi adds its numbers after that.
+        bias_KN = -distance_K[:, None] * slope_N.float() * self.head_width**0.5
         key_KNH = torch.zeros(num_distances, len(slope_N), self.head_width, device=slope_N.device)
         return Distances(key_KNH.to(slope_N.dtype), bias_KN.to(slope_N.dtype))
 

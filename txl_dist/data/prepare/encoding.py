@@ -42,8 +42,9 @@ from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys
 from txl_dist.data.read.lanes import hash64
 from txl_dist.errors import DataError
 from txl_dist.files import read_json, replace_file, typed, write_bytes
+from txl_dist.registry import owner_of, plugin_errors
 from txl_dist.text.base import Ids, Tokenizer, batches
-from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.text.tokenizer import KINDS, load_tokenizer
 
 PART_RECORD = np.dtype(
     [
@@ -257,11 +258,32 @@ def _encode_batch(
 def _encode(batch: Sequence[Piece], tokenizer: Tokenizer) -> list[Ids]:
     documents = [piece.document for piece in batch]
     try:
-        return tokenizer.encode_batch([document.text for document in documents])
+        with plugin_errors(KINDS, tokenizer.kind, what="tokenizer", kind=DataError):
+            encoded = tokenizer.encode_batch([document.text for document in documents])
+        if owner_of(KINDS, tokenizer.kind) is not None:
+            _check_ids(encoded, tokenizer)
+        return encoded
     except DataError:  # once more, one by one, to know which
         for document in documents:
             try:
-                tokenizer.encode(document.text)
+                with plugin_errors(KINDS, tokenizer.kind, what="tokenizer", kind=DataError):
+                    tokenizer.encode(document.text)
             except DataError as error:
                 raise DataError(f"{document.where}: {error}") from error
         raise
+
+
+def _check_ids(encoded: Sequence[object], tokenizer: Tokenizer) -> None:
+    """Raises DataError for anything but arrays of ids of the vocabulary, which a plugin's tokenizer may have made."""
+    for ids in encoded:
+        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise DataError(
+                f"the plugin's tokenizer {tokenizer.kind!r}: encode returned a {type(ids).__name__}. It must return a "
+                "numpy array of whole numbers with one dimension. Correct the plugin."
+            )
+        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+            outside = ids.max() if ids.min() >= 0 else ids.min()
+            raise DataError(
+                f"the plugin's tokenizer {tokenizer.kind!r}: encode returned the id {outside}, but the vocabulary has "
+                f"{tokenizer.vocab_size:,} ids. Correct the plugin."
+            )

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from txl_dist.sections import OptimSection
+from txl_dist.errors import ConfigError, of_all
+from txl_dist.registry import plugin_errors
+from txl_dist.sections import OPTIMIZERS, OptimSection
 from txl_dist.train.engine.muon import Muon
 
 
@@ -49,9 +51,29 @@ def build_optimizer(
     # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
     # 0; at a rate of 0 that moves no weight, and `ZeroEngine` forgets it.
     build = optim.kind.build or BUILDERS[optim.name]
-    optimizer: torch.optim.Optimizer = build(groups, lr=0.0)
+    with plugin_errors(OPTIMIZERS, optim.name, what="optimizer"):
+        optimizer: torch.optim.Optimizer = build(groups, lr=0.0)
+    _check_built(optimizer, optim.name)
     apply_settings(optimizer.param_groups, optim)
     return optimizer
+
+
+def _check_built(optimizer: object, name: str) -> None:
+    """Raises ConfigError for what is no optimizer, or one that has state: ZeRO replaces the parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise of_all(
+            ConfigError(
+                f"optim.name = {name!r}: the build function returned a {type(optimizer).__name__}. It must return a "
+                "torch.optim.Optimizer of the groups."
+            )
+        )
+    if optimizer.state:
+        raise of_all(
+            ConfigError(
+                f"optim.name = {name!r}: {type(optimizer).__name__} makes its state before the first step, for tensors "
+                "that ZeRO replaces. Make the state in step()."
+            )
+        )
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:

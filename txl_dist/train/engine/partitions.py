@@ -118,6 +118,28 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
             yield Fragment(piece.parameter, piece.start, views, step)
 
 
+def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
+    """The name of a value that an optimizer keeps for a tensor and a checkpoint would lose; empty if there is none."""
+    for tensor, _ in partitions:
+        for name, value in optimizer.state.get(tensor, {}).items():
+            if name == "step":
+                is_kept = isinstance(value, Tensor) and value.numel() == 1 and value.dtype == torch.float32
+            else:
+                is_kept = value is None or (_is_moment(name, value, tensor) and value.dtype == tensor.dtype)
+            if not is_kept:
+                return f"state[{name!r}]"
+    return ""
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Numbers and texts of the parameter groups, without the learning rate, which changes with every step."""
+    plain = (bool, int, float, str, tuple)
+    return [
+        {name: value for name, value in group.items() if name != "lr" and isinstance(value, plain)}
+        for group in optimizer.param_groups
+    ]
+
+
 def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and name != "step" and value.shape == tensor.shape
 

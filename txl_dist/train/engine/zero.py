@@ -24,12 +24,14 @@ from typing_extensions import override
 
 from txl_dist.config import BatchPlan, Config
 from txl_dist.dist import Ranks, all_reduce_sum, gather_objects, limit_waiting, together, uses_gpu
-from txl_dist.errors import TrainingError
+from txl_dist.errors import TrainingError, of_all
 from txl_dist.infer.bundle import copy_weights
 from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.registry import plugin_errors
 from txl_dist.rng import derive_seed
+from txl_dist.sections import OPTIMIZERS
 from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
 from txl_dist.train.engine.gathered import saves_no_weights
@@ -41,10 +43,12 @@ from txl_dist.train.engine.partitions import (
     Source,
     fill,
     fragments,
+    group_values,
     norms_of,
     partitions_of,
     squared_norms,
     swap_averages,
+    unkept_state,
     update_averages,
 )
 from txl_dist.train.engine.protocol import Engine
@@ -93,6 +97,7 @@ class ZeroEngine(Engine):
         if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         self._clip_norm, self._decay = config.optim.clip_norm, config.optim.ema
+        self._plugin_optimizer = config.optim.name if config.optim.kind.build is not None else ""
         self._stage = config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer
         if self._stage == 3:
@@ -245,9 +250,29 @@ class ZeroEngine(Engine):
             else:
                 for parameter in self._parameters():
                     parameter.grad = None  # the optimizer passes over what has none
-        self._engine.step()
+        if self._plugin_optimizer:
+            self._step_plugin(self._plugin_optimizer)
+        else:
+            self._engine.step()
         if self._decay and math.isfinite(grad_norm):
             update_averages(self._partitions, self._base_optimizer, decay=self._decay)
+
+    def _step_plugin(self, name: str) -> None:
+        """The update by a plugin's optimizer. Raises TrainingError for state that a checkpoint would lose."""
+        before = group_values(self._base_optimizer)
+        with plugin_errors(OPTIMIZERS, name, what="optimizer", kind=TrainingError):
+            self._engine.step()
+        lost = unkept_state(self._partitions, self._base_optimizer)
+        for old, new in zip(before, group_values(self._base_optimizer), strict=True):
+            lost = lost or next((f"group[{key!r}]" for key in new if old.get(key) != new[key]), "")
+        if lost:
+            raise of_all(
+                TrainingError(
+                    f"optim.name = {name!r}: {type(self._base_optimizer).__name__} keeps {lost}, which a checkpoint "
+                    "would lose. Keep fp32 tensors of the parameter's shape, and count updates in state['step'], an "
+                    "fp32 tensor with one number."
+                )
+            )
 
     def _divide_gradients(self, divisor: float) -> None:
         """In the update to come: clip, and take the loss scale out. torch's fused optimizers do it as they read the
