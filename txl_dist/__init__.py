@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from txl_dist import plugins as plugins
     from txl_dist.config import Config as Config
     from txl_dist.config import configure as configure
     from txl_dist.data.read.corpus import Corpus as Corpus

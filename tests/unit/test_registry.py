@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -409,3 +410,9 @@ def test_a_faulty_tokenizer_is_one_line(
     with pytest.raises(DataError, match=reason) as refused:
         prepare_corpus(tmp_path / "corpus", inputs=[tmp_path / "a.txt"], kind="told", valid_fraction=0.0)
     assert "\n" not in str(refused.value)
+
+
+def test_plugins_are_at_hand_without_an_import_of_their_own() -> None:
+    code = "import txl_dist; txl_dist.plugins.load('no_such_plugin')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "the plugin no_such_plugin is not installed for" in result.stderr
