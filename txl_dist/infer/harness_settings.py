@@ -38,6 +38,11 @@ CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0),
 }
 """{setting: values that mean what is done anyway}"""
+SWITCHES = {
+    **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
+}
+"""Spellings of true and false: YAML and command lines give text where a task's author quotes it."""
 OF_OTHER_BACKENDS = frozenset(
     {"use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "return_dict_in_generate", "output_scores"}
     | {"skip_special_tokens", "spaces_between_special_tokens", "synced_gpus", "stream", "add_special_tokens"}
@@ -68,16 +73,22 @@ def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSetti
 
 def _length(settings: dict[str, Any], unused: list[str]) -> int:
     """Take the lengths out of the settings, and return the first."""
-    found: list[int] = []
+    found: dict[str, int] = {}
     for name in LENGTHS:
         if name in settings:
             value = settings.pop(name)
             number = _number(value)
             if number is not None and number >= 0:
-                found.append(int(number))
+                found[name] = int(number)
             else:
                 unused.append(f"{name}={value!r:.80} is not used: it is no number of tokens")
-    return found[0] if found else MOST_NEW_TOKENS
+    if not found:
+        return MOST_NEW_TOKENS
+    first, *others = found
+    for name in others:
+        if found[name] != found[first]:
+            unused.append(f"{name}={found[name]} is not used: {first}={found[first]} counts")
+    return found[first]
 
 
 def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
@@ -93,7 +104,9 @@ def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
 def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
     """Take out of the settings how tokens are drawn. Without any the likeliest is taken."""
     temperature = _taken(settings, "temperature", float, lambda value: value >= 0, unused)
-    samples = settings.pop("do_sample", temperature is not None and temperature > 0)
+    samples = _switch(settings, "do_sample", unused)
+    if samples is None:
+        samples = temperature is not None and temperature > 0
     if samples and temperature is None:
         temperature = 1.0
     found: dict[str, Any] = {"temperature": temperature if samples else 0.0}
@@ -111,6 +124,18 @@ def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
         if value is not None:
             found[name] = value
     return {"top_k": 0, **found}
+
+
+def _switch(settings: dict[str, Any], name: str, unused: list[str]) -> bool | None:
+    """Take a setting that is true or false out of the settings, also one that is written as text or as a number; None
+    where it is not there or says neither."""
+    value = settings.pop(name, None)
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
+        return None
+    found = SWITCHES.get(str(value).strip().lower())
+    if found is None:
+        unused.append(f"{name}={value!r:.80} is not used: it is neither true nor false")
+    return found
 
 
 def _taken(

@@ -31,9 +31,13 @@ def test_a_length_has_several_names(name: str, value: Any) -> None:
 
 
 def test_of_several_lengths_the_harnesss_own_counts() -> None:
-    assert used(max_tokens=9, max_new_tokens=7, max_gen_toks=5)["max_tokens"] == 5
-    assert used(max_completion_tokens=9, max_new_tokens=7, max_gen_toks=None)["max_tokens"] == 7
-    assert used(max_gen_toks=0, max_tokens=3)["max_tokens"] == 0
+    values, unused = read_generation_settings({"max_tokens": 9, "max_new_tokens": 5, "max_gen_toks": 5})
+    assert values["max_tokens"] == 5
+    assert unused == ["max_tokens=9 is not used: max_gen_toks=5 counts"]
+    assert used(max_completion_tokens=7, max_new_tokens=7, max_gen_toks=None)["max_tokens"] == 7
+    values, unused = read_generation_settings({"max_gen_toks": 0, "max_new_tokens": 3})
+    assert values["max_tokens"] == 0
+    assert unused == ["max_new_tokens=3 is not used: max_gen_toks=0 counts"]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,15 @@ def test_a_text_ends_at_strings_in_every_spelling(given: dict[str, Any], stop: t
         ({"do_sample": True, "temperature": 0.5}, 0.5),
         ({"do_sample": True, "temperature": 0}, 0.0),
         ({"do_sample": None, "temperature": 0.7}, 0.7),
+        ({"do_sample": "false", "temperature": 0.7}, 0.0),
+        ({"do_sample": "False"}, 0.0),
+        ({"do_sample": "no"}, 0.0),
+        ({"do_sample": "0"}, 0.0),
+        ({"do_sample": 0, "temperature": 0.7}, 0.0),
+        ({"do_sample": "true", "temperature": 0.7}, 0.7),
+        ({"do_sample": " True "}, 1.0),
+        ({"do_sample": "1"}, 1.0),
+        ({"do_sample": "null", "temperature": 0.7}, 0.7),
         ({"temperature": 1}, 1.0),
         ({"temperature": "0.2"}, 0.2),
         ({"temperature": None}, 0.0),
@@ -104,6 +117,8 @@ def test_what_changes_nothing_is_not_spoken_of(given: dict[str, Any]) -> None:
         ({"temperature": -1}, "temperature=-1 is not used: it is out of range here"),
         ({"top_p": 0}, "top_p=0 is not used: it is out of range here"),
         ({"seed": "x"}, "seed='x' is not used: it is out of range here"),
+        ({"do_sample": "perhaps"}, "do_sample='perhaps' is not used: it is neither true nor false"),
+        ({"do_sample": []}, "do_sample=[] is not used: it is neither true nor false"),
         ({"max_gen_toks": "many"}, "max_gen_toks='many' is not used: it is no number of tokens"),
         ({"max_tokens": -1}, "max_tokens=-1 is not used: it is no number of tokens"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty=nan is not used: it is out of range here"),

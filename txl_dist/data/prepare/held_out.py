@@ -34,8 +34,13 @@ class HeldOut(NamedTuple):
 
 def no_text(inputs: Sequence[object], reading: Reading) -> DataError:
     """The error where these inputs leave nothing to train on."""
-    what, given = "ids" if reading.names else "text", ", ".join(map(str, inputs[:3])) + ", ..." * (len(inputs) > 3)
-    return DataError(f"no {what} for the train split in {given}. Check the paths and the valid fraction.")
+    what = "ids" if reading.names else "text"
+    return DataError(f"no {what} for the train split in {named_few(inputs)}. Check the paths and the valid fraction.")
+
+
+def named_few(inputs: Sequence[object]) -> str:
+    """The first names of a list, with a mark where there are more."""
+    return ", ".join(map(str, inputs[:3])) + ", ..." * (len(inputs) > 3)
 
 
 def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> HeldOut:

@@ -49,6 +49,14 @@ _MOST_LAYERS = 4
 """Compressions around each other. Servers that compress what is compressed make two."""
 _READ_AS_TEXT = "begins like JSON lines and is read as text; to read its records: --documents jsonl"
 
+_SEPARATORS = {".csv": "','", ".tsv": "'\\t'", ".tab": "'\\t'"}
+"""{suffix of a table: what separates its columns, as Python spells it}."""
+_TABLE = (
+    "is a table and is read as text, its header and its separators too. To train on one column: "
+    'python -c "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, '
+    'delimiter=SEPARATOR)]" < FILE > out.jsonl, then prepare out.jsonl with --jsonl-field COLUMN'
+)
+
 
 class Opened(NamedTuple):
     """An input at its beginning."""
@@ -69,8 +77,17 @@ def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Op
     with _naming(file), _open_stored(file, allow_protocols) as raw:
         stream, content, num_layers = _decompressed(raw, file)
         form = _form_of(file, content, is_compressed=num_layers > 0)
-        is_doubtful = content.kind == "jsonl" and form not in ("jsonl", "ids")
-        yield Opened(stream, form, raw.tell, _READ_AS_TEXT if is_doubtful else "")
+        yield Opened(stream, form, raw.tell, _note_on(file, content, form))
+
+
+def _note_on(file: SourceFile, content: Content, form: Form) -> str:
+    """A sentence on text that is probably meant to be read otherwise: records, or a column of a table."""
+    if form in ("jsonl", "ids", "parquet"):
+        return ""
+    if content.kind == "jsonl":
+        return _READ_AS_TEXT
+    separator = _SEPARATORS.get(text_suffix(file.path), "")
+    return _TABLE.replace("SEPARATOR", separator) if separator else ""
 
 
 def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:

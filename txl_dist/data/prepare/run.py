@@ -49,7 +49,7 @@ from txl_dist.data.prepare.assembly import (
 from txl_dist.data.prepare.cutting import Cursor
 from txl_dist.data.prepare.documents import SPLITS, TRAIN
 from txl_dist.data.prepare.encoding import Encoding, PartInfo, PartTask, encode_part, read_part_info
-from txl_dist.data.prepare.held_out import no_text
+from txl_dist.data.prepare.held_out import named_few, no_text
 from txl_dist.data.prepare.request import check_request, request_of, write_request
 from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, move_into_place
 from txl_dist.data.prepare.settings import PrepareSettings
@@ -296,6 +296,8 @@ def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
         raise no_text(job.settings.inputs, job.reading)
     for split, info in infos.items():
         if not info.documents:
+            if files := [file.path for file in job.files if file.split == split]:
+                raise DataError(f"no text for the split {split} in {named_few(files)}. Give other files for it.")
             raise DataError(
                 f"no document fell into the split {split} ({infos[TRAIN].documents} in train). Give held-out text with "
                 f"`--{split} PATH`, or have no such split with `--{split}-fraction 0`."

@@ -24,7 +24,7 @@ from txl_dist.data.prepare.documents import (
     is_learnt_from,
     pieces_of,
 )
-from txl_dist.data.prepare.held_out import hold_out
+from txl_dist.data.prepare.held_out import hold_out, no_text
 from txl_dist.data.prepare.named import materialise
 from txl_dist.data.prepare.opening import begin, chunks_of
 from txl_dist.data.prepare.scratch import DOWNLOADS, TOKENIZER_DONE, another_corpus
@@ -226,14 +226,18 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
 
 
 def _train_texts(job: Preparation) -> Iterator[str]:
-    """One pass over the texts that a tokenizer is learnt from."""
+    """One pass over the texts that a tokenizer is learnt from. Raises DataError naming the inputs that hold none."""
     _spool(job)
     reading, fraction = job.reading, job.settings.tokenizer_fraction
+    has_text = False
     splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
     for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
         for piece in pieces_of(document, given_for=given_for, reading=reading):
+            has_text = has_text or bool(piece.document.text)
             if piece.document.text and piece.split in splits and is_learnt_from(piece.digest, fraction=fraction):
                 yield piece.document.text
+    if not has_text:
+        raise no_text(job.settings.inputs, reading)
 
 
 def choose_held_out(job: Preparation, streams: ExitStack) -> None:

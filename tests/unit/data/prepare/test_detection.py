@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import csv
 import gzip
 import io
 import json
 import lzma
 import random
+import shlex
+import subprocess
+import sys
 import tarfile
 import unicodedata
 import zipfile
@@ -141,6 +145,8 @@ WORLD: dict[str, Callable[[], bytes]] = {
     "`notes.jsonlines`": RECORDS.encode,
     "`notes.jl`": RECORDS.encode,
     "`X.PARQUET`": parquet,
+    "`x.csv`": TEXT.encode,
+    "`x.TSV`": TEXT.encode,
     "`x.jsonl.GZ`": lambda: gzip.compress(RECORDS.encode()),
     "`x.jsonl.bz2`": lambda: bz2.compress(RECORDS.encode()),
     "`x.txt.xz`": lambda: lzma.compress(TEXT.encode()),
@@ -368,6 +374,54 @@ def test_json_lines_that_are_read_as_text_are_said(tmp_path: Path) -> None:
     )
     said = "\n".join(summary.lines())
     assert "a.txt: begins like JSON lines and is read as text; to read its records: --documents jsonl" in said
+
+
+@pytest.mark.parametrize(("name", "separator"), [("x.csv", ","), ("X.TSV", "\t"), ("x.tab.gz", "\t")])
+def test_a_table_that_is_read_as_text_is_said_with_a_command_that_makes_records_of_it(
+    name: str, separator: str, tmp_path: Path
+) -> None:
+    rows = [["title", "text"], ["one", 'said "two", and left'], ["three", "four"]]
+    table = io.StringIO()
+    csv.writer(table, delimiter=separator).writerows(rows)
+    content = table.getvalue().encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    summary = prepare_corpus(tmp_path / "out", inputs=[tmp_path / name], kind="byte", valid_fraction=0, num_workers=1)
+    (notice,) = [line for line in summary.lines() if " is a table " in line]
+    assert f"{name}: is a table and is read as text" in notice
+    assert notice.endswith("with --jsonl-field COLUMN")
+    words = shlex.split(notice.split("To train on one column: ")[1].split(" < FILE")[0])
+    done = subprocess.run([sys.executable, *words[1:]], input=content, capture_output=True, check=True)
+    (tmp_path / "out.jsonl").write_bytes(done.stdout)
+    assert texts_of([tmp_path / "out.jsonl"]) == [row[1] for row in rows[1:]]
+
+
+def test_records_in_a_file_that_is_named_as_a_table_are_read_as_records(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(RECORDS)
+    summary = prepare_corpus(
+        tmp_path / "out", inputs=[tmp_path / "a.csv"], kind="byte", valid_fraction=0, num_workers=1
+    )
+    said = "\n".join(summary.lines())
+    assert " is a table " not in said
+    assert summary.corpus.statistics["documents_read"] == len(TEXTS)
+
+
+@pytest.mark.parametrize("settings", [{"kind": "byte", "valid_fraction": 0}, {"kind": "word"}, {"kind": "bpe"}])
+@pytest.mark.parametrize("content", [b"", b" \n\n\t", codecs.BOM_UTF8])
+def test_an_input_without_text_is_refused_by_its_name(content: bytes, settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "nothing.txt").write_bytes(content)
+    if content.strip() == b"" and content and settings["kind"] == "byte":
+        pytest.skip("blanks are text for a byte tokenizer")
+    with pytest.raises(DataError, match=r"no text for the train split in \S+nothing\.txt"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path / "nothing.txt"], num_workers=1, **settings)
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_held_out_input_without_text_is_refused_by_its_name(split: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "nothing.md").touch()
+    given = {f"{split}_inputs": [str(tmp_path / "nothing.md")], "valid_fraction": 0}
+    with pytest.raises(DataError, match=rf"no text for the split {split} in \S+nothing\.md"):
+        prepare_corpus(tmp_path / "out", inputs=[tmp_path / "text.txt"], kind="byte", num_workers=1, **given)
 
 
 def test_damage_behind_the_first_bytes_is_still_found(tmp_path: Path) -> None:
