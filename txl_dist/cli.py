@@ -47,6 +47,7 @@ from txl_dist.verbs.serve import serve
 from txl_dist.verbs.sweep import SweepArguments
 from txl_dist.verbs.sweep import sweep as run_sweep
 from txl_dist.verbs.train import check_config_file, usage
+from txl_dist.verbs.typed_text import decode_texts
 from txl_dist.verbs.tyro_events import Argument, list_arguments
 from txl_dist.verbs.words import announce_ranks, call, complete_switches, parse, refuse_slips
 
@@ -283,6 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         rest = decode_words(rest)
+        if verb not in ("launch", "sweep"):  # they give the words to other processes, as they came
+            rest = decode_texts(rest)
         _refuse_empty_paths(rest)
         if own := {"train": train, "launch": launch, "plan": plan, "sweep": sweep}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file

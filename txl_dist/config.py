@@ -257,6 +257,7 @@ def _plugins_in(values: Mapping[str, Any]) -> list[str]:
 
 def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
     """Validate nested values; `source` names them in errors. Raises ConfigError."""
+    _check_texts(values, source=source)
     try:
         # Strict, so that num_lanes = true is no 1; by way of JSON, so that a list is a tuple all the same.
         return Config.model_validate_json(json.dumps(values, default=str), strict=True)
@@ -266,6 +267,24 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
         if missing and any(problem["type"] == "unknown_name" for problem in error.errors()):
             lines = [f"{source} names the plugin {missing[0]}, which is not loaded. {remedy(missing[0])}"]
         raise ConfigError(*lines) from error
+
+
+def _check_texts(value: Any, *, source: str, name: str = "") -> None:
+    """Refuse texts with halves of characters, which no settings file can hold: paths whose bytes are not UTF-8, and in
+    a locale of ASCII all paths beyond ASCII. Raises ConfigError naming the setting."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_texts(inner, source=source, name=f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_texts(inner, source=source, name=name)
+    elif isinstance(value, str | Path):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{source}: {name}={value} is not UTF-8. Rename it; where the locale is ASCII, set PYTHONUTF8=1."
+            ) from error
 
 
 def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:

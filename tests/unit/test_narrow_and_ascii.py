@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.bundles import make
 from txl_dist.cli import VERBS, main
+from txl_dist.config import config_from_dict
 from txl_dist.console import fitted
+from txl_dist.errors import ConfigError
 from txl_dist.files import why_unwritable
+from txl_dist.verbs.typed_text import decode_texts
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -64,6 +69,59 @@ for verb in ["", *VERBS]:
     assert done.stdout.isascii()
     assert b"\\u" not in done.stdout
     assert b"?" * 3 not in done.stdout
+
+
+def in_a_locale_of_ascii(*words: str, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    locale = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "txl_dist", *words]
+    return subprocess.run(command, capture_output=True, env=locale, cwd=cwd, check=False)
+
+
+def test_evaluate_in_a_locale_of_ascii_scores_the_same_and_prints_ascii(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, texts=["caf\u00e9 \u5c71 \U0001f600 " * 30 + "d" * i for i in range(12)])
+    words = ["evaluate", str(made.bundle), "--data", str(made.corpus.location), "--split", "train", "--json"]
+    done = in_a_locale_of_ascii(*words, str(tmp_path / "ascii.json"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).isascii()
+    assert b"Traceback" not in done.stderr
+    assert main([*words, str(tmp_path / "utf8.json")]) == 0
+    ours, theirs = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("ascii", "utf8"))
+    assert [row["loss"] for row in ours.values()] == [row["loss"] for row in theirs.values()]
+    escaped = capsys.readouterr().out.encode("ascii", "backslashreplace")
+    assert len(done.stdout.splitlines()) == len(escaped.splitlines())
+
+
+def test_a_path_that_no_settings_can_hold_is_one_line_that_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "caf\u00e9"
+    made = make(folder)
+    done = in_a_locale_of_ascii(
+        "evaluate", str(made.bundle), "--data", str(made.corpus.location), "--split", "train", cwd=tmp_path
+    )
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert b"data.path=" in line
+    assert line.endswith(b"is not UTF-8. Rename it; where the locale is ASCII, set PYTHONUTF8=1.")
+    with pytest.raises(ConfigError, match=r"file: data\.more_paths=a\\udcff is not UTF-8"):
+        config_from_dict({"data": {"more_paths": ["fine", "a\udcff"]}}, source="file")
+
+
+def test_a_prompt_in_utf_8_is_taken_in_a_locale_of_ascii(tmp_path: Path) -> None:
+    bundle = make(tmp_path).bundle
+    words = ["generate", str(bundle), "--max-tokens", "3", "--out", "-", "--prompt"]
+    done = in_a_locale_of_ascii(*words, "caf\u00e9 \u5c71", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"] == "caf\u00e9 \u5c71"
+
+
+def test_texts_are_decoded_and_paths_and_other_bytes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python gives the bytes of words in a locale of ASCII."""
+    given = [word.encode().decode("ascii", "surrogateescape") for word in ("caf\u00e9", "\u5c71")]
+    monkeypatch.setattr("os.fsencode", lambda word: word.encode("ascii", "surrogateescape"))
+    words = [given[0], "--prompt", *given, f"--name={given[1]}", "--out", given[0], "--stop", "\udcff", "plain"]
+    expected = [given[0], "--prompt", "caf\u00e9", "\u5c71", "--name=\u5c71", "--out", given[0], "--stop", "\udcff"]
+    assert decode_texts(words) == [*expected, "plain"]
 
 
 @pytest.mark.parametrize(
