@@ -1,22 +1,48 @@
-"""What the rank server imports once, before it forks: all that a training process imports, late imports included."""
+"""What the rank server imports once, before it forks: all that a training process imports, late imports included.
 
+The commands that follow a training are here too, and the first reading of flags, which imports and caches.
+"""
+
+import atexit
+import gc
 import importlib
+from pathlib import Path
 
 import torch
 
+from txl_dist.cli import TrainArguments
+from txl_dist.config import Config
 from txl_dist.train.engine.zero import import_deepspeed
+from txl_dist.verbs.words import parse
 
 MODULES = (
-    "txl_dist.cli",
     "txl_dist.train.start",
+    "txl_dist.ops.evaluate.evaluate",
+    "txl_dist.ops.export",
+    "txl_dist.ops.generation",
+    "txl_dist.ops.report.model_page",
+    "txl_dist.ops.report.report",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "numpy.ma",
     "torch.utils.tensorboard",
+    "tensorboard.plugins.hparams.summary_v2",
     "torch._dynamo",  # with the first optimizer
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",
+    "deepspeed.module_inject.auto_ep_layer",  # these with the first engine
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # compiles a function when it is imported
+    "deepspeed.utils.pin_memory",
 )
 
 torch.set_num_threads(1)
 import_deepspeed()
 for name in MODULES:
     importlib.import_module(name)
+parse(TrainArguments, ["--run.seed", "2"], prog="txl train", default=TrainArguments(Path("x"), settings=Config()))
+gc.freeze()  # DeepSpeed collects garbage when it builds an engine: not among a million objects of modules each time
+atexit.register(gc.unfreeze)  # else a library says at the end that it lost some of them
