@@ -19,8 +19,9 @@ import txl_dist
 
 PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
-    "__init__ errors",
-    "allocator console faults files rank_environment registry rng suggest tables",
+    "__init__ console",
+    "errors",
+    "allocator faults files rank_environment registry rng suggest tables",
     "sections",
     "foreign_names meeting",
     "config dist log manifest processes run_files tensor_files",
