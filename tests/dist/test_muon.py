@@ -32,7 +32,7 @@ def config_of(stage: int, precision: str = "fp32") -> Config:
 
 
 def training_worker(ranks: Ranks, cases: list[tuple[int, str]]) -> list[Any]:
-    return [train_engine(ranks, config_of(*case), num_steps=20) for case in cases]
+    return [train_engine(ranks, config_of(*case), num_steps=10) for case in cases]
 
 
 def test_every_stage_and_number_of_ranks_trains_alike(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import shutil
-import signal
 import sqlite3
-import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from random import Random
 
@@ -53,6 +52,16 @@ tensorboard = false
 TRAINING, TEXT = ("--plugins", "txl_example.training"), ("--plugins", "txl_example.text")
 
 
+def run_with_plugin(program: str, *words: str) -> None:
+    """Do what `python program words` does where the plugin can be imported, or `txl words` without a program."""
+    sys.path.insert(0, str(Path("elsewhere").resolve()))
+    if not program:
+        return forked.run_txl(*words)
+    sys.argv = [program, *words]
+    runpy.run_path(program, run_name="__main__")
+    return None
+
+
 class Place:
     """A folder with the plugin in it, the commands that run there, and a database of text."""
 
@@ -68,23 +77,23 @@ class Place:
                 database.execute("INSERT INTO pages VALUES (?)", (text,))
         (folder / "tiny.toml").write_text(SETTINGS, encoding="utf-8")
 
-    def start(self, *words: str, program: tuple[str, ...] = ("-m", "txl_dist")) -> subprocess.Popen[str]:
-        path = f"{self.folder / 'elsewhere'}{os.pathsep}{forked.REPOSITORY}"
-        return subprocess.Popen(
-            [sys.executable, *program, *words],
-            cwd=self.folder,
-            env=forked.environment(PYTHONPATH=path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    def start(
+        self, *words: str, program: str = "", out: Path | None = None, err: Path | None = None
+    ) -> ForkServerProcess:
+        return forked.start(
+            run_with_plugin, program, *words, variables=forked.environment(), cwd=self.folder, out=out, err=err
         )
 
-    def run(self, *words: str, code: int = 0, program: tuple[str, ...] = ("-m", "txl_dist")) -> tuple[str, str]:
+    def run(self, *words: str, code: int = 0, program: str = "") -> tuple[str, str]:
         """(standard output, standard error) of a command that exits with this code."""
-        process = self.start(*words, program=program)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == code, f"{words}: {process.returncode}\n{out}\n{err[-3000:]}"
-        return out, err
+        out, err = self.folder / "out.txt", self.folder / "err.txt"
+        for file in (out, err):
+            file.write_text("")
+        process = self.start(*words, program=program, out=out, err=err)
+        process.join(300)
+        said, complained = (file.read_text(encoding="utf-8") for file in (out, err))
+        assert process.exitcode == code, f"{words}: {process.exitcode}\n{said}\n{complained[-3000:]}"
+        return said, complained
 
     def losses(self, run: str) -> dict[int, float]:
         lines = (self.folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -102,14 +111,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def test_a_run_with_a_plugin_is_killed_resumed_exported_and_asked(place: Place) -> None:
-    process = place.start("train", "tiny.toml", "--run.dir", "killed")
+    process = place.start("train", "tiny.toml", "--run.dir", "killed", err=place.folder / "killed.log")
     end_s = time.monotonic() + 120
     while not (place.folder / "killed/checkpoints/step_000000008").is_dir():
-        assert process.poll() is None
+        assert process.exitcode is None
         assert time.monotonic() < end_s
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (place.folder / "killed/DONE").exists()
     place.run("train", "tiny.toml", "--run.dir", "killed", "--resume", "must")
     assert place.losses("killed") == place.losses("whole")
@@ -179,7 +188,7 @@ def test_a_source_that_fails_is_one_line(place: Place) -> None:
 def test_the_example_of_a_callback_runs_alone_and_goes_on(place: Place) -> None:
     text = (place.folder / "tiny.toml").read_text(encoding="utf-8").replace("[run]\n", '[run]\ndir = "called"\n')
     (place.folder / "called.toml").write_text(text.replace("max_steps = 24", "max_steps = 12"), encoding="utf-8")
-    program = (str(place.folder / "elsewhere/best_loss.py"),)
+    program = str(place.folder / "elsewhere/best_loss.py")
     out, _ = place.run("called.toml", program=program)
     assert out.startswith("best validation loss ")
     assert out.endswith(" at step 12 of 12\n")

@@ -23,9 +23,14 @@ from txl_dist.manifest import problems_of
 from txl_dist.run_files import Kind, kind_of
 
 SOME: dict[str, dict[str, Any]] = {
-    "adaptive_div_2": {"cutoffs": (40, 90), "div_value": 2, "tie_projections": (False, True, False)},
-    "window": {"same_length": "memory", "clamp_len": 10, "tie_weights": False},
-    "window_and_self": {"same_length": "memory_and_self", "cutoffs": (40,), "pre_norm": True, "final_norm": True},
+    "adaptive_div_2_window": {
+        **{"cutoffs": (40, 90), "div_value": 2, "tie_projections": (False, True, False)},
+        **{"same_length": "memory", "clamp_len": 10},
+    },
+    "untied_window_and_self": {
+        **{"same_length": "memory_and_self", "cutoffs": (40,), "pre_norm": True, "final_norm": True},
+        "tie_weights": False,
+    },
     "labml_like": {**VARIANTS["labml_like"], "memory_len": 3},
 }
 """Each setting that the graphs see, in few exports: one takes ten seconds."""
