@@ -21,7 +21,7 @@ from typing import Any
 
 import txl_dist
 from txl_dist.errors import ConfigError, DataError, TxlError, explained
-from txl_dist.text.base import END_OF_TEXT
+from txl_dist.tokenizers.base import END_OF_TEXT
 
 NOTES = ("C", "C#", "D", "D#", "E", "F", "F#", "G", "G#", "A", "A#", "B")
 MAJOR = (0, 2, 4, 5, 7, 9, 11)

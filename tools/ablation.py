@@ -34,8 +34,8 @@ from trainers import Sizes, zipf_segments
 from trainings import records_in, side_by_side
 from trainings import train as make_run
 
-from txl_dist.config import changed
-from txl_dist.dist import joined_ranks
+from txl_dist.config.load import changed
+from txl_dist.distributed.collectives import joined_ranks
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")

@@ -37,11 +37,11 @@ from recording import ROOT, Rows, markdown, put_table, today
 from texts import mark_of_text, marked_text
 
 from txl_dist import __version__
-from txl_dist.config import Config, changed
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.read.units import text_units
+from txl_dist.config.load import Config, changed
+from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
-from txl_dist.ops.evaluate.scoring import score_baselines
+from txl_dist.evaluation.scoring import score_baselines
 
 RECORDS, PAGE = ROOT / "docs/anchors.csv", ROOT / "docs/results.md"
 BEGIN = "<!-- table: python tools/anchors.py --table -->"

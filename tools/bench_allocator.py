@@ -3,8 +3,8 @@
     python tools/bench_allocator.py                         14 million parameters; --size 51 has more
     python tools/bench_allocator.py --size 1 --rounds 1     the smallest size, under a minute
 
-`txl_dist/allocator.py` tells the C library, once per process, to map large blocks apart and to return them. So a
-variant needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine
+`txl_dist/distributed/malloc.py` tells the C library, once per process, to map large blocks apart and to return them. So
+a variant needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine
 and wait; the parent lets them make a step in turn, so that a busy machine is busy for both. Times are CPU time, the
 system's for fresh pages included.
 
@@ -79,15 +79,15 @@ def measure(*, size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str
 
 def make_steps(variant: str, *, size: int) -> None:
     """A step for each line on standard input; its milliseconds and the peak in MiB so far on standard output."""
-    from txl_dist.allocator import give_memory_back
+    from txl_dist.distributed.malloc import give_memory_back
 
     if variant == VARIANTS[1] and not give_memory_back():
         sys.exit("the C library was not told: no huge pages, or it was set up by the environment")
     import torch
 
-    from txl_dist.config import Config, plan_batch
-    from txl_dist.data.read.stream import plain_segment
-    from txl_dist.dist import joined_ranks
+    from txl_dist.config.load import Config, plan_batch
+    from txl_dist.data.loader.stream import plain_segment
+    from txl_dist.distributed.collectives import joined_ranks
     from txl_dist.train.batch import batch_maker
     from txl_dist.train.engine.zero import ZeroEngine
 

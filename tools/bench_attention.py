@@ -41,8 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import measuring
 import peers
 
-from txl_dist.config import load_config
-from txl_dist.convert.names import from_original, to_original
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import AttentionKernel, ModelSection
+from txl_dist.convert.key_mapping import from_original, to_original
 from txl_dist.model.block import Block
 from txl_dist.model.flops import flops_by_part
 from txl_dist.model.fused_attention import fused_relative_attention
@@ -50,7 +51,6 @@ from txl_dist.model.kernels import launch
 from txl_dist.model.memory import Memory, Visibility, visible_keys
 from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.model.relative_attention import Terms, relative_attention
-from txl_dist.sections import AttentionKernel, ModelSection
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RECIPES = {

@@ -32,28 +32,28 @@ from typing import Any
 import torch.multiprocessing as mp
 from measuring import announced, positive
 
-from txl_dist.config import Config
+from txl_dist.artifacts import checkpoint_folder
+from txl_dist.config.load import Config
+from txl_dist.data.loader.corruption import DamagePolicy
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.dist import Ranks, Votes, barrier, joined_ranks
-from txl_dist.meeting import free_port
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.distributed.collectives import Ranks, Votes, barrier, joined_ranks
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks
-from txl_dist.train.checkpoint.policy import Saving
+from txl_dist.train.checkpoint.manager import Saving
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
-from txl_dist.train.checkpoint.soundness import read_state
-from txl_dist.train.checkpoint.write import Saver
+from txl_dist.train.checkpoint.validate import read_state
+from txl_dist.train.checkpoint.writer import Saver
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.health import Health
+from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.stragglers import StepClock
+from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.preflight import check_job
-from txl_dist.train.report.sinks import Reporter
+from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.stability import Health
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.step import Stepper
-from txl_dist.train.watch.stopping import StopRequests
-from txl_dist.train.watch.stragglers import StepClock
-from txl_dist.train.watch.watch import Watch
 
 MODES = ("asynchronous", "synchronous")
 STEPS_BETWEEN = 3

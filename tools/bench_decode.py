@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from measuring import Timing, add_measure_options, interleaved, print_table, speedup, write_json
 
+from txl_dist.config.schema import ModelSection
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.errors import ConfigError
-from txl_dist.infer.bundle import Package
+from txl_dist.inference.bundle import Package
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
 
 HERE = Path(__file__).parent
 CASES = {

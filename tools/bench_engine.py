@@ -24,11 +24,11 @@ from measuring import add_measure_options, interleaved, print_table, rows, write
 from stepping import engine_step
 from torch import Tensor
 
-from txl_dist.config import Config, plan_batch
-from txl_dist.dist import Ranks, joined_ranks
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.distributed.collectives import Ranks, joined_ranks
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
-from txl_dist.train.engine.optim import build_optimizer
+from txl_dist.train.engine.optimizer import build_optimizer
 from txl_dist.train.engine.zero import ZeroEngine
 
 VOCAB_SIZE, LANES, LENGTH = 64, 4, 8

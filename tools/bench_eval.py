@@ -36,12 +36,12 @@ from peers import original
 from torch import Tensor
 from trainers import PeerTrainer, Sizes
 
-from txl_dist.infer.bundle import copy_weights
-from txl_dist.infer.cached import FrozenModel
+from txl_dist.config.schema import ModelSection
+from txl_dist.inference.bundle import copy_weights
+from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.model.block import Block
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
 
 TOLERANCE = 1e-4
 """Of losses in nats, between recurrence and cached."""

@@ -30,7 +30,7 @@ def measured(source: Path, dtype: str) -> dict[str, Any]:
 
 def measure(source: Path, dtype: str) -> dict[str, Any]:
     """The same, in this process."""
-    from txl_dist.ops.export import export_bundle
+    from txl_dist.convert.export import export_bundle
 
     imported = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from measuring import announced, print_table, write_json
 
-from txl_dist.config import Config, config_from_dict, config_to_toml, plan_batch
+from txl_dist.config.load import Config, config_from_dict, config_to_toml, plan_batch
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.meeting import free_port
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.model.flops import count_parameters
-from txl_dist.text.clusters import cluster_edges, cluster_shares
 from txl_dist.train.footprint.rank import bytes_per_rank
+from txl_dist.vocabulary_clusters import cluster_edges, cluster_shares
 
 VOCAB_SIZE, NUM_WORDS = 20_000, 400_000
 CUTOFFS = {"plain": [], "adaptive": [2000, 8000]}

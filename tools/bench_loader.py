@@ -31,12 +31,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.lanes import Cut, LanePlan
+from txl_dist.data.loader.stream import LaneStream
+from txl_dist.data.loader.stream_state import CorpusState, StreamState, first_state
 from txl_dist.data.prepare.reindex import reindex_corpus
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.read.lanes import Cut, LanePlan
-from txl_dist.data.read.position import CorpusState, StreamState, first_state
-from txl_dist.data.read.stream import LaneStream
-from txl_dist.text.training import train_tokenizer
+from txl_dist.tokenizers.training import train_tokenizer
 
 LANES, SEGMENT_LEN = 32, 512
 SHARD_TOKENS = 1 << 24

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from measuring import add_measure_options, interleaved, write_json
 
-from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, joined_ranks
-from txl_dist.log import start_logging
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.console.logging import start_logging
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks, joined_ranks
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.monitoring.stragglers import StepClock
+from txl_dist.train.report.loggers import Reporter
 from txl_dist.train.report.metrics import Interval, eta_s
-from txl_dist.train.report.sinks import Reporter
 from txl_dist.train.state import Job
-from txl_dist.train.watch.stragglers import StepClock
 
 VOCAB_SIZE = 4096
 REPORTS = 50

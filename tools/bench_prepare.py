@@ -115,7 +115,7 @@ def write(path: Path, texts: list[str]) -> int:
 
 def learn(texts: list[str], folder: Path, *, vocab_size: int) -> Path:
     """A BPE tokenizer of the first ten megabytes."""
-    from txl_dist.text.training import train_tokenizer
+    from txl_dist.tokenizers.training import train_tokenizer
 
     sample, held = [], 0
     for text in texts:
@@ -130,8 +130,8 @@ def learn(texts: list[str], folder: Path, *, vocab_size: int) -> Path:
 
 def bare(texts: list[str], tokenizer_file: Path) -> None:
     """Only the library's call, on the pieces that our tokenizer cuts, which are few enough to fit in memory."""
-    from txl_dist.text.subwords import cut_pieces
-    from txl_dist.text.tokenizer import load_tokenizer
+    from txl_dist.tokenizers.subwords import cut_pieces
+    from txl_dist.tokenizers.tokenizer import load_tokenizer
 
     library: Any = load_tokenizer(tokenizer_file)._library  # type: ignore[attr-defined]
     for text in texts:

@@ -40,11 +40,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import measuring
 import peers
 
+from txl_dist.config.schema import ModelSection
 from txl_dist.model import fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, AdaptiveEmbedding
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.sections import ModelSection
-from txl_dist.text.clusters import ClusterRows, partition_by_cluster
+from txl_dist.vocabulary_clusters import ClusterRows, partition_by_cluster
 
 WIDTH, VOCAB_SIZE, CUTOFFS = 256, 60_000, (10_000, 20_000, 40_000)
 EDGES = (0, *CUTOFFS, VOCAB_SIZE)

@@ -58,9 +58,9 @@ from switches import SWITCHES, WHOLE, EngineStep, config_with
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import HuggingFaceTrainer, OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
-from txl_dist.config import load_config
-from txl_dist.dist import joined_ranks
-from txl_dist.sections import ModelSection
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import ModelSection
+from txl_dist.distributed.collectives import joined_ranks
 
 HERE = Path(__file__).parent
 AGREEING_STEPS = 8

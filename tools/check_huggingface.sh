@@ -46,7 +46,7 @@ export_all() { # in each folder of $work: bundle -> huggingface
 import sys
 from pathlib import Path
 
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 
 for bundle in sorted(Path(sys.argv[1]).glob("*/bundle")):
     code = main(["export", str(bundle), str(bundle.with_name("huggingface")), "--format", "huggingface"])

@@ -2,7 +2,7 @@
 
 `python tools/check_plan.py` prints every row: published tokens per second, predicted ones and the error. The only
 constant per kind of GPU, the share of the peak that products reach (`Gpu.matmul_share`), is calibrated on the row that
-is marked; it is solved for here again and must be what `ops/plan/hardware.py` has. All other rows are predicted. It
+is marked; it is solved for here again and must be what `planning/hardware.py` has. All other rows are predicted. It
 exits with 1 if a mixed-precision row is off by more than 30 %. The FP32 and TF32 rows were used for nothing, and are
 shown beside it, outside the bar; so are speeds of our own code on the same machines, which nobody has measured.
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from txl_dist.config import load_config
+from txl_dist.config.load import load_config
 from txl_dist.model.flops import count_parameters
-from txl_dist.ops.plan.hardware import GPUS, Cluster
-from txl_dist.ops.plan.timing import OURS, Precision, Program, Work, step_time
-from txl_dist.text.clusters import typical_shares
+from txl_dist.planning.hardware import GPUS, Cluster
+from txl_dist.planning.timing import OURS, Precision, Program, Work, step_time
+from txl_dist.vocabulary_clusters import typical_shares
 
 NVIDIA = Program(  # its Transformer-XL for PyTorch
     memory_products=(3, 3),

@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 from measuring import announced, positive
 
-from txl_dist.config import Config, load_config
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.tables import aligned
-from txl_dist.text.clusters import ZIPF_EXPONENT, cluster_edges
+from txl_dist.config.load import Config, load_config
+from txl_dist.console.formatting import aligned
+from txl_dist.data.loader.stream import plain_segment
 from txl_dist.train.batch import BatchMaker
+from txl_dist.vocabulary_clusters import ZIPF_EXPONENT, cluster_edges
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPES = {

@@ -49,9 +49,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from trainers import Sizes, zipf_segments
 
-from txl_dist.config import Config, load_config, plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.config.load import Config, load_config, plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.model.kernels.launch import BACKWARD, FORWARD, SUM
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, batch_maker

@@ -39,9 +39,9 @@ def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callab
     ids = torch.randint(job["vocab_size"], (past,)).tolist()
     if "huggingface" in job:
         return huggingface(job["huggingface"], ids, memory=memory, segment_len=job["segment_len"])
-    from txl_dist.infer import generate as module
+    from txl_dist.config.schema import ModelSection
+    from txl_dist.inference import generate as module
     from txl_dist.model.transformer_xl import TransformerXL
-    from txl_dist.sections import ModelSection
 
     torch.manual_seed(0)
     model = TransformerXL(ModelSection.model_validate(job["section"]), vocab_size=job["vocab_size"]).eval()
@@ -49,7 +49,7 @@ def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callab
     if not hasattr(module, "Decoder"):  # before there was one, a text was generated alone
         assert rows == 1
         return module.generate(model, ids, max_tokens=10**9, **lengths, **job["sampling"]).__next__
-    from txl_dist.infer.settings import Sampling
+    from txl_dist.inference.options import Sampling
 
     decoder, sampling = module.Decoder(model, **lengths), Sampling(**job["sampling"])
     for row in range(rows):

@@ -51,37 +51,37 @@ from measuring import announced
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from txl_dist.config import Config, check_config, load_config
+from txl_dist.config.load import Config, check_config, load_config
+from txl_dist.config.schema import ModelSection
+from txl_dist.console.logging import logger
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.vocabulary import read_vocabulary
-from txl_dist.data.check.verify import verify_corpus
-from txl_dist.data.prepare.assembly import ShardTask, is_written, read_written
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.data.prepare.documents import Block, Reading, documents_of
-from txl_dist.data.prepare.encoding import read_part_info
+from txl_dist.data.prepare.merge import ShardTask, is_written, read_written
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.prepare.scratch import claim_scratch
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.prepare.tokenize import read_part_info
+from txl_dist.data.prepare.workdir import claim_scratch
+from txl_dist.data.verify.verify import verify_corpus
+from txl_dist.distributed.processes import process_id
 from txl_dist.errors import TxlError
-from txl_dist.files import canonical_hash
-from txl_dist.infer.bundle import Package, load_bundle, network_of, write_bundle
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.infer.probe import probe_of
-from txl_dist.log import logger
-from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
-from txl_dist.ops.inspect_run import checkpoint_facts, checkpoint_lines
-from txl_dist.ops.report.compare import write_comparison
-from txl_dist.ops.report.report import write_report
-from txl_dist.ops.report.summary import facts_of, lead, read_run
-from txl_dist.processes import process_id
-from txl_dist.sections import ModelSection
-from txl_dist.text.importing import open_tokenizer
-from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
+from txl_dist.inference.bundle import Package, load_bundle, network_of, write_bundle
+from txl_dist.inference.language_model import LanguageModel
+from txl_dist.inference.probe import probe_of
+from txl_dist.io.files import canonical_hash
+from txl_dist.io.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
+from txl_dist.report.compare import write_comparison
+from txl_dist.report.inspect_run import checkpoint_facts, checkpoint_lines
+from txl_dist.report.report import write_report
+from txl_dist.report.summary import facts_of, lead, read_run
+from txl_dist.tokenizers.importing import open_tokenizer
+from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from txl_dist.train.checkpoint.memories import load_memory
 from txl_dist.train.checkpoint.read import consolidated_weights, newest_checkpoint
+from txl_dist.train.monitoring.heartbeats import Beat, Connection, _beat
+from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.run_dir import evaluated_losses
-from txl_dist.train.watch.heartbeats import Beat, Connection, _beat
-from txl_dist.train.watch.run_lock import RunLock
-from txl_dist.train.watch.stopping import StopRequests
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -278,7 +278,7 @@ def _read_corpus(folder: Path) -> bool:
 def _make_tokenizers(folder: Path) -> None:
     folder.mkdir()
     texts = ["some words of a text, and some more\nin lines\n"] * 3
-    from txl_dist.text.training import train_tokenizer
+    from txl_dist.tokenizers.training import train_tokenizer
 
     for kind in ("byte", "char", "word", "bpe", "unigram"):
         size = {"vocab_size": 300} if kind in ("bpe", "unigram") else {}
@@ -386,7 +386,7 @@ def _make_config(folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> bool:
-    from txl_dist.config import config_to_toml, plan_batch
+    from txl_dist.config.load import config_to_toml, plan_batch
 
     for path in sorted(folder.iterdir()):
         config = load_config(path)

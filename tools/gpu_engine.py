@@ -23,9 +23,9 @@ from gpu_timing import median
 from stepping import engine_step
 from trainers import Sizes, zipf_segments
 
-from txl_dist.config import Config, load_config, plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, joined_ranks
+from txl_dist.config.load import Config, load_config, plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks, joined_ranks
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
@@ -183,7 +183,7 @@ def profiled(training: Training, *, steps: int, rows: int) -> Iterator[Row]:
 
 def graphs_by_running_again() -> None:
     """On a CPU the function itself stands in for its recording."""
-    from txl_dist.train.engine import graph
+    from txl_dist.train.engine import cuda_graph as graph
 
     def again(run: Any, *, pool: Any = None) -> Any:
         run()

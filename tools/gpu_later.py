@@ -36,7 +36,7 @@ from gpu_sections import (
 )
 from torch import Tensor
 
-from txl_dist.config import Config, config_to_toml, load_config
+from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels.launch import triton_relative_attention
 from txl_dist.model.memory import Visibility

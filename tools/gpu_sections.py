@@ -35,15 +35,15 @@ from peers import nvidia, original
 from torch import Tensor
 from trainers import OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 
-from txl_dist.config import load_config
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, joined_ranks
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import EngineSection, ModelSection
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks, joined_ranks
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.kernels import launch
 from txl_dist.model.memory import EMPTY, Visibility
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
-from txl_dist.sections import EngineSection, ModelSection
 from txl_dist.train.batch import batch_maker, to_device
 
 ROOT = Path(__file__).parents[1]

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from txl_dist.infer.bundle import Package, load_bundle, write_bundle
-from txl_dist.infer.probe import probe_of
+from txl_dist.config.schema import ModelSection
+from txl_dist.inference.bundle import Package, load_bundle, write_bundle
+from txl_dist.inference.probe import probe_of
 from txl_dist.model.memory import attended
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
-from txl_dist.text.training import train_tokenizer
+from txl_dist.tokenizers.training import train_tokenizer
 
 NUM_LANES, NUM_SEGMENTS = 2, 4
 MOST_VALUES = 1 << 21

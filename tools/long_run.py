@@ -35,10 +35,10 @@ from measuring import announced
 from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
 from trainings import ENVIRONMENT, named, records_in, run_txl
 
-from txl_dist.config import Config, changed, config_to_toml, load_config
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.artifacts import list_checkpoints, step_of
+from txl_dist.config.load import Config, changed, config_to_toml, load_config
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import TxlError
-from txl_dist.run_files import list_checkpoints, step_of
 
 RECORDS, PAGE, PLOT = ROOT / "docs/long_run.csv", ROOT / "docs/results.md", ROOT / "docs/long_run.svg"
 BEGIN = "<!-- table: python tools/long_run.py --table -->"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from peers import checked, load, load_original
 
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.loader.corpus import open_corpus
 
 PATCHES = (
     (r"cutoffs = \[20000, 40000, 200000\]", "cutoffs = {cutoffs}"),

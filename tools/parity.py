@@ -47,12 +47,12 @@ import torch
 from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
 from trainings import ENVIRONMENT, records_in, run_txl
 
-from txl_dist.config import Config, config_to_toml, load_config
-from txl_dist.data.read.corpora import open_corpora
-from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.read.stream import LaneStream
+from txl_dist.config.load import Config, config_to_toml, load_config
+from txl_dist.data.loader.corpora import open_corpora
+from txl_dist.data.loader.corpus import open_corpus
+from txl_dist.data.loader.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.infer.bundle import load_bundle
+from txl_dist.inference.bundle import load_bundle
 
 RECORDS, PAGE, PLOT = ROOT / "docs/parity.csv", ROOT / "docs/results.md", ROOT / "docs/parity.svg"
 BEGIN = "<!-- table: python tools/parity.py --table -->"

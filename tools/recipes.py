@@ -23,10 +23,10 @@ from recording import ROOT, Rows, cpu, markdown, put_table, today
 from texts import mark_of_text, marked_text
 from trainings import CommandError, commits_of, flags_of, mark_of, named, run_txl, seconds_of, side_by_side, starts_of
 
-from txl_dist.config import Config, changed, load_config
-from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.artifacts import DONE, LOG, SETTINGS
+from txl_dist.config.load import Config, changed, load_config
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.run_files import DONE, LOG, SETTINGS
 
 RECORDS, PAGE = ROOT / "docs/recipes.csv", ROOT / "docs/results.md"
 BEGIN = "<!-- table: python tools/recipes.py --table -->"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from txl_dist.cli import VERBS, main
-from txl_dist.config import Config, resume_policy
+from txl_dist.cli.main import VERBS, main
+from txl_dist.config.load import Config, resume_policy
 
 DOCS = Path(__file__).parents[1] / "docs"
 MADE_BY = "<!-- Made by `python tools/reference_pages.py`; edit the code, not this page. -->"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.read.lanes import SHARD_ORDER, Cut, LanePlan, hashed_order, lanes_of_rank
+from txl_dist.data.loader.lanes import SHARD_ORDER, Cut, LanePlan, hashed_order, lanes_of_rank
 
 Int64s = npt.NDArray[np.int64]
 

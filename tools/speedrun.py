@@ -33,8 +33,8 @@ import psutil
 from recording import ROOT, append_rows, markdown, origin, put_table, read_rows, spread
 from trainings import run_txl
 
-from txl_dist.config import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.config.load import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 
 RECORDS, PAGE = ROOT / "tools/speedrun.csv", ROOT / "docs/speedrun.md"

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     import torch
     import trainers
 
-    from txl_dist.sections import ModelSection
+    from txl_dist.config.schema import ModelSection
 
     torch.set_num_threads(1)
     told = json.loads(given.sizes.read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from txl_dist.dist import Votes
+from txl_dist.distributed.collectives import Votes
 from txl_dist.model.transformer_xl import Batch, Memory
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.step import Decision, decide

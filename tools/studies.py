@@ -33,8 +33,8 @@ import torch
 from recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
 from trainings import cutoffs_below, flags_of, records_in, run_txl, side_by_side
 
-from txl_dist.config import Config, changed, check_config, load_config
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.config.load import Config, changed, check_config, load_config
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.model.transformer_xl import TransformerXL
 

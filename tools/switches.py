@@ -12,9 +12,9 @@ import numpy as np
 from stepping import engine_step
 from torch import Tensor
 
-from txl_dist.config import Config, changed, load_config, plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.config.load import Config, changed, load_config, plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from txl_dist.data.read.corpus import Corpus, Split
-from txl_dist.data.read.units import text_units
+from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.corpus import Corpus, Split
 from txl_dist.errors import DataError
 
 END_OF_DOCUMENT = b"\xff"

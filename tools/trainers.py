@@ -23,18 +23,18 @@ from peers import Peer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from txl_dist.config import Config
+from txl_dist.config.load import Config
+from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.convert.checks import Imported
 from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.vocabulary import identity_tokenizer
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.infer.bundle import DTYPES, Package, copy_weights
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.inference.bundle import DTYPES, Package, copy_weights
 from txl_dist.model.flops import has_projections
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
-from txl_dist.sections import AttentionKernel, ModelSection
 from txl_dist.train.batch import batch_maker, pinned, to_device
-from txl_dist.train.engine.graph import GraphedModule, record_on_gpu
+from txl_dist.train.engine.cuda_graph import GraphedModule, record_on_gpu
 
 CLIP_NORM, LEARNING_RATE = 0.25, 2.5e-4
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from txl_dist.config import Config, flat, load_config
-from txl_dist.data.read.corpus import Corpus
+from txl_dist.config.load import Config, flat, load_config
+from txl_dist.data.loader.corpus import Corpus
 from txl_dist.errors import TxlError
 
 _Item = TypeVar("_Item")

@@ -2,7 +2,7 @@
 
 Importing the package imports neither torch nor DeepSpeed. What a program needs of it comes when it is first asked for:
 
-    lm = txl_dist.load("runs/first")                     # a run, a checkpoint or a bundle: infer/language_model.py
+    lm = txl_dist.load("runs/first")                     # a run, a checkpoint or a bundle: inference/language_model.py
     config = txl_dist.configure("configs/quickstart.toml", train={"num_lanes": 8})
     corpus = txl_dist.open_corpus("data/first")
     result = txl_dist.pretrain(config, callbacks=[MyCallback()])
@@ -14,14 +14,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from txl_dist.config import Config as Config
-    from txl_dist.config import configure as configure
-    from txl_dist.data.read.corpus import Corpus as Corpus
-    from txl_dist.data.read.corpus import open_corpus as open_corpus
-    from txl_dist.infer.language_model import LanguageModel as LanguageModel
+    from txl_dist.config.load import Config as Config
+    from txl_dist.config.load import configure as configure
+    from txl_dist.convert.export import load as load
+    from txl_dist.data.loader.corpus import Corpus as Corpus
+    from txl_dist.data.loader.corpus import open_corpus as open_corpus
+    from txl_dist.inference.language_model import LanguageModel as LanguageModel
     from txl_dist.model.transformer_xl import SegmentLoss as SegmentLoss
     from txl_dist.model.transformer_xl import TransformerXL as TransformerXL
-    from txl_dist.ops.export import load as load
     from txl_dist.train.batch import lane_batches as lane_batches
     from txl_dist.train.callbacks import Callback as Callback
     from txl_dist.train.callbacks import RunResult as RunResult
@@ -31,16 +31,16 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Callback": "train.callbacks",
-    "Config": "config",
-    "Corpus": "data.read.corpus",
-    "LanguageModel": "infer.language_model",
+    "Config": "config.load",
+    "Corpus": "data.loader.corpus",
+    "LanguageModel": "inference.language_model",
     "RunResult": "train.callbacks",
     "SegmentLoss": "model.transformer_xl",
     "TransformerXL": "model.transformer_xl",
-    "configure": "config",
+    "configure": "config.load",
     "lane_batches": "train.batch",
-    "load": "ops.export",
-    "open_corpus": "data.read.corpus",
+    "load": "convert.export",
+    "open_corpus": "data.loader.corpus",
     "pretrain": "train.start",
 }
 """Where each public name is defined."""

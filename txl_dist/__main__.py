@@ -21,7 +21,7 @@ def run():
     from txl_dist.errors import no_package
 
     try:
-        from txl_dist.cli import run as run_cli
+        from txl_dist.cli.main import run as run_cli
     except ModuleNotFoundError as error:
         sys.stderr.write("txl: error: " + no_package(error) + "\n")
         sys.exit(2)

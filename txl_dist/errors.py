@@ -7,16 +7,31 @@ Messages hold names of files, fields and settings, and these may hold anything, 
 error is one line, whatever it was made of: `raise ConfigError(first_line, second_line)` makes a message of two lines.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from txl_dist.console import one_line
 
 REQUEUE = 75
 """Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
 HANG = 76
 """Exit code of a run in which a rank made no progress, or was lost; the same command goes on from its checkpoint."""
+
+
+_STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal."""
+_BREAKS = re.compile(r"[\t\n\u2028\u2029]")
+"""Characters that break a line, or jump in it."""
+
+
+def escaped(text: str) -> str:
+    """Write the characters that would steer a terminal as Python spells them."""
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """Write a text in one line: `escaped`, and tabs and line breaks as Python spells them too."""
+    return escaped(_BREAKS.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
 
 
 class TxlError(Exception):

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+from txl_dist.config.registry import Plugin, add_row, load_plugins, loaded_plugins
+from txl_dist.config.schema import OPTIMIZERS, SCHEMES, ModelSection, OptimizerKind, OptimSection, PositionScheme
 from txl_dist.data.prepare.sources import TEXT_SOURCES, TextSource
 from txl_dist.errors import ConfigError
-from txl_dist.registry import Plugin, add_row, load_plugins, loaded_plugins
-from txl_dist.sections import OPTIMIZERS, SCHEMES, ModelSection, OptimizerKind, OptimSection, PositionScheme
-from txl_dist.text.base import Tokenizer
-from txl_dist.text.learning import LEARNT_KINDS, Learning, LearntKind
-from txl_dist.text.tokenizer import KINDS
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.learning import LEARNT_KINDS, Learning, LearntKind
+from txl_dist.tokenizers.tokenizer import KINDS
 from txl_dist.train.report.metric_table import METRICS, Curve, Metric
 
 __all__ = [

@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.helpers.browser import check_contrast, find_chromium, started, visit
 from tests.helpers.made_runs import make_run
-from txl_dist.ops.report.compare import write_comparison
-from txl_dist.ops.report.report import write_report
+from txl_dist.report.compare import write_comparison
+from txl_dist.report.report import write_report
 
 CHROMIUM = find_chromium()
 pytestmark = [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from tests.chaos.lab import Case, Lab, Trial
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
 from txl_dist.train.checkpoint.memories import load_memory
 
 SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")

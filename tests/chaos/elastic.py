@@ -15,7 +15,7 @@ import torch
 
 from tests.chaos.lab import TOKENS_PER_STEP, Case, Lab, Trial
 from tests.chaos.runs import Run
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
 from txl_dist.train.checkpoint.memories import load_memory
 
 SEGMENT_LEN, NUM_LANES = 8, 4

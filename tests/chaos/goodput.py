@@ -18,7 +18,7 @@ from tests.chaos.lab import Case, Lab, first_new_step
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
 from tests.helpers.job import Job
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
 
 EVERY_STEPS = 20
 TIMEOUT_S = 4

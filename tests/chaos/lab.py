@@ -18,7 +18,7 @@ from tests.chaos.oracle import differences_of
 from tests.chaos.runs import Run
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.job import Job
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
 
 SETTINGS = """
 [data]

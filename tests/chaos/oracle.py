@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.chaos.runs import Run
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
 
 
 def differences_of(run: Run, unbroken: Run, *, only_last: bool = False) -> list[str]:

@@ -23,9 +23,9 @@ import torch
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
-from txl_dist.files import sha256_of_file, write_hashed_json
-from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
+from txl_dist.io.files import sha256_of_file, write_hashed_json
+from txl_dist.io.manifest import MANIFEST, describe_file, files_of, write_manifest
 
 
 class Evil:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.job import Job
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
 
 
 class Run:

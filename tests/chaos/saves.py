@@ -17,7 +17,7 @@ from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.corpora import flip_bit
 from tests.helpers.job import Job
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
 from txl_dist.train.checkpoint.read import newest_checkpoint
 
 SWEEP_STEP = 9

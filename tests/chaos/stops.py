@@ -22,7 +22,7 @@ from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
 from tests.helpers.launch import kill_everything, start_training, wait_for
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
 
 WORDS = ("--eval.every_steps", "6")
 MOMENTS = {"training": "slow:*:9:step", "evaluation": "slow:0:12:evaluate", "save": "slow:0:12:save-file"}

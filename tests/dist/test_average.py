@@ -15,16 +15,16 @@ from tests.helpers.jobs import TOKENIZER
 from tests.helpers.launch import txl
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.cli import main
-from txl_dist.config import Config
-from txl_dist.dist import Ranks, barrier
+from txl_dist.artifacts import checkpoint_folder
+from txl_dist.cli.main import main
+from txl_dist.cli.model import export
+from txl_dist.config.load import Config
+from txl_dist.convert.export import export_bundle
+from txl_dist.distributed.collectives import Ranks, barrier
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.infer.bundle import load_bundle
-from txl_dist.ops.export import export_bundle
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.inference.bundle import load_bundle
 from txl_dist.train.checkpoint.probe import make_probe
 from txl_dist.train.checkpoint.read import consolidated_weights
-from txl_dist.verbs.model import export
 
 pytestmark = pytest.mark.dist
 

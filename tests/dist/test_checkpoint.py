@@ -16,20 +16,20 @@ from tests.helpers.checkpoints import golden_at, sign
 from tests.helpers.jobs import TOKENIZER, in_folder, job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.lanes import lanes_of_rank
-from txl_dist.data.read.position import CorpusState, StreamState
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, barrier, gather_objects
+from txl_dist.artifacts import retained
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.convert.export import export_bundle
+from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.data.loader.stream_state import CorpusState, StreamState
+from txl_dist.distributed.collectives import Ranks, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.manifest import problems_of
+from txl_dist.io.manifest import problems_of
 from txl_dist.model.memory import Memory
-from txl_dist.ops.export import export_bundle
-from txl_dist.run_files import retained
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.fragments import FragmentFiles
+from txl_dist.train.checkpoint.manager import prune_checkpoints
 from txl_dist.train.checkpoint.memories import load_memory, resized
-from txl_dist.train.checkpoint.policy import prune_checkpoints
 from txl_dist.train.checkpoint.probe import check_probe, make_probes
 from txl_dist.train.checkpoint.read import (
     check_checkpoint,
@@ -38,12 +38,12 @@ from txl_dist.train.checkpoint.read import (
     load_checkpoint,
     newest_checkpoint,
 )
-from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
-from txl_dist.train.checkpoint.write import Saved, Saver
+from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
+from txl_dist.train.checkpoint.writer import Saved, Saver
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.health import Health
+from txl_dist.train.monitoring.watch import Watch
+from txl_dist.train.stability import Health
 from txl_dist.train.state import TrainState
-from txl_dist.train.watch.watch import Watch
 
 pytestmark = pytest.mark.dist
 

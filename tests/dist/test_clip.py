@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
-from txl_dist.config import plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.config.load import plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker

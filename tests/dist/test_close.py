@@ -15,7 +15,7 @@ from tests.helpers import tiny
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-from txl_dist.dist import Ranks, barrier
+from txl_dist.distributed.collectives import Ranks, barrier
 from txl_dist.errors import TrainingError
 from txl_dist.train import start
 from txl_dist.train.callbacks import StepEnd

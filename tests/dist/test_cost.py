@@ -12,11 +12,11 @@ from torch import nn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from tests.helpers.waits import Waits
-from txl_dist.config import plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, Votes
+from txl_dist.config.load import plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks, Votes
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import graph
+from txl_dist.train.engine import cuda_graph as graph
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.step import decide
 

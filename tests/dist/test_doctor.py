@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import forked
 from tests.helpers.ranks import run_ranks
-from txl_dist.ops.doctor import fabric
+from txl_dist.planning.doctor import fabric
 
 pytestmark = pytest.mark.dist
 

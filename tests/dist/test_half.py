@@ -9,11 +9,11 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
-from txl_dist.config import plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.config.load import plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine import graph
+from txl_dist.train.engine import cuda_graph as graph
 from txl_dist.train.engine.zero import ZeroEngine, _loss_scaler, import_deepspeed
 from txl_dist.train.footprint.rank import bytes_per_rank
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.helpers.peers import WITH_CURVE, read_golden, state_dict, write_original_module
 from tests.helpers.ranks import run_ranks
-from txl_dist.config import Config, plan_batch
+from txl_dist.config.load import Config, plan_batch
 from txl_dist.convert.importer import import_model
-from txl_dist.dist import Ranks
-from txl_dist.infer.bundle import load_bundle
+from txl_dist.distributed.collectives import Ranks
+from txl_dist.inference.bundle import load_bundle
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.engine.zero import ZeroEngine
 

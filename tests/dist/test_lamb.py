@@ -10,9 +10,9 @@ import torch
 from tests.dist.test_checkpoint import Job
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
-from txl_dist.config import Config, check_config
-from txl_dist.dist import Ranks
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
+from txl_dist.config.load import Config, check_config
+from txl_dist.distributed.collectives import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -13,11 +13,11 @@ import pytest
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.dist import Ranks, barrier
-from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.artifacts import list_checkpoints, step_of
+from txl_dist.distributed.collectives import Ranks, barrier
 from txl_dist.train import loop, start
 from txl_dist.train.callbacks import Callback, StepEnd
-from txl_dist.train.checkpoint.policy import Saving
+from txl_dist.train.checkpoint.manager import Saving
 
 pytestmark = pytest.mark.dist
 

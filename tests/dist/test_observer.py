@@ -19,10 +19,10 @@ from tests.helpers.forked import ENVIRONMENT
 from tests.helpers.models import generated
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import Config, config_to_toml, plan_batch
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.read.evaluation import EvalStream
-from txl_dist.dist import Ranks
+from txl_dist.config.load import Config, config_to_toml, plan_batch
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.model.attention import Attention
 from txl_dist.model.memory import Visibility, empty_memory
 from txl_dist.model.relative_attention import Terms, relative_attention
@@ -30,7 +30,7 @@ from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.report.evaluate import POSITION_BINS, evaluate_split
-from txl_dist.train.report.memory_use import NUM_SEGMENTS, look
+from txl_dist.train.report.memory_stats import NUM_SEGMENTS, look
 from txl_dist.train.report.sampling import sample_text
 
 pytestmark = pytest.mark.dist
@@ -227,7 +227,7 @@ def test_an_evaluation_of_a_part_of_a_split_records_no_bits_of_its_text(corpus: 
 
 WITHOUT_ITS_TOKENIZER = """
 from pathlib import Path
-from txl_dist.config import Config, load_config
+from txl_dist.config.load import Config, load_config
 from txl_dist.train import start
 class Run(start.Run):
     def go(self):

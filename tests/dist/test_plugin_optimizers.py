@@ -11,7 +11,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
 from txl_dist import plugins
-from txl_dist.dist import Ranks
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.errors import TrainingError
 
 pytestmark = pytest.mark.dist

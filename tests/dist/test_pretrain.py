@@ -18,11 +18,11 @@ import torch
 import txl_dist
 from tests.helpers import forked
 from tests.helpers.corpora import tiny_corpus
+from txl_dist.artifacts import list_checkpoints
 from txl_dist.errors import TxlError
-from txl_dist.run_files import list_checkpoints
 from txl_dist.train.callbacks import Callback, RunResult, SaveEnd, StepEnd, TrainStart, ValidationEnd
 from txl_dist.train.checkpoint.callback_states import read_states
-from txl_dist.train.checkpoint.soundness import checkpoint_problems
+from txl_dist.train.checkpoint.validate import checkpoint_problems
 
 pytestmark = pytest.mark.dist
 

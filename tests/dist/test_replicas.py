@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from txl_dist.dist import Ranks
-from txl_dist.train.watch import replicas
-from txl_dist.train.watch.replicas import Deviation, deviating_ranks, hash_parameters
+from txl_dist.distributed.collectives import Ranks
+from txl_dist.train.monitoring import silent_corruption as replicas
+from txl_dist.train.monitoring.silent_corruption import Deviation, deviating_ranks, hash_parameters
 
 
 def parameters(dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

@@ -11,13 +11,13 @@ from tests.dist.test_checkpoint import Job
 from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
-from txl_dist.config import Config
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks
+from txl_dist.config.load import Config
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.engine.zero import _loss_scaler, import_deepspeed
-from txl_dist.train.report.signals import NOTHING, signals
+from txl_dist.train.report.layer_stats import NOTHING, signals
 
 pytestmark = pytest.mark.dist
 

@@ -12,8 +12,8 @@ from tests.dist.test_checkpoint import CASES, Job
 from tests.helpers.jobs import TOKENIZER
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, Votes
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks, Votes
 from txl_dist.train.batch import to_device
 from txl_dist.train.step import decide
 

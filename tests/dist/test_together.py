@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from txl_dist.dist import Ranks, from_first, on_first, together
+from txl_dist.distributed.collectives import Ranks, from_first, on_first, together
 from txl_dist.errors import DataError, TxlError
 
 pytestmark = pytest.mark.dist

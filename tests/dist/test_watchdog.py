@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tests.helpers import forked
-from txl_dist.dist import Ranks, Votes, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
+from txl_dist.console.logging import logger, start_logging
+from txl_dist.distributed.collectives import Ranks, Votes, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
+from txl_dist.distributed.processes import process_id
 from txl_dist.errors import HANG
-from txl_dist.faults import fault_point
-from txl_dist.log import logger, start_logging
-from txl_dist.processes import process_id
+from txl_dist.fault_injection import fault_point
+from txl_dist.train.monitoring.heartbeats import Beat
+from txl_dist.train.monitoring.watchdog import Watchdog, behind, end_frozen
 from txl_dist.train.step import decide
-from txl_dist.train.watch.heartbeats import Beat
-from txl_dist.train.watch.watchdog import Watchdog, behind, end_frozen
 
 pytestmark = pytest.mark.dist
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-from txl_dist.dist import Ranks
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.train.engine import deepspeed_config
 
 pytestmark = pytest.mark.dist

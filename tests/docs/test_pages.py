@@ -28,8 +28,8 @@ from tests.docs.pages import (
     prose_of,
 )
 from tools.reference_pages import help_text, stale_pages
-from txl_dist.cli import VERBS
-from txl_dist.config import setting_names
+from txl_dist.cli.main import VERBS
+from txl_dist.config.load import setting_names
 
 PACKAGE = ROOT / "txl_dist"
 WHY_NOT = {

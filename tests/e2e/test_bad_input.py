@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.corpora import flip_bit
 from tests.helpers.job import Job
 from tests.helpers.launch import txl
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.launch import txl
 from tests.helpers.peers import read_golden, state_dict, write_original_module
-from txl_dist.infer.bundle import load_bundle
+from txl_dist.inference.bundle import load_bundle
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 NAME = "wt103_large_like"

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.e2e.test_resume import losses
 from tests.e2e.test_stages import tensors_of
 from tests.helpers.launch import train, txl
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

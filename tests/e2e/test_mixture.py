@@ -10,10 +10,10 @@ import pytest
 from tests.e2e.conftest import write_texts
 from tests.helpers.corpora import flip_bit
 from tests.helpers.launch import train, txl
+from txl_dist.artifacts import list_checkpoints
 from txl_dist.data.format import RECORD
-from txl_dist.data.read.corpus import open_corpus
-from txl_dist.run_files import list_checkpoints
-from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.data.loader.corpus import open_corpus
+from txl_dist.train.checkpoint.validate import read_state
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from examples.music import MAJOR, is_allowed, made_up
 from tests.helpers.launch import txl
 from tests.helpers.served import served
 from txl_dist.convert.huggingface_tokenizer import library_tokenizer
-from txl_dist.infer.language_model import LanguageModel
+from txl_dist.inference.language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

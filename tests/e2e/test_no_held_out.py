@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.test_bad_input import refused, words
 from tests.helpers.launch import txl
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 
 pytestmark = pytest.mark.slow
 

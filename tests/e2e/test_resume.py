@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.job import Job
 from tests.helpers.launch import train
-from txl_dist.data.read.corpus import open_corpus
-from txl_dist.data.read.position import StreamState
-from txl_dist.data.read.stream import LaneStream
-from txl_dist.run_files import list_checkpoints
+from txl_dist.artifacts import list_checkpoints
+from txl_dist.data.loader.corpus import open_corpus
+from txl_dist.data.loader.stream import LaneStream
+from txl_dist.data.loader.stream_state import StreamState
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.e2e.test_resume import assert_same_state, last_step, losses
 from tests.helpers.job import Job
 from tests.helpers.launch import train, txl
-from txl_dist.config import load_config
-from txl_dist.ops.inspect_run import checkpoint_facts
-from txl_dist.run_files import list_checkpoints, step_of
+from txl_dist.artifacts import list_checkpoints, step_of
+from txl_dist.config.load import load_config
+from txl_dist.report.inspect_run import checkpoint_facts
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

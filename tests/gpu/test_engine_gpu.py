@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-from txl_dist.dist import Ranks
+from txl_dist.distributed.collectives import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

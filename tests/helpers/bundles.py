@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
-from txl_dist.data.read.corpus import Corpus
-from txl_dist.infer.bundle import Package, write_bundle
-from txl_dist.infer.probe import probe_of
+from txl_dist.data.loader.corpus import Corpus
+from txl_dist.inference.bundle import Package, write_bundle
+from txl_dist.inference.probe import probe_of
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 SEGMENT_LEN, MEMORY_LEN = 16, 24
 

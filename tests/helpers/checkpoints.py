@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
+from txl_dist.io.manifest import MANIFEST, describe_file, files_of, write_manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v2"
 GOLDEN_CHECKPOINT = GOLDEN / "step_000000016"

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.read.corpus import Corpus
 
 ALPHABET = "etaoin shrdlu\nETAOIN\t.,()0123 \u00e9\u00df\u4e2d\u0416\u2028\U0001f600"
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.job import Job
-from txl_dist.config import config_from_dict, config_to_toml
-from txl_dist.run_files import checkpoint_folder
+from txl_dist.artifacts import checkpoint_folder
+from txl_dist.config.load import config_from_dict, config_to_toml
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import load_memory
-from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.train.checkpoint.validate import read_state
 
 STEP, LAST_STEP = 16, 20
 FAULTS = "nan:0:3,spike:0:10,spike:0:11"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from txl_dist.config import Config, plan_batch
-from txl_dist.dist import Ranks
-from txl_dist.text.base import Tokenizer
-from txl_dist.text.training import train_tokenizer
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.distributed.collectives import Ranks
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.training import train_tokenizer
 from txl_dist.train.state import Job
 
 TOKENIZER = train_tokenizer("byte", lambda: ["some text"])

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tests.helpers.models import tiny_section
-from txl_dist.infer.bundle import Package
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.infer.sampling import uniform_numbers
+from txl_dist.inference.bundle import Package
+from txl_dist.inference.language_model import LanguageModel
+from txl_dist.inference.sampling import uniform_numbers
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.text.training import train_tokenizer
+from txl_dist.tokenizers.training import train_tokenizer
 
 SEGMENT_LEN, MEMORY_LEN = 8, 24
 TEXT = "the cat sat on the mat, the dog did not"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from txl_dist.log import logger
+from txl_dist.console.logging import logger
+from txl_dist.train.report.loggers import record_cells
 from txl_dist.train.report.metric_table import line_of
-from txl_dist.train.report.sinks import record_cells
 
 
 @contextmanager

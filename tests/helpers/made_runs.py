@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from txl_dist.config import Config, config_to_toml
+from txl_dist.config.load import Config, config_to_toml
 
 TOKENS_PER_STEP = 2048
 START_S = 1_790_000_000.0

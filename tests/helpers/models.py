@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.infer.generate import Decoder, Request
-from txl_dist.infer.settings import Sampling
+from txl_dist.config.schema import ModelSection
+from txl_dist.inference.generate import Decoder, Request
+from txl_dist.inference.options import Sampling
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
 
 VOCAB_SIZE = 50
 

@@ -57,7 +57,7 @@ def _spawned(variables: dict[str, str], *call: Any) -> None:
 
 def _work(worker: Callable[..., Any], arguments: tuple[Any, ...], path: Path) -> None:
     faulthandler.enable()  # a crash in native code shows where it happened
-    from txl_dist.dist import joined_ranks
+    from txl_dist.distributed.collectives import joined_ranks
 
     try:
         with joined_ranks(timeout_s=120) as ranks:

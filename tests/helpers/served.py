@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.helpers.language import TEXT
-from txl_dist.infer.language_model import LanguageModel
+from txl_dist.inference.language_model import LanguageModel
 from txl_dist.serve.listening import listen
+from txl_dist.serve.options import Serving
 from txl_dist.serve.server import Server
 from txl_dist.serve.service import Service
-from txl_dist.serve.settings import Serving
 
 
 @dataclass

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, all_reduce_sum
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import Ranks, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, to_device

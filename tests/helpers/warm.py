@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from txl_dist.cli import TrainArguments
-from txl_dist.config import Config
+from txl_dist.cli.main import TrainArguments
+from txl_dist.cli.parsing import parse
+from txl_dist.config.load import Config
 from txl_dist.train.engine.zero import import_deepspeed
-from txl_dist.verbs.words import parse
 
 MODULES = (
     "txl_dist.train.start",
-    "txl_dist.ops.evaluate.evaluate",
-    "txl_dist.ops.export",
-    "txl_dist.ops.generation",
-    "txl_dist.ops.report.model_page",
-    "txl_dist.ops.report.report",
+    "txl_dist.evaluation.evaluate",
+    "txl_dist.convert.export",
+    "txl_dist.cli.prompts",
+    "txl_dist.report.model_page",
+    "txl_dist.report.report",
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
     "matplotlib.figure",

@@ -17,18 +17,18 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 import txl_dist
-from txl_dist.config import Config, load_config
+from txl_dist.cli.launch import _slots, launch
+from txl_dist.cli.prompts import prompts_in_lines, read_lines
+from txl_dist.config.load import Config, load_config
 from txl_dist.convert.checks import read_json as read_settings_of_a_model
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import decode_text, open_text, parse_object, read_bytes, read_text
-from txl_dist.ops.generation import prompts_in_lines, read_lines
-from txl_dist.serve.settings import Serving
-from txl_dist.text.characters import CharTokenizer
-from txl_dist.text.importing import open_tokenizer
-from txl_dist.text.listed import read_names
-from txl_dist.text.tokenizer import load_tokenizer
-from txl_dist.verbs.launch import _slots, launch
+from txl_dist.io.files import decode_text, open_text, parse_object, read_bytes, read_text
+from txl_dist.serve.options import Serving
+from txl_dist.tokenizers.characters import CharTokenizer
+from txl_dist.tokenizers.importing import open_tokenizer
+from txl_dist.tokenizers.listed import read_names
+from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 MARKS = {
     "no mark": (b"", "utf-8"),
@@ -126,7 +126,7 @@ def test_the_launcher_gets_its_files_without_marks(tmp_path: Path, monkeypatch: 
         seen.append((flags, Path(flags[-1]).read_text(encoding="utf-8"), given))
         return 0
 
-    monkeypatch.setattr("txl_dist.ops.launcher.launch", start)
+    monkeypatch.setattr("txl_dist.launcher.launch.launch", start)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DS_ENV_FILE", "")
     monkeypatch.delenv("DS_ENV_FILE")
@@ -146,15 +146,15 @@ def test_the_launcher_gets_its_files_without_marks(tmp_path: Path, monkeypatch: 
 
 
 NOT_A_USERS = {
-    "allocator.py": "a switch of Linux",
-    "ops/doctor/machine.py": "files of Linux",
-    "data/prepare/scratch.py": "ours: the process that prepares",
-    "ops/sweep.py": "ours: the end of a run's log",
-    "processes.py": "/proc",
+    "distributed/malloc.py": "a switch of Linux",
+    "planning/doctor/machine.py": "files of Linux",
+    "data/prepare/workdir.py": "ours: the process that prepares",
+    "launcher/sweep.py": "ours: the end of a run's log",
+    "distributed/processes.py": "/proc",
     "serve/listening.py": "/proc",
     "train/footprint/room.py": "/proc and control groups",
     "train/report/metrics.py": "/proc",
-    "data/prepare/named.py": "text of a corpus of known content",
+    "data/prepare/datasets.py": "text of a corpus of known content",
 }
 
 
@@ -176,7 +176,7 @@ def test_no_file_of_a_user_is_read_as_text_but_through_files_py() -> None:
     found = []
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        if name == "files.py" or name in NOT_A_USERS:
+        if name == "io/files.py" or name in NOT_A_USERS:
             continue
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         found += [f"{name}:{call.lineno}: {ast.unparse(call)}" for call in calls if is_read_of_text(call)]

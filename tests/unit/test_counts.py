@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.ops.report.summary import _parameters, _some
+from txl_dist.report.summary import _parameters, _some
 
 PACKAGE = Path(__file__).parents[2] / "txl_dist"
 NOUNS = (
     *("cores", "entries", "GPUs", "heads", "lanes", "layers", "machines", "nodes", "others", "prompts", "ranks"),
     *("requests", "rows", "seeds", "shards", "texts"),
 )
-"""Plurals that `tables.counted` writes: there may be one of each."""
+"""Plurals that `console.formatting.counted` writes: there may be one of each."""
 NEVER_ONE = {
-    ("cli.py", "num_ranks"),
-    ("config.py", "world_size"),
-    ("data/read/lanes.py", "shares[i]"),
-    ("infer/bundle.py", "model.num_layers"),
-    ("ops/plan/scaling.py", "broken.gpus"),
-    ("stages.py", "values['num_lanes']"),
-    ("train/checkpoint/soundness.py", "next_lane"),
+    ("cli/main.py", "num_ranks"),
+    ("config/load.py", "world_size"),
+    ("data/loader/lanes.py", "shares[i]"),
+    ("inference/bundle.py", "model.num_layers"),
+    ("planning/scaling.py", "broken.gpus"),
+    ("config/phases.py", "values['num_lanes']"),
+    ("train/checkpoint/validate.py", "next_lane"),
     ("train/footprint/fits.py", "num_sharing"),
-    ("verbs/launch.py", "num_ranks"),
+    ("cli/launch.py", "num_ranks"),
 }
 """Values that are not 1 where they are shown, fractions, and messages about a damaged file."""
 
@@ -45,7 +45,7 @@ def plain_plurals() -> Iterator[tuple[str, str, str]]:
 
 def test_no_message_counts_what_may_be_one_in_the_plural() -> None:
     found = [(file, value, noun) for file, value, noun in plain_plurals() if (file, value) not in NEVER_ONE]
-    assert found == [], "use tables.counted"
+    assert found == [], "use console.formatting.counted"
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.config import config_from_dict, load_config
+from txl_dist.config.load import config_from_dict, load_config
+from txl_dist.config.schema import ModelSection
+from txl_dist.distributed.processes import ProcessId, process_id, process_of
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.infer.bundle import network_of
-from txl_dist.ops.report.records import read_history
-from txl_dist.processes import ProcessId, process_id, process_of
-from txl_dist.sections import ModelSection
+from txl_dist.inference.bundle import network_of
+from txl_dist.report.records import read_history
+from txl_dist.train.monitoring.preemption import StopRequests, parse_duration
+from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.run_dir import evaluated_losses
-from txl_dist.train.watch.run_lock import RunLock
-from txl_dist.train.watch.stopping import StopRequests, parse_duration
 
 TOOLS = Path(__file__).parents[2] / "tools"
 ELSEWHERE = ProcessId("elsewhere", "", 7, 7)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 from txl_dist.errors import CheckpointError, ConfigError, DataError, explained
 
 NAME = "new\nline\ttab\x1b[2J\u2028end\rof"

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from txl_dist.dist import uses_gpu
+from txl_dist.distributed.collectives import uses_gpu
 
 
 @pytest.mark.parametrize("_time", ["first", "second"])

@@ -302,7 +302,7 @@ def test_the_parts_of_the_kubernetes_job_fit_together(manifests: dict[str, Any])
 
 
 def test_kubernetes_waits_longer_than_the_largest_recipe_takes_to_save(manifests: dict[str, Any]) -> None:
-    from txl_dist.ops.launcher import GRACE_S
+    from txl_dist.launcher.launch import GRACE_S
 
     grace_s = manifests["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     num_parameters, bytes_per_s = 800e6, 100e6

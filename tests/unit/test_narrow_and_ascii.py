@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.bundles import make
-from txl_dist.cli import VERBS, main
-from txl_dist.config import config_from_dict
-from txl_dist.console import fitted
+from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.typed_text import decode_texts
+from txl_dist.config.load import config_from_dict
+from txl_dist.console.echo import fitted
 from txl_dist.errors import ConfigError
-from txl_dist.files import why_unwritable
-from txl_dist.verbs.typed_text import decode_texts
+from txl_dist.io.files import why_unwritable
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -57,7 +57,7 @@ def test_a_wrapped_line_begins_where_its_words_do_and_colours_take_no_column() -
 def test_every_help_is_ascii_in_a_locale_of_ascii() -> None:
     code = """
 import contextlib
-from txl_dist.cli import VERBS, main
+from txl_dist.cli.main import VERBS, main
 for verb in ["", *VERBS]:
     with contextlib.suppress(SystemExit):
         main([verb, "--help"] if verb else [])

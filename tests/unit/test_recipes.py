@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.recipes import CONFIGS, header
-from txl_dist.cli import VERBS, main
-from txl_dist.config import Config, check_config, config_changes, load_config, plan_batch
-from txl_dist.data.prepare.named import NAMED
-from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.cli.main import VERBS, main
+from txl_dist.config.load import Config, check_config, config_changes, load_config, plan_batch
+from txl_dist.config.schema import TrainSection
+from txl_dist.data.prepare.datasets import NAMED
+from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
-from txl_dist.sections import TrainSection
 from txl_dist.train.preflight import remarks
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
-from txl_dist.cli import VERBS, main
-from txl_dist.config import Config, setting_names
-from txl_dist.suggest import nearest
+from txl_dist.cli.main import VERBS, main
+from txl_dist.config.load import Config, setting_names
+from txl_dist.console.suggest import nearest
 
 LETTERS = string.ascii_lowercase + string.digits + "_"
 NUM_DRAWS = 50

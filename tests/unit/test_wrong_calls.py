@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 from txl_dist.errors import no_package
 
 ROOT = Path(__file__).parents[2]
@@ -330,7 +330,7 @@ def test_wrong_paths_and_launches_are_refused_before_torch_is_imported(folder: P
     calls = [call.split() for call, _ in PATHS + LAUNCH]
     code = f"""
 import contextlib, io, sys
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 for call in {calls!r}:
     with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
         main(call)
@@ -387,7 +387,7 @@ def test_where_a_package_is_missing_one_line_names_it_and_the_environment(tmp_pa
 
 def test_a_package_that_only_a_verb_needs_is_named_in_one_line_too(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['generate', 'b']; "
-    code += "from txl_dist.cli import run; run()"
+    code += "from txl_dist.cli.main import run; run()"
     (tmp_path / "b").mkdir()
     for name in ("model.safetensors", "MANIFEST.json"):
         (tmp_path / "b" / name).touch()

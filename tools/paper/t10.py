@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for `python tools/paper/t1
 
 from tools.paper.trials import Job, Size, Trial, config_of, go, options
 from tools.recording import ROOT
-from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.train.footprint.rank import bytes_per_rank
 
 RECURRENT, ALONE = Trial(True, "ours", "full"), Trial(False, "ours", "full")

@@ -34,8 +34,8 @@ from tools.paper.trials import (
 )
 from tools.recording import Rows, markdown, origin, put_table
 from tools.trainings import run_txl, side_by_side
-from txl_dist.config import load_config
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.config.load import load_config
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 
 GROUP = (

@@ -29,12 +29,12 @@ from tools.trainings import (
     side_by_side,
     train,
 )
-from txl_dist.config import Config, changed, check_config, load_config
-from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.config.load import Config, changed, check_config, load_config
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
-from txl_dist.ops.plan.hardware import Cluster, find_gpu
-from txl_dist.ops.plan.plan import Plan, Question, make_plan
-from txl_dist.ops.plan.text import plan_lines
+from txl_dist.planning.hardware import Cluster, find_gpu
+from txl_dist.planning.plan import Plan, Question, make_plan
+from txl_dist.planning.text import plan_lines
 
 PAGE = ROOT / "docs/paper.md"
 UNMEASURED = "Not measured yet."

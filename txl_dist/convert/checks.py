@@ -17,13 +17,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from txl_dist.convert.names import Weights
+from txl_dist.config.schema import ModelSection
+from txl_dist.console.logging import logger
+from txl_dist.console.suggest import nearest
+from txl_dist.convert.key_mapping import Weights
 from txl_dist.errors import CheckpointError, explained
-from txl_dist.files import parse_object, read_bytes
-from txl_dist.log import logger
-from txl_dist.sections import ModelSection
-from txl_dist.suggest import nearest
-from txl_dist.text.base import Tokenizer
+from txl_dist.io.files import parse_object, read_bytes
+from txl_dist.tokenizers.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)

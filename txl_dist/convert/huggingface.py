@@ -20,20 +20,20 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from txl_dist.artifacts import Kind
+from txl_dist.config.schema import ModelSection
 from txl_dist.convert.checks import Imported, count, only_tensors, read_json, refuse
-from txl_dist.convert.names import Weights, partners, to_original
+from txl_dist.convert.key_mapping import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
-from txl_dist.files import write_bytes
-from txl_dist.infer.bundle import DTYPES, Package
-from txl_dist.infer.card import README, write_readme
-from txl_dist.manifest import replace_folder
-from txl_dist.run_files import Kind
-from txl_dist.sections import ModelSection
-from txl_dist.tensor_files import write_tensors
-from txl_dist.text.base import Tokenizer
-from txl_dist.text.words import END_OF_LINE
+from txl_dist.inference.bundle import DTYPES, Package
+from txl_dist.inference.card import README, write_readme
+from txl_dist.io.files import write_bytes
+from txl_dist.io.manifest import replace_folder
+from txl_dist.io.tensor_files import write_tensors
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.word_tokenizer import END_OF_LINE
 
 PREFIX = "transformer."
 BIASES = ("r_w_bias", "r_r_bias")

@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from txl_dist.convert.folder import new_folder
+from txl_dist.artifacts import CODE, Kind
+from txl_dist.config.registry import owner_of
+from txl_dist.config.schema import SCHEMES
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
+from txl_dist.convert.output_dir import new_folder
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.files import write_bytes
-from txl_dist.infer.bundle import DTYPES, Bundle, probe_tolerance, prove
-from txl_dist.infer.card import write_readme
-from txl_dist.infer.probe import log_probabilities
-from txl_dist.registry import owner_of
-from txl_dist.run_files import CODE, Kind
-from txl_dist.sections import SCHEMES
-from txl_dist.tensor_files import write_tensors
-from txl_dist.text.base import END_OF_TEXT, UNKNOWN
+from txl_dist.inference.bundle import DTYPES, Bundle, probe_tolerance, prove
+from txl_dist.inference.card import write_readme
+from txl_dist.inference.probe import log_probabilities
+from txl_dist.io.files import write_bytes
+from txl_dist.io.tensor_files import write_tensors
+from txl_dist.tokenizers.base import END_OF_TEXT, UNKNOWN
 
 SOURCE = Path(__file__).parent / "huggingface_code"
 MODULES = ("configuration_txl.py", CODE)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.errors import DataError
-from txl_dist.files import parse_object
-from txl_dist.infer.bundle import Bundle
-from txl_dist.text.base import END_OF_TEXT, Tokenizer
-from txl_dist.text.characters import ByteTokenizer, CharTokenizer
-from txl_dist.text.foreign import ADDED, HuggingFaceTokenizer
-from txl_dist.text.subwords import BpeTokenizer, UnigramTokenizer, byte_level
-from txl_dist.text.words import WordTokenizer
+from txl_dist.inference.bundle import Bundle
+from txl_dist.io.files import parse_object
+from txl_dist.tokenizers.base import END_OF_TEXT, Tokenizer
+from txl_dist.tokenizers.characters import ByteTokenizer, CharTokenizer
+from txl_dist.tokenizers.foreign import ADDED, HuggingFaceTokenizer
+from txl_dist.tokenizers.subwords import BpeTokenizer, UnigramTokenizer, byte_level
+from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 SAMPLES = ("Hello, world!\n  A line, and 3.14 more.\n", "def f(x):\n    return x\n", "", "\n\n", "a")
 """Texts that are compared, besides those of random ids."""

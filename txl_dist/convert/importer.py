@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from txl_dist.config import Config, check_config
+from txl_dist.config.load import Config, check_config
+from txl_dist.config.schema import TrainSection
 from txl_dist.convert.checks import Imported, read_json
 from txl_dist.convert.huggingface import import_huggingface
 from txl_dist.convert.labml import import_labml
@@ -13,9 +14,8 @@ from txl_dist.convert.nvidia import import_nvidia
 from txl_dist.convert.original import import_original
 from txl_dist.convert.vocabulary import identity_tokenizer, read_vocabulary
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.infer.bundle import Package, network_of, write_bundle
-from txl_dist.infer.probe import probe_of
-from txl_dist.sections import TrainSection
+from txl_dist.inference.bundle import Package, network_of, write_bundle
+from txl_dist.inference.probe import probe_of
 
 Format = Literal["original", "nvidia", "huggingface", "labml"]
 

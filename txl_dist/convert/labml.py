@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from txl_dist.config.schema import ModelSection
 from txl_dist.convert.checks import (
     Imported,
     PeerSettings,
@@ -22,9 +23,8 @@ from txl_dist.convert.checks import (
     shape_problems,
     size,
 )
-from txl_dist.convert.names import Weights, without_storage
+from txl_dist.convert.key_mapping import Weights, without_storage
 from txl_dist.convert.original import read_weights
-from txl_dist.sections import ModelSection
 
 _IN_LAYER = {
     "self_attn.query.linear.weight": "attention.query.weight",

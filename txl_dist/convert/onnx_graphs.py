@@ -33,19 +33,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.convert.folder import new_folder
+from txl_dist.artifacts import Kind
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
+from txl_dist.convert.output_dir import new_folder
 from txl_dist.errors import CheckpointError, ConfigError, explained
-from txl_dist.files import open_new, write_bytes
-from txl_dist.infer.bundle import Bundle, prove
-from txl_dist.infer.cached import FrozenModel
-from txl_dist.infer.card import write_readme
+from txl_dist.inference.bundle import Bundle, prove
+from txl_dist.inference.card import write_readme
+from txl_dist.inference.kv_cache import FrozenModel
+from txl_dist.io.files import open_new, write_bytes
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding
 from txl_dist.model.block import Block
 from txl_dist.model.memory import EMPTY, Memory, visible_keys
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.run_files import Kind
 
 FORMAT_VERSION = 1
 WEIGHTS = "weights.bin"

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from txl_dist.config import check_vocabulary
+from txl_dist.config.load import check_vocabulary
+from txl_dist.config.schema import ModelSection
 from txl_dist.convert.checks import (
     Imported,
     PeerSettings,
@@ -27,10 +28,9 @@ from txl_dist.convert.checks import (
     shape_problems,
     size,
 )
-from txl_dist.convert.names import Weights, from_original, partners, shapes_of
-from txl_dist.convert.pickles import Inert, modules_tensors, read_torch_file
+from txl_dist.convert.key_mapping import Weights, from_original, partners, shapes_of
+from txl_dist.convert.safe_unpickle import Inert, modules_tensors, read_torch_file
 from txl_dist.errors import CheckpointError, ConfigError, explained
-from txl_dist.sections import ModelSection
 
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
 TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"

@@ -22,12 +22,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from txl_dist.convert.pickles import ZIP_START, Inert, read_any
+from txl_dist.convert.safe_unpickle import ZIP_START, Inert, read_any
 from txl_dist.errors import DataError, explained
-from txl_dist.files import open_regular, parse_json, read_text
-from txl_dist.text.base import END_OF_TEXT, Tokenizer, byte_symbols
-from txl_dist.text.tokenizer import build_tokenizer, load_tokenizer
-from txl_dist.text.words import END_OF_LINE
+from txl_dist.io.files import open_regular, parse_json, read_text
+from txl_dist.tokenizers.base import END_OF_TEXT, Tokenizer, byte_symbols
+from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
+from txl_dist.tokenizers.word_tokenizer import END_OF_LINE
 
 SENTENCE = "<S>"
 """Stands on both sides of each line of lm1b."""

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.files import typed
-from txl_dist.text.base import Tokenizer
+from txl_dist.io.files import typed
+from txl_dist.tokenizers.base import Tokenizer
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.json"

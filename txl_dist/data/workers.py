@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import TypeVar
 
+from txl_dist.config.registry import load_plugins, loaded_plugins
 from txl_dist.errors import DataError
-from txl_dist.registry import load_plugins, loaded_plugins
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

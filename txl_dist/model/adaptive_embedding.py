@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.sections import ModelSection
-from txl_dist.text.clusters import ClusterRows, cluster_edges, partition_by_cluster
+from txl_dist.config.schema import ModelSection
+from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_by_cluster
 
 Partition = Sequence[ClusterRows]
 

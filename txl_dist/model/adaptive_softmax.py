@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from txl_dist.config.schema import ModelSection
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition, partition_of
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS, Cluster, Columns, weighted_loss
 from txl_dist.model.relative_attention import at_least_fp32
-from txl_dist.sections import ModelSection
-from txl_dist.text.clusters import cluster_edges
+from txl_dist.vocabulary_clusters import cluster_edges
 
 
 class Columned(Protocol):

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.errors import ConfigError, of_all
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import launch
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.rms_norm import rms_norm
-from txl_dist.sections import AttentionKernel, ModelSection
 
 QUERY_KEY_GAIN = 1.2
 """Of normed queries and keys (nanochat): their products would hardly tell one key from another without."""

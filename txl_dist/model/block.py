@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.model.activation import ActivatedLinear, swiglu
 from txl_dist.model.dropout import dropout
 from txl_dist.model.kernels import rows
@@ -21,7 +22,6 @@ from txl_dist.model.memory import Visibility
 from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.rms_norm import RmsNorm
-from txl_dist.sections import AttentionKernel, ModelSection
 
 
 def build_norm(model: ModelSection) -> nn.Module:

@@ -24,10 +24,10 @@ from collections.abc import Sequence
 
 import torch
 
+from txl_dist.config.schema import ModelSection
 from txl_dist.model.adaptive_embedding import is_projected
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
-from txl_dist.text.clusters import typical_shares
+from txl_dist.vocabulary_clusters import typical_shares
 
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "H200": (989.4, 494.7, 66.9),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from txl_dist.sections import ModelSection
+from txl_dist.config.schema import ModelSection
 
 
 def initialize(module: nn.Module, model: ModelSection) -> None:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from txl_dist.config.registry import plugin_errors
+from txl_dist.config.schema import SCHEMES, AttentionKernel, ModelSection
 from txl_dist.model.attention import Attention, Distances
 from txl_dist.model.relative_attention import at_least_fp32
-from txl_dist.registry import plugin_errors
-from txl_dist.sections import SCHEMES, AttentionKernel, ModelSection
 
 
 def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from txl_dist.config import check_vocabulary
+from txl_dist.config.load import check_vocabulary
+from txl_dist.config.schema import AttentionKernel, ModelSection, memory_of_layers
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
@@ -26,7 +27,6 @@ from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
 from txl_dist.model.memory import Memory, empty_memory, visible_keys
 from txl_dist.model.positions import attention_biases, distance_encoding
-from txl_dist.sections import AttentionKernel, ModelSection, memory_of_layers
 
 
 class TransformerXL(nn.Module):

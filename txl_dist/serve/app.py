@@ -19,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from txl_dist import __version__
 from txl_dist.errors import TxlError
-from txl_dist.infer.language_model import Text
-from txl_dist.infer.settings import Writing, check_ids
+from txl_dist.inference.language_model import Text
+from txl_dist.inference.options import Writing, check_ids
 from txl_dist.serve import schema
-from txl_dist.serve.answer import Answer, ClientGoneError, num_tokens_of
+from txl_dist.serve.api_errors import RefusalError, of_validation
 from txl_dist.serve.paths import advice
-from txl_dist.serve.refusals import RefusalError, of_validation
+from txl_dist.serve.responses import Answer, ClientGoneError, num_tokens_of
 from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 from txl_dist.serve.service import Service
 

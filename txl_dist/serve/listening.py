@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from txl_dist.errors import ConfigError
-from txl_dist.serve.settings import Serving
+from txl_dist.serve.options import Serving
 
 
 def require_packages() -> None:

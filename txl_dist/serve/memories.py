@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from txl_dist.infer.text_memory import TextMemory
+from txl_dist.inference.text_memory import TextMemory
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from txl_dist.suggest import did_you_mean
+from txl_dist.console.suggest import did_you_mean
 
 _COMPLETIONS = "Call POST /v1/completions with `prompt`."
 _BASE_MODEL = f"This is a base model: it continues a text and has no chat roles or tools. {_COMPLETIONS}"

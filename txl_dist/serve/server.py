@@ -14,15 +14,15 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from txl_dist.console.formatting import counted
+from txl_dist.console.logging import logger
 from txl_dist.errors import TxlError
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.log import logger
+from txl_dist.inference.language_model import LanguageModel
 from txl_dist.serve.app import create_app
-from txl_dist.serve.gate import Gate
 from txl_dist.serve.listening import url_of
+from txl_dist.serve.middleware import Gate
+from txl_dist.serve.options import Serving
 from txl_dist.serve.service import Service
-from txl_dist.serve.settings import Serving
-from txl_dist.tables import counted
 
 LAST_WORDS_S = 5.0
 """Seconds for what was made to reach its clients, once all texts have ended."""

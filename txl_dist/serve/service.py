@@ -17,17 +17,17 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive
 
+from txl_dist.console.formatting import counted
 from txl_dist.errors import TxlError
-from txl_dist.infer.language_model import LanguageModel, Text
-from txl_dist.infer.text_memory import TextMemory
-from txl_dist.infer.writer import Ending, Prompt
-from txl_dist.serve.answer import Begun, Inbox, num_tokens_of
+from txl_dist.inference.language_model import LanguageModel, Text
+from txl_dist.inference.scheduler import Ending, Prompt
+from txl_dist.inference.text_memory import TextMemory
+from txl_dist.serve.api_errors import RefusalError
 from txl_dist.serve.memories import Held, MemoryStore
 from txl_dist.serve.metrics import Metrics
-from txl_dist.serve.refusals import RefusalError
-from txl_dist.serve.settings import Serving
+from txl_dist.serve.options import Serving
+from txl_dist.serve.responses import Begun, Inbox, num_tokens_of
 from txl_dist.serve.worker import Job, QueueFullError, Worker
-from txl_dist.tables import counted
 
 LONG_TEXT = 4_000
 """Characters of a text whose ids are made in another thread."""

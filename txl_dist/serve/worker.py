@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from txl_dist.console.formatting import counted
+from txl_dist.console.logging import logger
 from txl_dist.errors import TxlError
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.infer.settings import Writing
-from txl_dist.infer.writer import Piece, Prompt, Writer
-from txl_dist.log import logger
-from txl_dist.tables import counted
+from txl_dist.inference.language_model import LanguageModel
+from txl_dist.inference.options import Writing
+from txl_dist.inference.scheduler import Piece, Prompt, Writer
 
 PIECE_S = 0.0004
 """Seconds per text between two times that pieces are handed out. To send a piece takes the event loop half of that, in

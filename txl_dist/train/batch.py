@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from txl_dist.config import Config
-from txl_dist.data.read.corpora import open_corpora
-from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.data.read.position import StreamState
-from txl_dist.data.read.stream import LaneStream, Segment
+from txl_dist.config.load import Config
+from txl_dist.config.schema import TrainSection
+from txl_dist.data.loader.corpora import open_corpora
+from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.stream import LaneStream, Segment
+from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.sections import TrainSection
-from txl_dist.text.clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 from txl_dist.train.state import Job
+from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 
 
 class StepInput(NamedTuple):

@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from txl_dist.config import Config
-from txl_dist.dist import gather_objects, this_rank, together
+from txl_dist.config.load import Config
+from txl_dist.console.logging import logger
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.distributed.collectives import gather_objects, this_rank, together
 from txl_dist.errors import REQUEUE, ConfigError, TrainingError, in_one_line, of_all
-from txl_dist.log import logger
-from txl_dist.suggest import did_you_mean
 
 
 class RunResult(NamedTuple):

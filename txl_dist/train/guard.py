@@ -12,16 +12,16 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from txl_dist.data.read.stream import documents_at
-from txl_dist.dist import gather_objects
+from txl_dist.console.logging import warn_for_all
+from txl_dist.data.loader.stream import documents_at
+from txl_dist.distributed.collectives import gather_objects
 from txl_dist.errors import TrainingError, of_all
-from txl_dist.log import warn_for_all
-from txl_dist.train import health as rules
-from txl_dist.train.health import Health
-from txl_dist.train.report.sinks import Reporter
+from txl_dist.train import stability as rules
+from txl_dist.train.monitoring.silent_corruption import deviating_ranks
+from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.stability import Health
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.step import Decision
-from txl_dist.train.watch.replicas import deviating_ranks
 
 
 class Guard:

@@ -18,38 +18,38 @@ import numpy as np
 import numpy.typing as npt
 from torch.profiler import record_function
 
-from txl_dist.data.read.damage import DamagePolicy
-from txl_dist.data.read.position import StreamState
-from txl_dist.data.read.prefetch import prefetch
-from txl_dist.dist import Votes, limit_waiting, on_first, poll, together
+from txl_dist.config.phases import end_of_stage, whole
+from txl_dist.console.logging import logger, warn_for_all
+from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.prefetch import prefetch
+from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.distributed.collectives import Votes, limit_waiting, on_first, poll, together
 from txl_dist.errors import TrainingError
-from txl_dist.faults import fault_point
-from txl_dist.log import logger, warn_for_all
-from txl_dist.stages import end_of_stage, whole
+from txl_dist.fault_injection import fault_point
 from txl_dist.train.batch import StepInput, batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks, StepEnd, TrainStart, ValidationEnd
 from txl_dist.train.checkpoint.callback_states import read_states
+from txl_dist.train.checkpoint.manager import Saving
 from txl_dist.train.checkpoint.memories import first_memories
-from txl_dist.train.checkpoint.policy import Saving
 from txl_dist.train.checkpoint.probe import check_probe
 from txl_dist.train.checkpoint.read import load_checkpoint
-from txl_dist.train.checkpoint.soundness import SavedState
-from txl_dist.train.checkpoint.write import Saver
+from txl_dist.train.checkpoint.validate import SavedState
+from txl_dist.train.checkpoint.writer import Saver
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard
-from txl_dist.train.health import Health, after_rewind
+from txl_dist.train.monitoring.stragglers import StepClock, StragglerWatch
+from txl_dist.train.monitoring.watch import Watch
+from txl_dist.train.report.layer_stats import signals
+from txl_dist.train.report.loggers import Reporter
 from txl_dist.train.report.metrics import Clipping, Interval, start_facts, train_record
-from txl_dist.train.report.observer import Observer, StopAskedError, text_facts
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.report.signals import signals
-from txl_dist.train.report.sinks import Reporter
+from txl_dist.train.report.validation import Observer, StopAskedError, text_facts
 from txl_dist.train.rewind import find_rewind
 from txl_dist.train.run_dir import set_aside
 from txl_dist.train.schedule import learning_rate
+from txl_dist.train.stability import Health, after_rewind
 from txl_dist.train.state import Job, TrainState
 from txl_dist.train.step import Stepper
-from txl_dist.train.watch.stragglers import StepClock, StragglerWatch
-from txl_dist.train.watch.watch import Watch
 
 _PATIENCE_S = {"stopped": 15.0, "stage": 900.0, "done": 900.0}
 """How long the last save is tried: who asked to stop will not wait, but who finds a full disk in the morning may."""

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from txl_dist.config import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.data.read.corpora import lacks_eval_split, open_corpora
-from txl_dist.data.read.corpus import Corpus, Split
-from txl_dist.data.read.lanes import epochs_read
-from txl_dist.data.read.position import StreamState
-from txl_dist.dist import Ranks, uses_gpu
+from txl_dist.config.load import BatchPlan, Config, check_config, check_vocabulary, plan_batch
+from txl_dist.config.phases import check_stages, each_stage, end_of_stage
+from txl_dist.console.formatting import counted
+from txl_dist.data.loader.corpora import lacks_eval_split, open_corpora
+from txl_dist.data.loader.corpus import Corpus, Split
+from txl_dist.data.loader.lanes import epochs_read
+from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.distributed.collectives import Ranks, uses_gpu
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.infer.bundle import DTYPES
+from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, has_projections
 from txl_dist.model.kernels.launch import mismatch, obstacle
-from txl_dist.stages import check_stages, each_stage, end_of_stage
-from txl_dist.tables import counted
-from txl_dist.train.report.sinks import check_sinks
+from txl_dist.train.report.loggers import check_sinks
 from txl_dist.train.state import Job
 
 MANY_EPOCHS = 20

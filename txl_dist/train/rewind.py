@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from txl_dist.config import load_config
-from txl_dist.data.read.position import StreamState
-from txl_dist.dist import on_first
-from txl_dist.run_files import SETTINGS, list_checkpoints, step_of
-from txl_dist.stages import at_step
+from txl_dist.artifacts import SETTINGS, list_checkpoints, step_of
+from txl_dist.config.load import load_config
+from txl_dist.config.phases import at_step
+from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.distributed.collectives import on_first
 from txl_dist.train.checkpoint.read import problems_together
-from txl_dist.train.checkpoint.soundness import SavedState, read_state
+from txl_dist.train.checkpoint.validate import SavedState, read_state
 from txl_dist.train.state import Job, TrainState
 
 

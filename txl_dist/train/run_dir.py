@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from txl_dist.config import Config, config_changes, config_to_toml, load_config
-from txl_dist.errors import ConfigError, explained
-from txl_dist.files import free_name, open_regular, parse_object, read_text, replace_file
-from txl_dist.hub import local_model
-from txl_dist.manifest import problems_of
-from txl_dist.run_files import (
+from txl_dist.artifacts import (
     CHECKPOINT_NAME,
     CHECKPOINTS,
     DONE,
@@ -30,7 +25,12 @@ from txl_dist.run_files import (
     list_checkpoints,
     require,
 )
-from txl_dist.stages import whole
+from txl_dist.config.load import Config, config_changes, config_to_toml, load_config
+from txl_dist.config.phases import whole
+from txl_dist.errors import ConfigError, explained
+from txl_dist.io.files import free_name, open_regular, parse_object, read_text, replace_file
+from txl_dist.io.hub import local_model
+from txl_dist.io.manifest import problems_of
 
 
 def require_corpora(settings: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from txl_dist.sections import OptimSection
+from txl_dist.config.schema import OptimSection
 
 
 def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:

@@ -15,24 +15,27 @@ from typing import Any
 
 import torch
 
-from txl_dist.config import Config, configure
-from txl_dist.dist import Ranks, barrier, gather_objects, joined_ranks, on_first, together
+from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
+from txl_dist.config.load import Config, configure
+from txl_dist.config.registry import loaded_plugins
+from txl_dist.console.formatting import counted
+from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
+from txl_dist.distributed.collectives import Ranks, barrier, gather_objects, joined_ranks, on_first, together
 from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, of_all
-from txl_dist.files import replace_file
-from txl_dist.log import logger, note_in_file, start_logging, warn_for_all
+from txl_dist.io.files import replace_file
 from txl_dist.model.flops import count_parameters
-from txl_dist.registry import loaded_plugins
-from txl_dist.run_files import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
-from txl_dist.tables import counted
-from txl_dist.text.tokenizer import read_tokenizer
+from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
-from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.train.checkpoint.validate import read_state
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
-from txl_dist.train.initial import initial_weights
 from txl_dist.train.loop import Run, Start
+from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
+from txl_dist.train.monitoring.watch import Watch
+from txl_dist.train.monitoring.watchdog import Watchdog
 from txl_dist.train.preflight import (
     check_jobs,
     describe_batch,
@@ -46,10 +49,7 @@ from txl_dist.train.preflight import (
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, set_aside
 from txl_dist.train.state import Job, TrainState
-from txl_dist.train.watch.run_lock import RunLock, prove_shared
-from txl_dist.train.watch.stopping import StopRequests
-from txl_dist.train.watch.watch import Watch
-from txl_dist.train.watch.watchdog import Watchdog
+from txl_dist.train.warm_start import initial_weights
 
 
 def pretrain(

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.data.read.corpora import Corpora
-from txl_dist.data.read.lanes import lanes_of_rank
-from txl_dist.data.read.position import StreamState
-from txl_dist.dist import Ranks
+from txl_dist.config.load import BatchPlan, Config
+from txl_dist.data.loader.corpora import Corpora
+from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.model.memory import Memory
-from txl_dist.text.base import Tokenizer
-from txl_dist.train.health import Health
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.train.stability import Health
 
 
 @dataclass(frozen=True)

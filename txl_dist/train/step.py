@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from txl_dist.dist import Votes, all_reduce_sum, waiting
-from txl_dist.faults import fault_point
+from txl_dist.distributed.collectives import Votes, all_reduce_sum, waiting
+from txl_dist.fault_injection import fault_point
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import StepInput, to_device
 from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.state import Job
-from txl_dist.train.watch.stragglers import StepClock
 
 
 class Decision(NamedTuple):

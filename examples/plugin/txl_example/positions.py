@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from txl_dist import plugins
+from txl_dist.config.schema import ModelSection
 from txl_dist.model.attention import Distances
-from txl_dist.sections import ModelSection
 
 
 class LinearDistances(nn.Module):

@@ -9,7 +9,7 @@ import numpy as np
 
 from txl_dist import plugins
 from txl_dist.errors import DataError
-from txl_dist.text.base import END_OF_TEXT, Ids, SpelledTokenizer
+from txl_dist.tokenizers.base import END_OF_TEXT, Ids, SpelledTokenizer
 
 PIECE = re.compile(r"[0-9a-f]{2}|.", re.DOTALL)
 

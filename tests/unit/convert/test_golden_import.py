@@ -21,9 +21,9 @@ from tests.helpers.peers import (
 )
 from txl_dist.convert.checks import only_tensors
 from txl_dist.convert.importer import import_model
-from txl_dist.convert.names import from_original
-from txl_dist.infer.bundle import Bundle, load_bundle
-from txl_dist.infer.probe import log_probabilities
+from txl_dist.convert.key_mapping import from_original
+from txl_dist.inference.bundle import Bundle, load_bundle
+from txl_dist.inference.probe import log_probabilities
 from txl_dist.model.memory import Memory, attended
 
 FORMS = ["module", "legacy_module", "state_dict"]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tests.helpers.bundles import MEMORY_LEN, SEGMENT_LEN, make
 from tests.helpers.models import VARIANTS
+from txl_dist.artifacts import Kind, kind_of
 from txl_dist.convert.huggingface_export import export_huggingface_code
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.infer.bundle import load_bundle
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.manifest import problems_of
-from txl_dist.run_files import Kind, kind_of
+from txl_dist.inference.bundle import load_bundle
+from txl_dist.inference.language_model import LanguageModel
+from txl_dist.io.manifest import problems_of
 
 ALL: dict[str, dict[str, Any]] = {
     **VARIANTS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from txl_dist.convert.huggingface_tokenizer import library_tokenizer
-from txl_dist.text.base import END_OF_TEXT
-from txl_dist.text.training import train_tokenizer
+from txl_dist.tokenizers.base import END_OF_TEXT
+from txl_dist.tokenizers.training import train_tokenizer
 
 TEXTS = ["the cat sat on the mat,\n  it's 12 o'clock \u00e9\u4e2d.\n\nThe dog did not <unk> see\n"] * 20
 

@@ -34,8 +34,8 @@ from txl_dist.convert.importer import READERS, Format, import_model
 from txl_dist.convert.original import _div_value
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.infer.bundle import Package, load_bundle
-from txl_dist.infer.language_model import LanguageModel
+from txl_dist.inference.bundle import Package, load_bundle
+from txl_dist.inference.language_model import LanguageModel
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMATS: list[Format] = ["original", "nvidia", "huggingface", "labml"]

@@ -15,12 +15,12 @@ from huggingface_hub import ModelCard
 
 from tests.helpers.bundles import SEGMENT_LEN, make
 from tests.helpers.models import VARIANTS
+from txl_dist.artifacts import Kind, kind_of
 from txl_dist.convert.onnx_graphs import TOLERANCE, export_onnx
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.infer.bundle import load_bundle
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.manifest import problems_of
-from txl_dist.run_files import Kind, kind_of
+from txl_dist.inference.bundle import load_bundle
+from txl_dist.inference.language_model import LanguageModel
+from txl_dist.io.manifest import problems_of
 
 SOME: dict[str, dict[str, Any]] = {
     "adaptive_div_2_window": {

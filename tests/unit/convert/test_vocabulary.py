@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from txl_dist.convert.pickles import read_any
+from txl_dist.convert.safe_unpickle import read_any
 from txl_dist.convert.vocabulary import identity_tokenizer, read_vocabulary, tokenizer_of
 from txl_dist.errors import CheckpointError, DataError
-from txl_dist.text.base import END_OF_TEXT
-from txl_dist.text.subwords import BpeTokenizer
-from txl_dist.text.training import train_tokenizer
-from txl_dist.text.words import WordTokenizer
+from txl_dist.tokenizers.base import END_OF_TEXT
+from txl_dist.tokenizers.subwords import BpeTokenizer
+from txl_dist.tokenizers.training import train_tokenizer
+from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 SYMBOLS = ["<eos>", "the", "<unk>", "cat", "The"]
 SENTENCES = ["<S>", "</S>", "<UNK>", "the", "cat"]

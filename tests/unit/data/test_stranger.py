@@ -15,13 +15,13 @@ import pytest
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.stranger import StrangersRun, StrangersSplit
 from txl_dist.data.format import FORMAT_VERSION, INDEX_NAME, SplitInfo, token_dtype
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.loader.stream import LaneStream
+from txl_dist.data.loader.stream_state import StreamState, continued, first_state
 from txl_dist.data.prepare.shard_writer import write_shard
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.read.lanes import lanes_of_rank
-from txl_dist.data.read.position import StreamState, continued, first_state
-from txl_dist.data.read.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import write_hashed_json
+from txl_dist.io.files import write_hashed_json
 from txl_dist.rng import derive_seed
 
 NUM_CORPORA = 100

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, VOCAB_SIZE, random_tokens, tiny_model, tiny_section
+from txl_dist.config.schema import ModelSection
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, Table
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
-from txl_dist.text.clusters import ClusterRows, partition_by_cluster
+from txl_dist.vocabulary_clusters import ClusterRows, partition_by_cluster
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,7 +13,7 @@ from tests.helpers.models import tiny_section
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.text.clusters import ClusterRows, cluster_edges, typical_shares
+from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, typical_shares
 
 STACKS = {
     "A": ({"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}, 128, 8),

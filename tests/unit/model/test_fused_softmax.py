@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.models import VOCAB_SIZE, random_tokens, tiny_model
 from tests.helpers.waits import Waits
 from tests.unit.model.test_adaptive_softmax import VARIANTS, given_partition, hidden_states
+from txl_dist.config.schema import ModelSection
 from txl_dist.model import fused_softmax
 from txl_dist.model.adaptive_embedding import Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection
 
 LANES, SEGMENT_LEN = 3, 7
 NUM_TOKENS = LANES * SEGMENT_LEN

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.models import POSITIONS, tiny_section
 from tests.helpers.waits import Waits
-from txl_dist.data.read.stream import plain_segment
+from txl_dist.data.loader.stream import plain_segment
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model
 from tests.helpers.naive import naive_encoding
-from txl_dist.config import choices_of
+from txl_dist.config.load import choices_of
+from txl_dist.config.schema import SCHEMES
 from txl_dist.errors import ConfigError
 from txl_dist.model.positions import LearnedDistances, distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import SCHEMES
 
 NUM_POSITIONS, WIDTH = 2000, 64
 

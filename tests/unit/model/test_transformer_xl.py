@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.models import POSITIONS, RECURRENT, VARIANTS, random_tokens, segment_losses, tiny_model
+from txl_dist.config.schema import ModelSection
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
-from txl_dist.sections import ModelSection
 
 WITHOUT_MEMORY: dict[str, dict[str, Any]] = {
     "absolute": POSITIONS["absolute"],

@@ -9,7 +9,7 @@ import pytest
 
 from txl_dist.errors import ConfigError
 from txl_dist.serve.listening import listen
-from txl_dist.serve.settings import Serving
+from txl_dist.serve.options import Serving
 
 
 @pytest.mark.parametrize("port", [80, 443, 1023])

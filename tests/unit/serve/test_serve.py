@@ -31,13 +31,16 @@ from safetensors.torch import save
 from tests.helpers.bundles import make
 from tests.helpers.language import MEMORY_LEN, TEXT, distance_to_border, random_model
 from tests.helpers.served import Served, served, wait_until
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.infer.language_model import LanguageModel
-from txl_dist.serve import answer, gate, refusals, schema
+from txl_dist.inference.language_model import LanguageModel
+from txl_dist.serve import api_errors as refusals
+from txl_dist.serve import middleware as gate
+from txl_dist.serve import responses as answer
+from txl_dist.serve import schema
 from txl_dist.serve.listening import listen
+from txl_dist.serve.options import Serving
 from txl_dist.serve.server import Server
-from txl_dist.serve.settings import Serving
 
 pytestmark = pytest.mark.slow
 

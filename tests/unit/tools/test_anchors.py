@@ -11,8 +11,8 @@ from tools import anchors, recipes
 from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, measure, of_recipes, table_of
 from tools.recording import Rows, table_in
 from tools.texts import mark_of_text, marked_text
-from txl_dist.config import Config, changed
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.config.load import Config, changed
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import DataError, TxlError
 
 NEW = ["\u00ff is no mark, nor are bytes like \u4e2d's", ""]

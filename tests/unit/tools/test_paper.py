@@ -26,8 +26,8 @@ from tools.paper.trials import (
 )
 from tools.recording import ROOT, Rows, table_in
 from tools.trainings import flags_of, side_by_side
-from txl_dist.config import Config, changed, check_config, load_config, plan_batch
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.config.load import Config, changed, check_config, load_config, plan_batch
+from txl_dist.data.loader.corpus import open_corpus
 
 CORES, PAPER = SIZES["cores"], SIZES["paper"]
 PROGRAMS: dict[str, Any] = {"t6": trials, "t8": t8, "t9": t9, "t10": trials}

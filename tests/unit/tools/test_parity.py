@@ -18,7 +18,7 @@ from tests.helpers.corpora import tiny_corpus
 from tools import parity
 from tools.parity import BEGIN, PAGE, Record, Recorded, Size, Turn, check_batches, spent, table_of
 from tools.recording import table_in
-from txl_dist.data.read.corpus import Corpus
+from txl_dist.data.loader.corpus import Corpus
 from txl_dist.errors import ConfigError, DataError
 
 ORIGINAL = os.environ.get("TXL_ORIGINAL", "")

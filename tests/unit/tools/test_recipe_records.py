@@ -14,7 +14,7 @@ from tests.helpers.recipes import header
 from tools import recipes
 from tools.recipes import BEGIN, COLUMNS, PAGE, RECORDS, SCORES, as_told, table_of
 from tools.recording import Rows, table_in
-from txl_dist.config import Config
+from txl_dist.config.load import Config
 from txl_dist.errors import ConfigError
 
 ROWS = Rows(RECORDS, COLUMNS).rows

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.corpora import tiny_corpus
 from tools.recording import ROOT, table_in
 from tools.speedrun import BEGIN, PAGE, Record, entries_of, original_entry, read_records, table_of
-from txl_dist.config import Config
+from txl_dist.config.load import Config
 from txl_dist.errors import ConfigError
 
 

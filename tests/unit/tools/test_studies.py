@@ -13,7 +13,7 @@ from tests.helpers.corpora import tiny_corpus
 from tools import prediction, studies
 from tools.recording import append_rows, read_rows
 from tools.studies import STUDIES, Record, config_of, draw, ordered, parameters_outside_tables, table_of
-from txl_dist.config import plan_batch
+from txl_dist.config.load import plan_batch
 from txl_dist.errors import ConfigError
 
 VARIANTS = [(name, variant) for name, study in STUDIES.items() for variant in study.variants]

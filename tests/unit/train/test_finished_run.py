@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
-from txl_dist.config import Config, config_to_toml, load_config
+from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.manifest import describe_file, write_manifest
+from txl_dist.io.manifest import describe_file, write_manifest
 from txl_dist.train.run_dir import finished_lines, next_commands
 
 
@@ -72,7 +72,7 @@ def test_the_command_answers_without_torch_and_keeps_its_other_words(tmp_path: P
     corpus = tiny_corpus(tmp_path).folder
     a_finished_run(tmp_path, corpus=corpus)
     code = (
-        "import sys\nfrom txl_dist.cli import main\n"
+        "import sys\nfrom txl_dist.cli.main import main\n"
         "code = main(sys.argv[1:])\nprint(code, *{'torch', 'deepspeed'} & set(sys.modules))"
     )
     words = ["train", str(tmp_path / "c.toml"), "--data.path", str(corpus), "--train.max_steps=200"]

@@ -13,13 +13,13 @@ import pytest
 
 from tests.helpers.golden_checkpoint import facts_of, losses_of
 from tests.helpers.launch import txl
-from txl_dist.cli import main
-from txl_dist.config import load_config
+from txl_dist.cli.main import main
+from txl_dist.config.load import load_config
+from txl_dist.convert.export import export_bundle
 from txl_dist.errors import CheckpointError
-from txl_dist.files import write_hashed_json
-from txl_dist.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
-from txl_dist.ops.export import export_bundle
-from txl_dist.train.checkpoint.soundness import checkpoint_problems, read_state
+from txl_dist.io.files import write_hashed_json
+from txl_dist.io.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
+from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 STEP = "step_000000016"
 GOLDENS = [Path(__file__).parents[2] / "golden" / f"checkpoint_v{version}" for version in (2, 3)]
@@ -128,7 +128,7 @@ def test_a_manifest_of_a_later_version_is_a_problem_that_says_so(tmp_path: Path)
 def test_inspect_verify_and_export_need_no_deepspeed(tmp_path: Path) -> None:
     code = """
 import sys
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 for words in sys.argv[1:]:
     assert main(words.split()) == 0
 assert "torch" in sys.modules

@@ -11,10 +11,10 @@ import torch
 
 from tests.helpers.models import VOCAB_SIZE, random_tokens, tiny_model
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import plan_batch
-from txl_dist.data.read.stream import Segment, plain_segment
+from txl_dist.config.load import plan_batch
+from txl_dist.config.schema import TrainSection
+from txl_dist.data.loader.stream import Segment, plain_segment
 from txl_dist.model.transformer_xl import SegmentLoss
-from txl_dist.sections import TrainSection
 from txl_dist.train.batch import BatchMaker, StepInput, batch_maker
 from txl_dist.train.step import Stepper
 

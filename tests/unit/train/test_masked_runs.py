@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.helpers.jobs import job_of
-from txl_dist.config import load_config
-from txl_dist.dist import Ranks
+from txl_dist.config.load import load_config
+from txl_dist.convert.export import export_bundle
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.errors import CheckpointError
-from txl_dist.infer.bundle import load_bundle
-from txl_dist.manifest import MANIFEST, describe_file, files_of, write_manifest
-from txl_dist.ops.export import export_bundle
-from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.inference.bundle import load_bundle
+from txl_dist.io.manifest import MANIFEST, describe_file, files_of, write_manifest
+from txl_dist.tokenizers.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.read import check_checkpoint
-from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.train.checkpoint.validate import read_state
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "checkpoint_v2" / "step_000000016"
 

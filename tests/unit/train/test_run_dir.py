@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.checkpoints import golden_at
-from txl_dist.config import Config, config_from_dict, load_config
+from txl_dist.artifacts import Kind, kind_of
+from txl_dist.config.load import Config, config_from_dict, load_config
 from txl_dist.errors import ConfigError
-from txl_dist.run_files import Kind, kind_of
 from txl_dist.train.checkpoint.read import choose_checkpoint
 from txl_dist.train.run_dir import (
     check_run_dir,

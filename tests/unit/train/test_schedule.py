@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from txl_dist.sections import OptimSection
+from txl_dist.config.schema import OptimSection
 from txl_dist.train.schedule import learning_rate
 
 MAX_STEPS = 100

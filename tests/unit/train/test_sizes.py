@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from tools.count_graphs import RECIPES, count, microbatches
-from txl_dist.config import load_config
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.text.clusters import RUNG_ROWS, cluster_edges, size_ladder, sizes_for, typical_shares
+from txl_dist.config.load import load_config
+from txl_dist.data.loader.stream import plain_segment
 from txl_dist.train.batch import BatchMaker
+from txl_dist.vocabulary_clusters import RUNG_ROWS, cluster_edges, size_ladder, sizes_for, typical_shares
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 NUM_STEPS = 5000

@@ -20,18 +20,18 @@ from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from tests.helpers.waits import Copies
-from txl_dist.config import plan_batch
-from txl_dist.data.read.position import CorpusState, StreamState
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import Ranks, Votes, is_waiting, poll
+from txl_dist.config.load import plan_batch
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.data.loader.stream_state import CorpusState, StreamState
+from txl_dist.distributed.collectives import Ranks, Votes, is_waiting, poll
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train import step as step_module
 from txl_dist.train.batch import StepInput, batch_maker
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
+from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.step import Decision, Stepper, decide
-from txl_dist.train.watch.stragglers import StepClock
 
 
 class Says(NamedTuple):

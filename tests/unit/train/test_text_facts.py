@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.logs import format_record
-from txl_dist.train.report.observer import text_facts
+from txl_dist.train.report.validation import text_facts
 
 
 def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import unicodedata
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
-from txl_dist.files import UTF8, text_encoding
+from txl_dist.io.files import UTF8, text_encoding
 
 HEAD_BYTES = 1 << 12
 """Bytes of an input that are looked at."""

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from txl_dist.errors import DataError
-from txl_dist.files import Record, parse_record
+from txl_dist.io.files import Record, parse_record
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]

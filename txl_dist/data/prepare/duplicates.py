@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.read.lanes import hash64
-from txl_dist.files import open_new
+from txl_dist.data.loader.lanes import hash64
+from txl_dist.io.files import open_new
 
 UInt64s = npt.NDArray[np.uint64]
 

@@ -29,8 +29,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.check.inspect import corpus_facts, corpus_lines
-from txl_dist.data.check.tars import ForwardReader, Sample, read_samples
 from txl_dist.data.format import (
     INDEX_NAME,
     PREPARED_NAME,
@@ -42,15 +40,17 @@ from txl_dist.data.format import (
     index_of,
     npy_bytes,
 )
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.prepare.documents import SPLITS, TRAIN, count_characters, text_bytes_of
 from txl_dist.data.prepare.split_names import splits_of_paths
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.storage.places import MappedPayload
+from txl_dist.data.storage.local import MappedPayload
+from txl_dist.data.verify.inspect import corpus_facts, corpus_lines
+from txl_dist.data.verify.tars import ForwardReader, Sample, read_samples
 from txl_dist.errors import DataError
-from txl_dist.files import flush_folder, replace_file, write_bytes, write_hashed_json
-from txl_dist.text.base import Tokenizer
-from txl_dist.text.foreign import ADDED, ForeignTokenizer
-from txl_dist.text.importing import open_tokenizer
+from txl_dist.io.files import flush_folder, replace_file, write_bytes, write_hashed_json
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.foreign import ADDED, ForeignTokenizer
+from txl_dist.tokenizers.importing import open_tokenizer
 
 MAX_SAMPLE_LEN = (1 << 32) - 1
 """A record counts tokens in 32 bits."""

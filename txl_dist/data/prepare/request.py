@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from txl_dist.data.format import INDEX_NAME, PREPARED_NAME
 from txl_dist.data.prepare.detection import is_url
-from txl_dist.data.prepare.scratch import another_corpus
-from txl_dist.data.prepare.settings import PrepareSettings
+from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.sources import SourceFile
+from txl_dist.data.prepare.workdir import another_corpus
 from txl_dist.errors import DataError, explained
-from txl_dist.files import canonical_hash, open_regular, read_json, sha256_of_file, write_hashed_json
+from txl_dist.io.files import canonical_hash, open_regular, read_json, sha256_of_file, write_hashed_json
 
 _END_BYTES = 1 << 16
 

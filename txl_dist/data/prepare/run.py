@@ -27,6 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from txl_dist.console.formatting import aligned, counted
+from txl_dist.console.logging import logger
+from txl_dist.console.progress import Progress
 from txl_dist.data.format import (
     INDEX_NAME,
     TOKENIZER_NAME,
@@ -36,7 +39,10 @@ from txl_dist.data.format import (
     npy_bytes,
     token_dtype,
 )
-from txl_dist.data.prepare.assembly import (
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.prepare.documents import SPLITS, TRAIN
+from txl_dist.data.prepare.input_splits import Cursor
+from txl_dist.data.prepare.merge import (
     DROPPED,
     ShardTask,
     find_duplicates,
@@ -46,15 +52,8 @@ from txl_dist.data.prepare.assembly import (
     read_written,
     write_planned,
 )
-from txl_dist.data.prepare.cutting import Cursor
-from txl_dist.data.prepare.documents import SPLITS, TRAIN
-from txl_dist.data.prepare.encoding import Encoding, PartInfo, PartTask, encode_part, read_part_info
-from txl_dist.data.prepare.held_out import named_few, no_text
-from txl_dist.data.prepare.request import check_request, request_of, write_request
-from txl_dist.data.prepare.scratch import CORPUS, check_target, claim_scratch, move_into_place
-from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.prepare.sources import Listing, identities, is_repeatable
-from txl_dist.data.prepare.tokenizing import (
+from txl_dist.data.prepare.options import PrepareSettings
+from txl_dist.data.prepare.plan import (
     Preparation,
     check_in_the_way,
     check_learning,
@@ -64,14 +63,15 @@ from txl_dist.data.prepare.tokenizing import (
     make_tokenizer,
     remarks_on_size,
 )
-from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.prepare.request import check_request, request_of, write_request
+from txl_dist.data.prepare.sources import Listing, identities, is_repeatable
+from txl_dist.data.prepare.tokenize import Encoding, PartInfo, PartTask, encode_part, read_part_info
+from txl_dist.data.prepare.validation_split import named_few, no_text
+from txl_dist.data.prepare.workdir import CORPUS, check_target, claim_scratch, move_into_place
 from txl_dist.data.workers import Workers, start_workers
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import flush_folder, write_bytes, write_hashed_json
-from txl_dist.log import logger
-from txl_dist.progress import Progress
-from txl_dist.tables import aligned, counted
-from txl_dist.text.base import Tokenizer
+from txl_dist.io.files import flush_folder, write_bytes, write_hashed_json
+from txl_dist.tokenizers.base import Tokenizer
 
 _PARTS_VERSION = 3
 """Of what the records of parts hold: parts of another version are made again."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.format import NPY_HEADER_BYTES, RECORD, ShardInfo, Tokens, npy_bytes
-from txl_dist.files import replace_file, replacing
+from txl_dist.io.files import replace_file, replacing
 
 SHORT_DOCUMENT_LEN = 4096
 PACKED_SAMPLE_LEN = 1 << 16

@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from txl_dist.console.formatting import counted
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.data.prepare.datasets import NAMED
 from txl_dist.data.prepare.detection import JSONL_SUFFIXES, PLAIN_SUFFIXES, is_url, text_suffix
 from txl_dist.data.prepare.documents import Form
-from txl_dist.data.prepare.named import NAMED
-from txl_dist.data.prepare.settings import PrepareSettings
-from txl_dist.data.storage.retries import filesystem_of, retrying
+from txl_dist.data.prepare.options import PrepareSettings
+from txl_dist.data.storage.fsspec_io import filesystem_of, retrying
 from txl_dist.errors import ConfigError, DataError, explained
-from txl_dist.suggest import did_you_mean
-from txl_dist.tables import counted
 
 STDLIB = "stdlib"
 """Input name of the built-in corpus."""

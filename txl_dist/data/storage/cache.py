@@ -35,13 +35,13 @@ from typing import IO, NamedTuple
 from filelock import FileLock, Timeout
 from typing_extensions import override
 
+from txl_dist.console.logging import logger
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.storage.origins import Origin, RemoteStorage
-from txl_dist.data.storage.places import MappedPayload, Payload
-from txl_dist.data.storage.retries import DamageError, retrying
+from txl_dist.data.storage.fsspec_io import DamageError, retrying
+from txl_dist.data.storage.local import MappedPayload, Payload
+from txl_dist.data.storage.remote import Origin, RemoteStorage
 from txl_dist.errors import UnreachableError
-from txl_dist.files import flush_folder, open_new, sha256_of_file
-from txl_dist.log import logger
+from txl_dist.io.files import flush_folder, open_new, sha256_of_file
 
 NUM_PREFETCHERS = 4
 """Downloads of a process that run ahead of the reader."""

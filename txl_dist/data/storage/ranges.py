@@ -17,9 +17,9 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.storage.origins import RemoteStorage, UrlOrigin
-from txl_dist.data.storage.places import Payload
-from txl_dist.data.storage.retries import DamageError, retrying
+from txl_dist.data.storage.fsspec_io import DamageError, retrying
+from txl_dist.data.storage.local import Payload
+from txl_dist.data.storage.remote import RemoteStorage, UrlOrigin
 from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20

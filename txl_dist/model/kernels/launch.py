@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from txl_dist.config.schema import ModelSection, TrainSection
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
-from txl_dist.sections import ModelSection, TrainSection
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl_dist.config.schema import AttentionKernel
 from txl_dist.model.kernels.launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, device_obstacle
-from txl_dist.sections import AttentionKernel
 
 MAX_WIDTH = 8192
 """Numbers in a row that a program holds as a whole: sixteen in each thread, of as many warps as there can be."""

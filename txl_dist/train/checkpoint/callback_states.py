@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from txl_dist.console.formatting import size
 from txl_dist.errors import CheckpointError, TrainingError, explained
-from txl_dist.files import parse_object
-from txl_dist.tables import size
+from txl_dist.io.files import parse_object
 from txl_dist.train.callbacks import States
-from txl_dist.train.checkpoint.soundness import CALLBACKS
+from txl_dist.train.checkpoint.validate import CALLBACKS
 
 MAX_TENSOR_BYTES, MAX_JSON_BYTES = 256 << 20, 16 << 20
 """Largest states of all callbacks together: rank 0 holds a copy while it saves."""

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl_dist.errors import CheckpointError, explained
-from txl_dist.files import parse_object
-from txl_dist.tensor_files import TensorFile, open_tensors
+from txl_dist.io.files import parse_object
+from txl_dist.io.tensor_files import TensorFile, open_tensors
 from txl_dist.train.engine.partitions import Fragment
 
 _DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)

@@ -16,7 +16,7 @@ from torch import Tensor
 from txl_dist.errors import CheckpointError
 from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.train.checkpoint.fragments import reading
-from txl_dist.train.checkpoint.soundness import hidden_names, lane_files, lanes_of
+from txl_dist.train.checkpoint.validate import hidden_names, lane_files, lanes_of
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.state import Job
 

@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from txl_dist.config import Config, load_config
-from txl_dist.data.read.stream import plain_segment
-from txl_dist.dist import from_first, gather_objects, together
+from txl_dist.artifacts import PROBE, SETTINGS
+from txl_dist.config.load import Config, load_config
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import from_first, gather_objects, together
 from txl_dist.errors import CheckpointError, explained
-from txl_dist.infer.bundle import probe_tolerance
-from txl_dist.infer.probe import PROBE_LEN, probe_tokens
+from txl_dist.inference.bundle import probe_tolerance
+from txl_dist.inference.probe import PROBE_LEN, probe_tokens
 from txl_dist.model.memory import empty_memory
-from txl_dist.run_files import PROBE, SETTINGS
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
 

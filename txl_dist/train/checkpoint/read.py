@@ -26,19 +26,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_dist.config import Config, changed, load_config
-from txl_dist.data.read.corpus import Split
-from txl_dist.data.read.position import StreamState, continued
-from txl_dist.dist import Ranks, from_first, gather_objects, on_first, together
+from txl_dist.artifacts import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
+from txl_dist.config.load import Config, changed, load_config
+from txl_dist.config.registry import plugin_changes
+from txl_dist.console.formatting import counted
+from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.stream_state import StreamState, continued
+from txl_dist.distributed.collectives import Ranks, from_first, gather_objects, on_first, together
 from txl_dist.errors import CheckpointError, DataError, TxlError
-from txl_dist.faults import fault_point
-from txl_dist.infer.weights import Rows
-from txl_dist.registry import plugin_changes
-from txl_dist.run_files import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
-from txl_dist.tables import counted
+from txl_dist.fault_injection import fault_point
+from txl_dist.inference.weights import Rows
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import first_memories, load_memories
-from txl_dist.train.checkpoint.soundness import SavedState, checkpoint_problems, read_state
+from txl_dist.train.checkpoint.validate import SavedState, checkpoint_problems, read_state
 from txl_dist.train.engine.partitions import AVERAGE, WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes

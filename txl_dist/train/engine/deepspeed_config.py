@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from txl_dist.config import BatchPlan
-from txl_dist.sections import EngineSection
+from txl_dist.config.load import BatchPlan
+from txl_dist.config.schema import EngineSection
 
 BUCKET_LEN = 1 << 25
 """Gradients that are exchanged at once, while the backward pass goes on, and weights that are gathered at once."""

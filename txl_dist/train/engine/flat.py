@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from txl_dist.train.engine.optim import is_decayed
+from txl_dist.train.engine.optimizer import is_decayed
 
 ALIGNMENT = 128
 """Values: the products of half precision want operands at multiples of 16 bytes, caches at 128."""

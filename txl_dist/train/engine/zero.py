@@ -22,22 +22,21 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.dist import Ranks, all_reduce_sum, gather_objects, limit_waiting, together, uses_gpu
+from txl_dist.config.load import BatchPlan, Config
+from txl_dist.config.registry import plugin_errors
+from txl_dist.config.schema import OPTIMIZERS
+from txl_dist.distributed.collectives import Ranks, all_reduce_sum, gather_objects, limit_waiting, together, uses_gpu
 from txl_dist.errors import TrainingError, of_all
-from txl_dist.infer.bundle import copy_weights
+from txl_dist.inference.bundle import copy_weights
 from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
-from txl_dist.registry import plugin_errors
 from txl_dist.rng import derive_seed
-from txl_dist.sections import OPTIMIZERS
+from txl_dist.train.engine.cuda_graph import GraphedModule
 from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
-from txl_dist.train.engine.gathered import saves_no_weights
-from txl_dist.train.engine.graph import GraphedModule
 from txl_dist.train.engine.muon import Division, Matrix, Muon, matrices_of
-from txl_dist.train.engine.optim import build_optimizer
+from txl_dist.train.engine.optimizer import build_optimizer
 from txl_dist.train.engine.partitions import (
     Fragment,
     Source,
@@ -52,6 +51,7 @@ from txl_dist.train.engine.partitions import (
     update_averages,
 )
 from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.engine.zero3_saved_tensors import saves_no_weights
 
 
 class ZeroEngine(Engine):

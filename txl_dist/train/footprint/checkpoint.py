@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from txl_dist.config import Config
-from txl_dist.infer.bundle import DTYPES
+from txl_dist.config.load import Config
+from txl_dist.console.formatting import size
+from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.tables import size
 from txl_dist.train.engine.muon import is_matrix
 
 _FP32 = 4

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from txl_dist.config import BatchPlan, Config, changed, check_config, plan_batch
-from txl_dist.dist import local_world_size
+from txl_dist.config.load import BatchPlan, Config, changed, check_config, plan_batch
+from txl_dist.console.formatting import counted
+from txl_dist.console.logging import logger
+from txl_dist.distributed.collectives import local_world_size
 from txl_dist.errors import ConfigError
-from txl_dist.infer.bundle import DTYPES
-from txl_dist.log import logger
+from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
-from txl_dist.tables import counted
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 import torch
 
-from txl_dist.config import BatchPlan, Config
-from txl_dist.infer.bundle import DTYPES
+from txl_dist.config.load import BatchPlan, Config
+from txl_dist.config.schema import EngineSection
+from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import EngineSection
-from txl_dist.text.clusters import typical_shares
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.engine.muon import is_matrix
 from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
+from txl_dist.vocabulary_clusters import typical_shares
 
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from txl_dist.allocator import MAPPED_BYTES
+from txl_dist.config.schema import AttentionKernel, ModelSection
+from txl_dist.distributed.malloc import MAPPED_BYTES
 from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels import rows
@@ -35,10 +36,9 @@ from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
 from txl_dist.model.memory import Visibility
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
-from txl_dist.sections import AttentionKernel, ModelSection
-from txl_dist.text.clusters import ClusterRows, sizes_for
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
+from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
 """What becomes of a gradient. dropped: it is added to others, which the caller counts; added: that, once exchanged."""

@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_dist.config import Config
-from txl_dist.data.read.corpus import Split
-from txl_dist.data.read.evaluation import EvalStream, HeldOut
-from txl_dist.data.read.units import TextUnits, text_units
-from txl_dist.dist import Ranks, all_reduce_sum, together
+from txl_dist.config.load import Config
+from txl_dist.data.loader.bits_per_byte import TextUnits, text_units
+from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.evaluation import EvalStream, HeldOut
+from txl_dist.distributed.collectives import Ranks, all_reduce_sum, together
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.sinks import Record
+from txl_dist.train.report.loggers import Record
 
 POSITION_BINS = 32
 

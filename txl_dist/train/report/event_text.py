@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from txl_dist.tables import counted, size
+from txl_dist.console.formatting import counted, size
 
 _DETAILS = {
     "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} each; torch {torch}",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from txl_dist.tables import bounded, clock
+from txl_dist.console.formatting import bounded, clock
 
 
 class Curve(NamedTuple):

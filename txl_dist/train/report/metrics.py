@@ -20,16 +20,16 @@ from pathlib import Path
 import torch
 
 import txl_dist
-from txl_dist.data.read.lanes import epochs_read
-from txl_dist.data.read.units import text_units
-from txl_dist.dist import Ranks, gather_objects, uses_gpu
+from txl_dist.config.schema import OptimSection
+from txl_dist.console.formatting import counted
+from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.lanes import epochs_read
+from txl_dist.distributed.collectives import Ranks, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, of_all
 from txl_dist.model.flops import flops_by_part, peak_tflops
-from txl_dist.sections import OptimSection
-from txl_dist.tables import counted
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.observer import labelled
-from txl_dist.train.report.sinks import Record
+from txl_dist.train.report.loggers import Record
+from txl_dist.train.report.validation import labelled
 from txl_dist.train.state import Job, TrainState
 
 

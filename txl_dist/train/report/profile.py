@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from txl_dist.dist import uses_gpu
+from txl_dist.console.logging import logger
+from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.errors import ConfigError
-from txl_dist.log import logger
 
 _MAX_ALLOCATIONS = 1_000_000
 """Newest allocations and releases that a memory snapshot keeps."""

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from txl_dist.config import Config
-from txl_dist.infer.sampling import choose, uniform_numbers
-from txl_dist.infer.settings import Sampling
+from txl_dist.config.load import Config
+from txl_dist.inference.options import Sampling
+from txl_dist.inference.sampling import choose, uniform_numbers
 from txl_dist.model.transformer_xl import Batch
-from txl_dist.text.base import Tokenizer
+from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.train.engine.protocol import Engine
 
 _NOT_A_NUMBER = -1

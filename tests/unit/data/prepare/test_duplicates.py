@@ -11,7 +11,7 @@ import pytest
 from txl_dist.data.prepare import duplicates
 from txl_dist.data.prepare.documents import content_digest
 from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys, count_near, find_equal
-from txl_dist.data.prepare.encoding import PART_RECORD
+from txl_dist.data.prepare.tokenize import PART_RECORD
 
 
 def table_of(texts: list[str], *, first: int = 0) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import flip_bit
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 from txl_dist.data.format import PREPARED_NAME
 from txl_dist.data.prepare import run
 from txl_dist.data.prepare.reindex import reindex_corpus

@@ -14,7 +14,7 @@ import pytest
 import txl_dist
 from examples import music
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.text.base import END_OF_TEXT
+from txl_dist.tokenizers.base import END_OF_TEXT
 
 NAMES = ["PAD_None", "Bar_None", "Pitch_60", "Pitch_61"]
 

@@ -18,23 +18,24 @@ import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus, write_jsonl
 from tests.helpers.logs import recorded_log
+from txl_dist.console.progress import Progress
 from txl_dist.data import workers
-from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.format import PREPARED_NAME
-from txl_dist.data.prepare import assembly, named
-from txl_dist.data.prepare import cutting as inputs
-from txl_dist.data.prepare import encoding as parts
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.prepare import datasets as named
+from txl_dist.data.prepare import input_splits as inputs
+from txl_dist.data.prepare import merge as assembly
+from txl_dist.data.prepare import plan as job
 from txl_dist.data.prepare import run as prepare
-from txl_dist.data.prepare import tokenizing as job
+from txl_dist.data.prepare import tokenize as parts
+from txl_dist.data.prepare.datasets import Member, NamedCorpus
 from txl_dist.data.prepare.documents import text_bytes_of
-from txl_dist.data.prepare.named import Member, NamedCorpus
+from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.run import PrepareSummary, prepare_corpus
-from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import list_sources
-from txl_dist.data.read.corpus import Corpus, open_corpus
+from txl_dist.data.verify.verify import verify_corpus
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.progress import Progress
-from txl_dist.text.training import train_tokenizer
+from txl_dist.tokenizers.training import train_tokenizer
 
 SETTINGS: dict[str, Any] = {"kind": "byte", "valid_fraction": 0.1, "test_fraction": 0.1, "shard_len": 3000}
 

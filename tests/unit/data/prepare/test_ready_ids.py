@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from tests.helpers.jobs import job_of
-from txl_dist.config import load_config
+from txl_dist.config.load import load_config
+from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.prepare import documents, run
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.read.corpus import Corpus
-from txl_dist.data.read.units import text_units
-from txl_dist.dist import Ranks
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
-from txl_dist.text.base import END_OF_TEXT
-from txl_dist.text.listed import listed_tokenizer
-from txl_dist.text.tokenizer import load_tokenizer
+from txl_dist.tokenizers.base import END_OF_TEXT
+from txl_dist.tokenizers.listed import listed_tokenizer
+from txl_dist.tokenizers.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.read import check_checkpoint
-from txl_dist.train.checkpoint.soundness import read_state
+from txl_dist.train.checkpoint.validate import read_state
 
 NAMES = ["PAD_None", "Bar_None", *(f"Position_{i}" for i in range(16)), *(f"Pitch_{i}" for i in range(60, 72)), "é🎵"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.data.prepare.test_sources import read, texts_of
+from txl_dist.cli.prompts import prompts_in_lines
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.files import parse_record
-from txl_dist.ops.generation import prompts_in_lines
+from txl_dist.io.files import parse_record
 
 GOOD = '{"text": "fine"}\n'
 INVALID = {

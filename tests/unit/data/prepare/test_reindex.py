@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
-from txl_dist.cli import main
-from txl_dist.data.check.verify import strangers, verify_corpus
+from txl_dist.cli.main import main
+from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.data.prepare.reindex import find_tars, reindex_corpus, split_tars
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.verify.verify import strangers, verify_corpus
 from txl_dist.errors import DataError
-from txl_dist.text.characters import CharTokenizer
+from txl_dist.tokenizers.characters import CharTokenizer
 
 END = 3
 

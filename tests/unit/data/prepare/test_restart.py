@@ -14,15 +14,15 @@ import pytest
 
 from tests.helpers.corpora import flip_bit, random_texts, write_jsonl
 from tests.helpers.logs import recorded_log
-from txl_dist.data.check.verify import verify_corpus
 from txl_dist.data.format import PREPARED_NAME
+from txl_dist.data.loader.corpus import open_corpus
+from txl_dist.data.prepare import plan as job
 from txl_dist.data.prepare import run as prepare
-from txl_dist.data.prepare import tokenizing as job
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.prepare.scratch import check_target, claim_scratch
-from txl_dist.data.read.corpus import open_corpus
+from txl_dist.data.prepare.workdir import check_target, claim_scratch
+from txl_dist.data.verify.verify import verify_corpus
 from txl_dist.errors import DataError
-from txl_dist.text.training import train_tokenizer
+from txl_dist.tokenizers.training import train_tokenizer
 
 KILLED = """
 import importlib, os, signal, sys
@@ -85,7 +85,7 @@ def test_shards_are_kept_only_by_the_plan_that_they_were_written_for(
     settings = {**SETTINGS, "inputs": [str(source)], "shard_len": 3000}
     prepare_corpus(tmp_path / "expected", **settings)
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned", 5)
-    module = "txl_dist.data.prepare.run" if place == "write_planned" else "txl_dist.data.prepare.assembly"
+    module = "txl_dist.data.prepare.run" if place == "write_planned" else "txl_dist.data.prepare.merge"
     scratch = killed(tmp_path / "out", {**settings, **other}, module, place, 1 if place == "write_planned" else 0)
     if place == "replace_file":  # the tar is that of the other plan by now
         assert not (scratch / "shard-train-000000.tar.json").exists()
@@ -109,7 +109,7 @@ def test_after_a_kill_in_the_cleaning_up_the_corpus_may_be_moved_away_and_made_a
     tmp_path: Path, source: Path
 ) -> None:
     settings = {**SETTINGS, "inputs": [str(source)], "shard_len": 3000}
-    for number, (module, place) in enumerate([("txl_dist.data.prepare.scratch", "flush_folder"), ("shutil", "rmtree")]):
+    for number, (module, place) in enumerate([("txl_dist.data.prepare.workdir", "flush_folder"), ("shutil", "rmtree")]):
         output, moved = tmp_path / str(number), tmp_path / f"moved{number}"
         scratch = killed(output, settings, module, place)
         assert verify_corpus(output) == []
@@ -131,7 +131,7 @@ def test_a_kill_between_a_part_and_what_is_said_of_it_leaves_no_other_text_in_it
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned")
     source.rename(right)
     source.write_text("the wrong text\n")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare.encoding", "replace_file")
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.tokenize", "replace_file")
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["the right text"]
@@ -144,7 +144,7 @@ def test_a_kill_between_a_tokenizer_and_what_it_was_learnt_from_leaves_no_other_
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "encode_part")
     source.rename(right)
     source.write_text("wxyz")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare.tokenizing", "replace_file", 1)
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.plan", "replace_file", 1)
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["abc"]

@@ -21,8 +21,8 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.http import serve
-from txl_dist.data.prepare import documents, opening, sources
-from txl_dist.data.prepare.cutting import Cursor, read_parts
+from txl_dist.data.prepare import documents, sources
+from txl_dist.data.prepare import readers as opening
 from txl_dist.data.prepare.documents import (
     Document,
     Reading,
@@ -31,10 +31,11 @@ from txl_dist.data.prepare.documents import (
     split_of,
     text_bytes_of,
 )
+from txl_dist.data.prepare.input_splits import Cursor, read_parts
+from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import check_inputs, identities, list_sources
-from txl_dist.data.storage import retries as remote
+from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.errors import DataError
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from txl_dist.data.loader.corpus import open_corpus
+from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.data.prepare.settings import PrepareSettings
 from txl_dist.data.prepare.sources import list_sources
 from txl_dist.data.prepare.split_names import split_by_name, splits_of_paths
-from txl_dist.data.read.corpus import open_corpus
 from txl_dist.errors import ConfigError, DataError
 
 

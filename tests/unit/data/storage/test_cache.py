@@ -18,13 +18,13 @@ import pytest
 from tests.helpers.corpora import flip_bit
 from tests.helpers.http import FileServer, serve
 from tests.helpers.launch import wait_for
+from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.storage import retries as remote
+from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage.cache import CachedStorage
-from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.origins import UrlOrigin
+from txl_dist.data.storage.factory import open_storage
+from txl_dist.data.storage.remote import UrlOrigin
 from txl_dist.errors import DataError
-from txl_dist.sections import DataSection
 
 SIZE = 100_000
 GIB = 2**30

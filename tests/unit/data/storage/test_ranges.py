@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.helpers.http import FileServer, serve
+from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage import ranges
-from txl_dist.data.storage import retries as remote
-from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import Storage
+from txl_dist.data.storage.factory import open_storage
+from txl_dist.data.storage.local import Storage
 from txl_dist.errors import DataError
-from txl_dist.sections import DataSection
 
 CONTENT = random.Random(0).randbytes(20_000)
 

@@ -14,9 +14,9 @@ import pytest
 from tests.helpers.http import serve
 from tests.helpers.launch import wait_for
 from tests.helpers.logs import recorded_log
-from txl_dist.data.storage import retries as remote
-from txl_dist.data.storage.origins import PipeOrigin, UrlOrigin
-from txl_dist.data.storage.retries import check_protocol, filesystem_of, retrying, watched
+from txl_dist.data.storage import fsspec_io as remote
+from txl_dist.data.storage.fsspec_io import check_protocol, filesystem_of, retrying, watched
+from txl_dist.data.storage.remote import PipeOrigin, UrlOrigin
 from txl_dist.errors import DataError, UnreachableError
 
 

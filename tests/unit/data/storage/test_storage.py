@@ -13,17 +13,17 @@ import pytest
 
 from tests.helpers.corpora import flip_bit, tiny_corpus
 from tests.helpers.http import serve
+from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.read.corpus import Corpus, open_corpus
-from txl_dist.data.read.position import first_state
-from txl_dist.data.read.stream import LaneStream
-from txl_dist.data.storage import retries as remote
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.stream import LaneStream
+from txl_dist.data.loader.stream_state import first_state
+from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage.cache import CachedStorage
-from txl_dist.data.storage.open import open_storage
-from txl_dist.data.storage.places import LocalStorage, Storage
+from txl_dist.data.storage.factory import open_storage
+from txl_dist.data.storage.local import LocalStorage, Storage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.errors import DataError, UnreachableError
-from txl_dist.sections import DataSection
 
 CONTENT = bytes(range(256)) * 20
 INFO = ShardInfo("a.tar", len(CONTENT), 1, 1, sha256=hashlib.sha256(CONTENT).hexdigest(), idx_sha256="")

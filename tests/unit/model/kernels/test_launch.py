@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from txl_dist.config import load_config
+from txl_dist.config.load import load_config
 from txl_dist.model.kernels import launch, rows
 from txl_dist.model.kernels.launch import Sizes, chunks, launches, obstacle
 

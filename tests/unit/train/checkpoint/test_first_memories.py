@@ -10,7 +10,7 @@ import torch
 from tests.helpers.jobs import job_of
 from tests.helpers.models import random_tokens, tiny_model
 from tests.helpers.tiny import tiny_config
-from txl_dist.dist import Ranks
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.train.checkpoint.memories import first_memories
 
 

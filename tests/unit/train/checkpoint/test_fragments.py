@@ -9,10 +9,10 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
-from txl_dist.config import plan_batch
-from txl_dist.dist import Ranks
+from txl_dist.config.load import plan_batch
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.errors import CheckpointError
-from txl_dist.tensor_files import write_tensors
+from txl_dist.io.tensor_files import write_tensors
 from txl_dist.train.checkpoint.fragments import FragmentFiles, fragment_tensors, reading
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.engine.zero import ZeroEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.config import Config, config_fingerprint, config_from_dict
+from txl_dist.config.load import Config, config_fingerprint, config_from_dict
 from txl_dist.errors import DataError
 from txl_dist.train.checkpoint.read import absolute_paths, require_corpus, with_corpora_found
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.checkpoints import golden_at
-from txl_dist.cli import main
+from txl_dist.artifacts import checkpoint_folder, list_checkpoints, step_of
+from txl_dist.cli.main import main
+from txl_dist.console.logging import logger
+from txl_dist.convert import export
+from txl_dist.convert.export import read_trained
 from txl_dist.errors import CheckpointError
-from txl_dist.log import logger
-from txl_dist.ops import export
-from txl_dist.ops.export import read_trained
-from txl_dist.run_files import checkpoint_folder, list_checkpoints, step_of
-from txl_dist.train.checkpoint.policy import prune_checkpoints
+from txl_dist.train.checkpoint.manager import prune_checkpoints
 from txl_dist.train.checkpoint.read import choose_checkpoint
 
 

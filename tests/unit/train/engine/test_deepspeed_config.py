@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from txl_dist.config import Config, config_from_dict, plan_batch
+from txl_dist.config.load import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import implementation
 from txl_dist.model.fused_attention import fused_relative_attention

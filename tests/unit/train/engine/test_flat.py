@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model
+from txl_dist.config.schema import OptimSection
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss
-from txl_dist.sections import OptimSection
 from txl_dist.train.engine.flat import ALIGNMENT, FlatModule, named_values, stored_whole
-from txl_dist.train.engine.optim import build_optimizer, is_decayed
+from txl_dist.train.engine.optimizer import build_optimizer, is_decayed
 
 LANES, LENGTH = 2, 6
 VARIANTS: dict[str, dict[str, Any]] = {

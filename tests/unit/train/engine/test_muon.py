@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from txl_dist.config.schema import ModelSection, OptimSection
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.sections import ModelSection, OptimSection
 from txl_dist.train.engine import muon
 from txl_dist.train.engine.muon import Division, Matrix, Muon, matrices_of, newton_schulz
-from txl_dist.train.engine.optim import build_optimizer
+from txl_dist.train.engine.optimizer import build_optimizer
 
 A, B, C = 3.4445, -4.7750, 2.0315
 

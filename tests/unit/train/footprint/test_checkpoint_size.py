@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
-from txl_dist.config import configure
+from txl_dist.config.load import configure
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 
 MODEL = ["--model.num-layers", "2", "--model.width", "128", "--model.num-heads", "4", "--model.head-width", "32"]

@@ -15,8 +15,8 @@ import torch
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.position import first_state
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.data.loader.stream_state import first_state
 from txl_dist.errors import ConfigError
 from txl_dist.train.footprint import fits, room
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -202,7 +202,7 @@ PROGRAM = """
 import sys
 from txl_dist.train.footprint import fits
 fits.room_bytes = lambda device: 1000.0
-from txl_dist.cli import main
+from txl_dist.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -18,18 +18,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import tiny_config
-from txl_dist.config import Config, plan_batch
-from txl_dist.data.read.stream import plain_segment
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.data.loader.stream import plain_segment
 from txl_dist.model import fused_softmax
 from txl_dist.model.flops import count_parameters
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
-from txl_dist.text.clusters import cluster_edges, cluster_shares
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.engine.muon import is_matrix
 from txl_dist.train.footprint import step as footprint_step
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.step import MicroStep
+from txl_dist.vocabulary_clusters import cluster_edges, cluster_shares
 
 VOCAB_SIZE = 6000
 LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024, "dropout": 0.1}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.allocator import _has_huge_pages
+from txl_dist.distributed.malloc import _has_huge_pages
 
 TOOL = Path(__file__).parents[4] / "tools" / "bench_footprint.py"
 

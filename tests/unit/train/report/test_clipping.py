@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from txl_dist.config import Config, changed
+from txl_dist.config.load import Config, changed
 from txl_dist.train.report.metrics import Clipping
 
 

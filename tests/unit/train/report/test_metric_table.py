@@ -13,10 +13,10 @@ import pytest
 
 from tests.helpers.logs import format_record
 from tests.helpers.terminal import Terminal
+from tests.unit.train.report.test_loggers import LOOK
 from tests.unit.train.report.test_metrics import EVAL_RECORD, TRAIN_RECORD
-from tests.unit.train.report.test_sinks import LOOK
+from txl_dist.train.report.loggers import record_cells
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
-from txl_dist.train.report.sinks import record_cells
 
 ROOT = Path(__file__).parents[4]
 FULL = TRAIN_RECORD | {"mfu_pct": 41.2, "save_s": 0.25, "skipped_steps": 3, "skipped_documents": 2}
@@ -24,7 +24,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from tests.unit.train.report.test_metrics import reporter
-from txl_dist.log import logger, start_logging
+from txl_dist.console.logging import logger, start_logging
 folder = Path(sys.argv[1])
 start_logging(file=folder / "log.txt")
 report = reporter(folder)

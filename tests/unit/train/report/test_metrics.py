@@ -19,14 +19,14 @@ import torch
 from tests.helpers.jobs import job_of
 from tests.helpers.logs import format_record, recorded_log
 from tests.helpers.tiny import tiny_config
-from txl_dist.dist import Ranks
+from txl_dist.distributed.collectives import Ranks
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
+from txl_dist.train.monitoring import stragglers
+from txl_dist.train.monitoring.stragglers import StragglerWatch
 from txl_dist.train.report import metrics
+from txl_dist.train.report.loggers import JsonLines, Reporter
 from txl_dist.train.report.metrics import Interval, eta_s, mfu
-from txl_dist.train.report.sinks import JsonLines, Reporter
-from txl_dist.train.watch import stragglers
-from txl_dist.train.watch.stragglers import StragglerWatch
 
 FULL_DISK = Path("/dev/full")
 
@@ -295,7 +295,7 @@ def test_a_disk_that_is_full_for_a_while_tears_nothing_and_the_run_goes_on(tmp_p
 import resource
 from pathlib import Path
 from tests.unit.train.report.test_metrics import TRAIN_RECORD, reporter
-from txl_dist.log import start_logging
+from txl_dist.console.logging import start_logging
 
 folder = Path({str(tmp_path)!r})
 start_logging(file=folder / "log.txt")
@@ -331,7 +331,7 @@ def test_a_terminal_that_goes_away_costs_the_progress_bar_only(tmp_path: Path) -
 import os, sys, time
 from pathlib import Path
 from tests.unit.train.report.test_metrics import TRAIN_RECORD, reporter
-from txl_dist.log import start_logging
+from txl_dist.console.logging import start_logging
 
 folder = Path({str(tmp_path)!r})
 start_logging(file=folder / "log.txt")

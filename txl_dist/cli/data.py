@@ -1,0 +1,149 @@
+"""Verbs that make, look into and prove corpora."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from txl_dist.artifacts import TRAINED, Kind, kind_of, require
+from txl_dist.cli.parsing import local_source
+from txl_dist.config.registry import load_plugins
+from txl_dist.console.echo import say
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.data.prepare.options import PrepareSettings
+from txl_dist.errors import ConfigError
+from txl_dist.io.hub import address_of
+from txl_dist.tokenizers.learning import LEARNT_KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(PrepareSettings):
+    """The settings of a preparation, some under shorter names."""
+
+    inputs: Positional[tuple[str, ...]]
+    """Files, folders, quoted globs, URLs: text, JSON lines or parquet, also compressed; `-`, `pipe:COMMAND`; `stdlib`,
+    the source text of this Python's standard library; or one of enwik8, text8, wikitext-103, wikitext-2, lm1b,
+    tinyshakespeare."""
+    out: Path
+    """Folder of the corpus."""
+    valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
+    """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
+    test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
+    """The same for a second held-out split."""
+    source: Annotated[str, arg(name="from")] = ""
+    """Local archive, file or folder of a named corpus, in place of a download."""
+    kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"
+    """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe. Or a kind of
+    a plugin."""
+    tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
+    """Use this tokenizer.json, of ours or of Hugging Face, or sentencepiece .model, or the folder of one, instead of
+    learning one."""
+    vocab_list: Path | None = None
+    """The inputs are ready ids, in place of text: .npy (a document, or one per row) and JSON lines (a list each). This
+    file names the ids, one name a line, that of id 0 first; end-of-text is put behind the last."""
+    plugins: tuple[str, ...] = ()
+    """Modules to import first, which runs their code; each may add tokenizers and inputs NAME:REST
+    (docs/extending.md)."""
+    reindex: bool = False
+    """Make no shards: the inputs, or all of --out, are tars of tokens in the folder --out, which get their records and
+    an index there. Needs --tokenizer-file, the one that made the tokens."""
+
+    def check_tokenizer(self) -> None:
+        """Raises ConfigError for an unknown kind of tokenizer."""
+        choices = ("auto", *LEARNT_KINDS)
+        if self.kind not in choices:
+            hint = did_you_mean(self.kind, choices)
+            raise ConfigError(f"--tokenizer {self.kind}: it can be {', '.join(choices)}.{hint}")
+
+
+def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
+    """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
+    load_plugins(arguments.plugins)
+    arguments.check_tokenizer()
+    if kind_of(arguments.out) is not Kind.NOTHING:
+        require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
+    if arguments.reindex:
+        return _reindex(arguments)
+    from txl_dist.console.logging import start_logging
+    from txl_dist.data.prepare.run import prepare_corpus
+
+    start_logging()
+    settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
+    say("\n".join(prepare_corpus(arguments.out, **settings).lines()))
+
+
+def _reindex(arguments: PrepareArguments) -> None:
+    from txl_dist.console.logging import start_logging
+    from txl_dist.console.progress import Progress
+    from txl_dist.data.prepare.reindex import bytes_of_tars, reindex_corpus
+
+    known = ("inputs", "out", "plugins", "tokenizer_path", "ignore_split_names", "overwrite", "reindex")
+    others = [field for field in dataclasses.fields(arguments) if field.name not in known]
+    unused = [field.name for field in others if getattr(arguments, field.name) != field.default]
+    if unused or arguments.tokenizer_path is None:
+        raise ConfigError(
+            "--reindex takes tars of tokens as they are: give the tokenizer that made them with --tokenizer-file"
+            + (f", and leave out {', '.join(unused)}, which would have no effect." if unused else ".")
+        )
+    start_logging()
+    with Progress("reading tars", total=bytes_of_tars(arguments.out, arguments.inputs)) as progress:
+        summary = reindex_corpus(
+            arguments.out,
+            inputs=arguments.inputs,
+            tokenizer_path=arguments.tokenizer_path,
+            ignore_split_names=arguments.ignore_split_names,
+            overwrite=arguments.overwrite,
+            on_bytes=progress.advance,
+        )
+    say("\n".join(summary.lines()))
+
+
+def verify(
+    path: Positional[str],
+    /,
+    num_workers: int = 0,
+    cache_dir: str = "",
+    allow_protocols: tuple[str, ...] = (),
+) -> None:
+    """Check every hash of a corpus, a run, or anything exported; exit code 1 and a list if something is damaged.
+
+    Args:
+        path: Folder of a corpus, a run, a checkpoint, a bundle or an export with a manifest; URL of a corpus; or
+            hf://OWNER/NAME.
+        num_workers: Processes for a corpus, a shard at a time each; 0 means one per core, or none for a small one.
+        cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
+        allow_protocols: URL schemes to allow beyond the usual ones.
+    """
+    from txl_dist.config.schema import DataSection
+
+    path = str(local_source(path)) if address_of(path) else path
+    no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
+    instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
+    kind = require(path, Kind.CORPUS, *TRAINED, Kind.HUGGINGFACE_CODE, Kind.ONNX, remedies=instead)
+    if kind is Kind.CORPUS:
+        from txl_dist.console.logging import start_logging
+        from txl_dist.data.verify.verify import problems_at
+
+        start_logging()
+        settings = DataSection(cache_dir=cache_dir, allow_protocols=allow_protocols)
+        problems: Iterable[str] = problems_at(path, settings, num_workers=num_workers)
+    elif kind in (Kind.BUNDLE, Kind.HUGGINGFACE_CODE, Kind.ONNX):
+        from txl_dist.io.manifest import problems_of
+
+        problems = problems_of(Path(path))
+    else:
+        from txl_dist.train.checkpoint.validate import checkpoint_problems, run_problems  # brings torch
+
+        problems = run_problems(Path(path)) if kind is Kind.RUN else checkpoint_problems(Path(path))
+    num_problems = 0
+    for problem in problems:
+        say(problem, flush=True)
+        num_problems += 1
+    if num_problems:
+        raise SystemExit(1)
+    say(f"{path}: whole")

@@ -1,0 +1,46 @@
+"""The verb that looks at machines before a run does: versions, devices, memory, disks, networks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from txl_dist.cli.parsing import announce_ranks
+from txl_dist.console.echo import say
+from txl_dist.errors import ConfigError
+
+
+def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
+    """Check this machine, or under a launcher every node and what lies between; exit code 1 if a run would fail.
+
+    Under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. Takes some seconds.
+
+    Args:
+        run_dir: Folder of the runs, or of a run; need not exist. Its disk is tried.
+        data: Folder or URL of a corpus to look at too.
+        timeout_s: Seconds to wait for other ranks, after which the missing ones are named.
+        json: Write facts, findings and measurements to this file too.
+    """
+    if timeout_s < 1:
+        raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say("txl doctor: looking at this machine; some seconds", to=sys.stderr)
+    announce_ranks()
+    from dataclasses import asdict
+    from json import dumps
+
+    from txl_dist.io.files import write_output
+    from txl_dist.planning.doctor.doctor import examine
+
+    report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
+    if report is None:
+        return  # another rank speaks, and exits for the job
+    say("\n".join(report.lines()))
+    if json is not None:
+        write_output(
+            json,
+            dumps(asdict(report) | {"problems": report.count("problem")}, indent=1, allow_nan=False).encode() + b"\n",
+        )
+    if report.count("problem"):
+        raise SystemExit(1)

@@ -1,0 +1,40 @@
+"""The verb that looks into corpora, lanes, runs and checkpoints."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from txl_dist.artifacts import Kind, require
+from txl_dist.config.registry import load_plugins
+from txl_dist.console.echo import say
+from txl_dist.io.files import write_output
+from txl_dist.report.inspect_options import Question
+
+
+def inspect(
+    path: Positional[str],
+    question: Annotated[Question, arg(name="")],
+    json: Path | None = None,
+    plugins: tuple[str, ...] = (),
+) -> None:
+    """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step.
+
+    Args:
+        path: Folder or URL of a corpus; a run, with --lane too: it knows its corpora, lanes and seed; or a checkpoint.
+        question: What is wanted of it.
+        json: Write the facts to this file too.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
+    """
+    load_plugins(plugins)
+    kind = require(path, Kind.CORPUS, Kind.RUN, Kind.CHECKPOINT)
+    question.check(path, kind)
+    from txl_dist.report.inspect_run import answer
+
+    facts, lines = answer(path, kind, question)
+    say("\n".join(lines))
+    if json is not None:
+        write_output(json, dumps(facts, indent=1).encode() + b"\n")

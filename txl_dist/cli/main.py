@@ -1,0 +1,390 @@
+"""The command line: parse, load the configuration, call. No logic lives here.
+
+Each verb is a function (most are in `verbs`); tyro makes its flags and help from the signature. Heavy modules are
+imported inside the functions, so that every `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import FlagConversionOff, Positional
+
+from txl_dist import __version__
+from txl_dist.cli.completion import Command, Shell, completion_script
+from txl_dist.cli.data import prepare, verify
+from txl_dist.cli.doctor import doctor
+from txl_dist.cli.generate import generate
+from txl_dist.cli.inspect import inspect
+from txl_dist.cli.launch import launch as run_launch
+from txl_dist.cli.launch import launcher_arguments
+from txl_dist.cli.model import evaluate, export, import_
+from txl_dist.cli.parsing import announce_ranks, call, complete_switches, parse, refuse_slips
+from txl_dist.cli.plan import PlanArguments
+from txl_dist.cli.plan import plan as run_plan
+from txl_dist.cli.recl import recl
+from txl_dist.cli.remote_words import decode_words
+from txl_dist.cli.report import compare, report
+from txl_dist.cli.serve import serve
+from txl_dist.cli.sweep import SweepArguments
+from txl_dist.cli.sweep import sweep as run_sweep
+from txl_dist.cli.train import check_config_file, usage
+from txl_dist.cli.typed_text import decode_texts
+from txl_dist.cli.tyro_events import Argument, list_arguments
+from txl_dist.config.foreign_names import find_command
+from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names
+from txl_dist.config.registry import load_plugins
+from txl_dist.console.echo import LostOutputError, drop_output, flush_output, guard_streams, say
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.errors import ConfigError, TxlError, no_package
+from txl_dist.train.monitoring.preemption import launchers
+from txl_dist.train.run_dir import check_paths, finished_lines
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train, or continue a run. Settings come from defaults, then the file, then these flags."""
+
+    config: Positional[Path]
+    """TOML file; see configs/."""
+    settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
+    resume: str = "auto"
+    """auto: continue the newest whole checkpoint, if any. must: insist on one. never: refuse one. Or its path."""
+    max_time: str = ""
+    """Save and stop, to be started again, when the process is so old: 90s, 15m, 2h30m or 2:30:00. Empty: no limit."""
+    profile: str = ""
+    """FIRST:LAST, for instance 20:22: write a torch profiler trace of these steps to the run directory."""
+    dry_run: bool = False
+    """Print the settings that differ from the defaults, batch, parameters, memory and operations, and stop."""
+    all: bool = False
+    """With --dry-run: print every setting."""
+    ranks: int = 1
+    """Number of ranks that a dry run assumes. `txl launch --num_accelerators N` starts N ranks."""
+    init: str = ""
+    """Bundle whose weights a new run begins with (short for --run.init)."""
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
+    if not argv:
+        say(usage(), to=sys.stderr)
+        return 2
+    arguments = _train_arguments(argv)
+    if arguments.all and not arguments.dry_run:
+        raise ConfigError("--all shows the settings of a dry run. Add --dry-run, or leave it out.")
+    if arguments.ranks != 1 and not arguments.dry_run:
+        raise ConfigError(_how_to_start_ranks(argv, num_ranks=arguments.ranks))
+    check_paths(arguments.settings, resume=arguments.resume)
+    if arguments.dry_run:
+        from txl_dist.planning.dry_run import dry_run
+
+        say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
+        return 0
+    if arguments.resume in ("auto", "must") and (lines := _finished_lines(arguments, argv)):
+        say("\n".join(lines), to=sys.stderr)
+        return 0
+    announce_ranks()
+    from txl_dist.distributed.malloc import give_memory_back
+
+    give_memory_back()  # before torch is imported
+    from txl_dist.train.monitoring.preemption import parse_duration
+    from txl_dist.train.report.profile import parse_steps
+    from txl_dist.train.start import pretrain
+
+    max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
+    max_steps = arguments.settings.train.max_steps
+    traced = parse_steps(arguments.profile, max_steps=max_steps) if arguments.profile else range(0)
+    result = pretrain(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
+    return result.exit_code
+
+
+def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str]:
+    """Return what to say of a run that is finished, before torch is imported; nothing for a rank of a launcher, which
+    expects the whole procedure."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" or launchers():
+        return []
+    settings = arguments.settings
+    command = shlex.join(["txl", "train", *_without_flag("--train.max-steps", words)])
+    return finished_lines(Path(settings.run.dir), settings, command=command)
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Train under the `deepspeed` launcher, on one machine or many, stopping and exiting cleanly."""
+
+    def read_settings(words: Sequence[str], is_here: bool) -> Config:
+        arguments = _train_arguments(words)
+        if arguments.dry_run:
+            raise ConfigError("--dry-run needs no launcher. Use `txl train CONFIG --dry-run --ranks N`.")
+        if arguments.ranks != 1:
+            raise ConfigError(_how_to_start_ranks(words, num_ranks=arguments.ranks))
+        if is_here:
+            check_paths(arguments.settings, resume=arguments.resume)
+        return arguments.settings
+
+    return run_launch(argv, read_settings=read_settings)
+
+
+def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
+    """Say that --ranks starts none, and by which command they start."""
+    if num_ranks < 1:
+        return f"--ranks {num_ranks}: it must be 1 or more, and goes with --dry-run."
+    others = _without_flag("--ranks", words)
+    command = shlex.join(["txl", "launch", "--num_accelerators", str(num_ranks), *others])
+    return f"--ranks {num_ranks} starts no ranks: it is for --dry-run. To train on {num_ranks} ranks: {command}"
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
+    run_plan(argv, read_settings=lambda words: _train_arguments(words, prog="txl plan").settings)
+    return 0
+
+
+def sweep(argv: Sequence[str]) -> int:
+    """Train over a grid of settings, and name the best with its margin over the seeds."""
+    return run_sweep(argv, read_settings=lambda words: _train_arguments(words, prog="txl sweep").settings)
+
+
+def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
+    argv = complete_switches(argv)
+    file = argv[0] if argv and not argv[0].startswith("-") else None
+    if file is not None:
+        check_config_file(file)
+    load_plugins(_values_of_flag("--run.plugins", argv))
+    settings = load_config(file, imports_plugins=True) if file else Config()
+    default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
+    flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
+    refuse_slips(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
+    arguments: TrainArguments = parse(TrainArguments, argv, prog=prog, default=default)
+    if file is None and arguments.config != default.config:
+        raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
+    if file is None and _is_speaker():
+        say("txl train: no config file; starting from the defaults", to=sys.stderr)
+    if not arguments.init:
+        return arguments
+    return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
+
+
+def completion(shell: Positional[Shell], /) -> None:
+    """Write the completion script of a shell to standard output: commands, flags, settings, choices and file names.
+
+    Args:
+        shell: bash, zsh or fish. For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For
+            zsh a file _txl in a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
+    """
+    listed = list_arguments(TrainArguments, default=_DEFAULTS)
+    settings = [_with_choices(argument) for argument in listed if "." in "".join(argument.names)]
+    say(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))
+
+
+def _completed(name: str) -> Command:
+    """Describe a command for the completion script."""
+    summary = (VERBS[name].__doc__ or "").splitlines()[0].rstrip(".")
+    own: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
+    if name in ("train", "launch"):
+        listed = list_arguments(TrainArguments, default=_DEFAULTS)
+        arguments = [each for each in listed if "." not in "".join(each.names)]
+    else:
+        arguments = list_arguments(own.get(name, VERBS[name]))
+    if name == "launch":
+        arguments += launcher_arguments()
+    return Command(name, summary, arguments, takes_settings=name in (*own, "train", "launch"))
+
+
+def _with_choices(setting: Argument) -> Argument:
+    """Add the choices of a setting whose values are the names of a table: tyro reads it as any text."""
+    name = setting.names[0].removeprefix("--").replace("-", "_")
+    return setting._replace(choices=setting.choices or choices_of(name))
+
+
+_DEFAULTS = TrainArguments(config=Path("CONFIG"), settings=Config())
+
+
+def _without_flag(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the words without a flag, which is spelt with hyphens, and without its one value."""
+    kept: list[str] = []
+    before = ""
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if flag not in (before, name):
+            kept.append(word)
+        before = word.replace("_", "-")
+    return kept
+
+
+def _values_of_flag(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the values of a flag that is needed before the words are parsed; it may be given more than once."""
+    values: list[str] = []
+    is_open = False
+    for word in words:
+        name, is_joined, value = word.partition("=")
+        if word.startswith("--"):
+            is_open = name.replace("_", "-") == flag
+            if is_open and is_joined:
+                values.append(value)
+        elif is_open:
+            values.append(word)
+    return values
+
+
+_PATH_FLAGS = {"--out", "--data", "--valid", "--test", "--data.path", "--run.dir"}
+_PATH_FLAGS_JOINED = {f"{flag}=" for flag in _PATH_FLAGS}
+
+VERBS: dict[str, Callable[..., object]] = {
+    "prepare": prepare,
+    "train": train,
+    "launch": launch,
+    "plan": plan,
+    "sweep": sweep,
+    "evaluate": evaluate,
+    "recl": recl,
+    "export": export,
+    "import": import_,
+    "generate": generate,
+    "serve": serve,
+    "inspect": inspect,
+    "verify": verify,
+    "doctor": doctor,
+    "report": report,
+    "compare": compare,
+    "completion": completion,
+}
+
+
+RANKED = ("train", "evaluate", "recl", "doctor")
+"""Commands whose ranks work together and print each message once. Any other command runs alone, in any environment."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
+    # The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same.
+    given = sys.argv[1:] if argv is None else argv
+    arguments = [word for word in given if not word.startswith(("--local_rank=", "--local-rank="))]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        say(_usage())
+        return 0
+    verb, *rest = arguments
+    if verb in ("--version", "-V", "-v", "version"):
+        say(__version__)
+        return 0
+    if verb not in VERBS:
+        say(f"txl: error: {_unknown_command(verb)}", to=sys.stderr)
+        return 2
+    try:
+        rest = decode_words(rest)
+        if verb not in ("launch", "sweep"):  # they give the words to other processes, as they came
+            rest = decode_texts(rest)
+        _refuse_empty_paths(rest)
+        if own := {"train": train, "launch": launch, "plan": plan, "sweep": sweep}.get(verb):
+            return own(rest)  # they read the words themselves: flags begin with those of a file
+        call(VERBS[verb], rest, prog=f"txl {verb}")
+    except TxlError as error:
+        if verb not in RANKED or _should_print(error):
+            say(f"txl {verb}: error: {error}", to=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _unknown_command(word: str) -> str:
+    if word.endswith(".toml"):
+        return f"{word} is no command. Did you mean `txl train {word}`?"
+    if word.startswith("-"):
+        hint = did_you_mean(word, ("--version", "--help")) or " Flags follow the command: txl COMMAND --flag value."
+        return f"unknown flag {word}.{hint}"
+    return f"unknown command {word!r}.{find_command(word, VERBS) or ' `txl --help` lists the commands.'}"
+
+
+def _refuse_empty_paths(words: Sequence[str]) -> None:
+    """An empty path would be the folder that one is in, where an unset variable of the shell was meant for another."""
+    for before, word in zip(["", *words], words, strict=False):
+        if word in _PATH_FLAGS_JOINED or (not word and (before in _PATH_FLAGS or not before.startswith("--"))):
+            where = f" behind {before}" if before and not word else ""
+            raise ConfigError(f"an empty word stands in the place of a path{where}. Is a variable of the shell unset?")
+
+
+def run() -> None:
+    """Entry point of the `txl` script."""
+    # Threads that wait for one another spin some microseconds, then sleep: where others use the cores too, the usual
+    # millisecond made steps ten times longer (docs/log.md). Read when torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    guard_streams()
+    try:
+        code = _code_of_main()
+        flush_output()
+    except LostOutputError as error:
+        if _is_speaker():
+            lost = f"standard output cannot be written: {error.strerror}"
+            say(f"txl: error: {lost}. Send it elsewhere; what the command wrote to files is there", to=sys.stderr)
+        drop_output()
+        code = 2
+    except BrokenPipeError:  # the reader of our output is gone: no message can reach it
+        os._exit(141)
+    if "torch" in sys.modules:
+        # Everything is written and all ranks have met. In about one exit of a hundred, native threads behind gloo
+        # abort the interpreter while it takes itself apart (no Python frame is left), and the launcher would report
+        # a finished run as failed: leave without that.
+        logging.shutdown()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _code_of_main() -> int:
+    """Run the command line and return its exit code, after one line about what ended it. Lost output still raises."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        if _is_speaker():
+            goes_on = "; the same command continues from what is kept" if sys.argv[1:2] == ["prepare"] else ""
+            say(f"txl: interrupted{goes_on}", to=sys.stderr)
+        return 130
+    except (LostOutputError, BrokenPipeError):
+        raise
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except ModuleNotFoundError as error:
+        if _is_speaker():
+            say(f"txl: error: {no_package(error)}", to=sys.stderr)
+        return 2
+    except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
+        traceback.print_exc()
+        return 1
+
+
+def _should_print(error: TxlError) -> bool:
+    """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node. One
+    without words stands for what another rank says."""
+    if not str(error):
+        return False
+    if error.rank is None:
+        return _is_speaker()
+    return os.environ.get("RANK", "0") == str(error.rank)
+
+
+def _is_speaker() -> bool:
+    """Whether this process speaks: before ranks have joined, the first process of each node does."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # what else is left in the environment describes another job
+        return True
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _usage() -> str:
+    head = "usage: txl VERB ...   (also: python -m txl_dist VERB; deepspeed --module txl_dist train CONFIG)"
+    width = shutil.get_terminal_size((160, 24)).columns  # wide into a pipe
+    lines = [*textwrap.wrap(head, width), ""]
+    for name, function in VERBS.items():
+        summary = (function.__doc__ or "").splitlines()[0]
+        lines += textwrap.wrap(f"  {name:<10} {summary}", width, subsequent_indent=" " * 13)
+    return "\n".join([*lines, "", "txl VERB --help explains the flags of a verb."])

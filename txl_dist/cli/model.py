@@ -1,0 +1,226 @@
+"""Verbs about trained models: evaluate, export, import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from txl_dist.artifacts import TRAINED, Kind, kind_of, require
+from txl_dist.cli.parsing import announce, announce_ranks, local_source
+from txl_dist.config.registry import load_plugins
+from txl_dist.console.echo import say
+from txl_dist.console.formatting import size
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.options import Adapting, Outputs, Overrides
+from txl_dist.inference.card import Stated
+from txl_dist.io.hub import check_login, push_folder
+
+WeightType = Literal["fp32", "bf16", "fp16", "int8"]
+
+
+def evaluate(
+    target: Positional[Path],
+    /,
+    overrides: Annotated[Overrides, arg(name="")],
+    adapting: Annotated[Adapting, arg(name="")],
+    outputs: Annotated[Outputs, arg(name="")],
+    data: str = "",
+    baselines: bool = False,
+    plugins: tuple[str, ...] = (),
+) -> None:
+    """Score a held-out split with a trained run, a checkpoint or a bundle.
+
+    Args:
+        target: Run directory, checkpoint folder, bundle or hf://OWNER/NAME.
+        overrides: How the evaluation differs from training.
+        adapting: A row of a model that adapts to the text.
+        outputs: Files that are written.
+        data: Corpus, a folder or URL; a run knows its own.
+        baselines: Also score an order-0 model and a smoothed bigram table on the same split.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
+    """
+    load_plugins(plugins)
+    target = local_source(target)
+    kind = require(target, *TRAINED)
+    overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
+    adapting.check(overrides, outputs)
+    outputs.check(overrides)
+    for flag, corpus in (("--data", data), ("--adapt-train", adapting.adapt_train)):
+        if corpus:
+            require(corpus, Kind.CORPUS, what=flag)
+    announce_ranks(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
+    from txl_dist.evaluation.evaluate import evaluate_trained
+
+    lines = evaluate_trained(
+        target, data=data, overrides=overrides, adapting=adapting, baselines=baselines, outputs=outputs
+    )
+    if lines:
+        say("\n".join(lines))
+
+
+def export(
+    source: Positional[Path],
+    out: Positional[Path],
+    /,
+    stated: Annotated[Stated, arg(name="")] = Stated(),  # noqa: B008  frozen
+    format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
+    dtype: WeightType = "fp32",
+    average: bool = False,
+    push_to_hub: str = "",
+    private: bool = False,
+    plugins: tuple[str, ...] = (),
+) -> None:
+    """Write an inference bundle, proven by the engine's own losses, or what other programs run.
+
+    Args:
+        source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.
+        out: Folder to write; an older one of the same format is replaced.
+        stated: Facts for the model card, README.md in the folder, that the run does not record.
+        format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
+            token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
+        dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
+        average: Take the average of the weights (optim.ema); for bundles, of which the other formats can be made.
+        push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that gets the folder; created if missing.
+        private: Create the repository as a private one, if it is missing.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
+    """
+    load_plugins(plugins)
+    if push_to_hub:
+        check_login(push_to_hub)
+    elif private:
+        raise ConfigError(
+            "--private is about a repository that --push-to-hub makes. Give --push-to-hub OWNER/NAME too."
+        )
+    source = local_source(source)
+    kind = require(source, *TRAINED)
+    if average and (format != "bundle" or kind is Kind.BUNDLE):
+        raise ConfigError(
+            f"--average makes a bundle of a run or a checkpoint, and this would make {format} of a {kind.value}. "
+            "Export such a bundle first, then this from it."
+        )
+    _require_output(out, _WRITES[format])
+    if format == "onnx" and dtype != "fp32":
+        raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
+    if dtype == "int8" and format != "bundle":
+        raise ConfigError(
+            f"int8 is a type of our bundles, which no reader of --format {format} knows. Give another --dtype, "
+            "or --format bundle."
+        )
+    stated.check()
+    if remark := stated.remark():
+        say(remark, to=sys.stderr)
+    announce(f"exporting {source}, {kind.value}")
+    _write(source, out, stated, format=format, dtype=dtype, average=average)
+    if push_to_hub:
+        announce(f"pushing {out} to {push_to_hub}")
+        say(f"{out}: pushed, {push_folder(out, push_to_hub, private=private)}")
+
+
+def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, average: bool) -> None:
+    """Write the folder, and say what came of it."""
+    from txl_dist.convert.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
+
+    if format == "huggingface":
+        folder = export_to_huggingface(source, out, dtype=dtype, stated=stated)
+        say(f"{out}: written from {folder}, and read back bit for bit")
+        return
+    if format == "onnx":
+        error = export_to_onnx(source, out, stated=stated)
+        say(f"{out}: written; largest difference to {source} by ONNX Runtime {error:.2e} nats")
+        return
+    if format == "huggingface-code":
+        written = export_to_huggingface_code(source, out, dtype=dtype, stated=stated)
+        checked = "not checked: transformers 5 is not installed"
+        if written.difference is not None:
+            checked = f"largest difference to {source} by transformers {written.difference:.2e} nats"
+        say(f"{out}: written; {checked}")
+        if not written.has_tokenizer:
+            say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
+        return
+    made = export_bundle(source, out, dtype=dtype, average=average, stated=stated)
+    share = "" if dtype == "fp32" else f", {made.share:.3f} of fp32"
+    say(
+        f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
+        f"weights {size(made.num_bytes)} in {dtype}{share}"
+    )
+
+
+def import_(
+    path: Positional[Path],
+    out: Positional[Path],
+    /,
+    format: Literal["original", "nvidia", "huggingface", "labml"],
+    vocab: Path | None = None,
+    settings: Path | None = None,
+    segment_len: int = 0,
+    memory_len: int = -1,
+    dtype: WeightType = "fp32",
+) -> None:
+    """Make a bundle of another system's weights, without running any code in their files.
+
+    Args:
+        path: File, folder or hf://OWNER/NAME: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder,
+            labml's state dict.
+        out: Folder of the bundle; an older bundle there is replaced.
+        format: Whose it is: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples), huggingface, labml.
+        vocab: Vocabulary, where the weights come without: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
+            tokenizer.json. Without any, text is ids in decimal.
+        settings: JSON object, under the other system's names, of what its file does not tell: {"n_head": 8, ...}.
+        segment_len: Tokens per segment; 0 means as the file says.
+        memory_len: Tokens of memory; -1 means as the file says.
+        dtype: Type of the weights, as for `txl export`.
+    """
+    path = local_source(path)
+    _require_foreign(path, format=format)
+    _require_output(out, Kind.BUNDLE)
+    from txl_dist.convert.importer import import_model
+
+    made = import_model(
+        path,
+        out,
+        format=format,
+        settings=settings,
+        vocab=vocab,
+        segment_len=segment_len,
+        memory_len=memory_len,
+        dtype=dtype,
+    )
+    say(
+        f"{out}: {made.num_parameters:,} parameters, vocabulary {made.vocab_size:,}, segment {made.segment_len}, "
+        f"memory {made.memory_len}"
+    )
+    if not made.has_vocabulary:
+        say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+
+
+_WRITES = {
+    "bundle": Kind.BUNDLE,
+    "huggingface": Kind.HUGGINGFACE,
+    "huggingface-code": Kind.HUGGINGFACE_CODE,
+    "onnx": Kind.ONNX,
+}
+"""What `txl export` writes, by --format."""
+
+
+def _require_output(out: Path, kind: Kind) -> None:
+    """Only what is of the same kind is ever replaced."""
+    another = "Choose another output folder."
+    if kind_of(out) is not Kind.NOTHING:  # what is no folder of ours at all, the writer refuses
+        require(out, kind, remedies=dict.fromkeys(Kind, another))
+
+
+def _require_foreign(path: Path, *, format: str) -> None:
+    """Refuse what is ours already. Raises ConfigError."""
+    kind = kind_of(path)
+    if kind is Kind.HUGGINGFACE and format != "huggingface":
+        raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")
+    ours = "It is ours already: `txl export {path} BUNDLE` makes a bundle of it."
+    if kind not in (Kind.HUGGINGFACE, Kind.NOTHING):
+        instead = {Kind.RUN: ours, Kind.CHECKPOINT: ours}
+        require(path, Kind.HUGGINGFACE, remedies=instead)
+    if not os.path.lexists(path):
+        raise ConfigError(f"{path} does not exist. Name the file or folder with the weights.")

@@ -1,0 +1,99 @@
+"""The verb that says what a run would need and reach on GPUs that are not at hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from txl_dist.cli.parsing import parse, unknown_flag
+from txl_dist.config.load import Config, setting_names
+from txl_dist.console.echo import say
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.train.run_dir import require_corpora
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Predict memory, speed, duration and scaling of a run. Settings (--section.key value) follow as for txl train."""
+
+    config: tyro.conf.Positional[Path]
+    """TOML file; see configs/."""
+    gpus: int
+    """Number of GPUs. Where the lanes do not divide among them, the largest number below is planned for."""
+    gpu: str
+    """Their kind: h200, h100, a100, a100-40gb, v100-16gb, l40s and others; a wrong name lists all."""
+    gpus_per_node: int = 8
+    """GPUs in a machine."""
+    interconnect: float = 50.0
+    """Network between nodes in GB/s (1e9 bytes): all cards of one node together, each way. 400 Gb/s are 50 GB/s."""
+    intra_node: float = 0.0
+    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests shows it; 0 takes what is usual."""
+    tokens: int = 0
+    """Tokens to train on in all; 0 means what train.max_steps makes."""
+    vocab_size: int = 0
+    """Size of the vocabulary; 0 reads it from the corpus of data.path."""
+    png: Path | None = None
+    """Draw the scaling curves to this file."""
+    json: Path | None = None
+    """Write the facts to this file too."""
+
+
+def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
+    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
+    if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
+        raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
+    arguments, words = parse(
+        Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
+    )
+    own = [field.name for field in fields(PlanArguments)[1:]]
+    for word in words:
+        if word.startswith("--") and "." not in word:
+            raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl plan"))
+    config = read_settings([str(arguments.config), *words])
+    vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
+    say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
+    from txl_dist.io.files import write_output
+    from txl_dist.planning.hardware import Cluster, find_gpu
+    from txl_dist.planning.plan import Question, make_plan
+    from txl_dist.planning.scaling import picture
+    from txl_dist.planning.text import plan_lines
+
+    gpu = find_gpu(arguments.gpu)
+    if arguments.intra_node:
+        gpu = replace(gpu, bus_gb_s=arguments.intra_node)
+    question = Question(
+        cluster=Cluster(gpu, arguments.gpus_per_node, arguments.interconnect),
+        gpus=arguments.gpus,
+        vocab_size=vocab_size,
+        corpus_tokens=corpus_tokens,
+        budget_tokens=arguments.tokens,
+    )
+    facts = make_plan(config, question=question)
+    say("\n".join(plan_lines(facts)))
+    if arguments.json is not None:
+        write_output(arguments.json, facts.as_json().encode() + b"\n")
+    if arguments.png is None:
+        return
+    if facts.chosen is None:
+        say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
+        return
+    title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
+    write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))
+
+
+def _corpus(config: Config) -> tuple[int, int]:
+    """(vocabulary size, tokens of the split that is trained on)."""
+    from txl_dist.data.loader.corpora import open_all
+
+    try:
+        require_corpora(config)
+        opened = open_all(config.data)
+        tokens = sum(corpus.split(config.data.train_split).tokens for corpus in opened)
+    except TxlError as error:
+        raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
+    return opened[0].vocab_size, tokens

@@ -1,0 +1,54 @@
+"""The verb that measures how far back models look."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from txl_dist.artifacts import TRAINED, Kind, require
+from txl_dist.cli.parsing import announce_ranks, local_source
+from txl_dist.config.registry import load_plugins
+from txl_dist.console.echo import say
+from txl_dist.console.formatting import counted
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.options import ReclOutputs, ReclSettings
+
+
+def recl(
+    targets: Positional[tuple[Path, ...]],
+    /,
+    settings: Annotated[ReclSettings, arg(name="")],
+    outputs: Annotated[ReclOutputs, arg(name="")],
+    data: str = "",
+    plugins: tuple[str, ...] = (),
+) -> None:
+    """Measure how far back a group of models gains: the paper's relative effective context length.
+
+    Args:
+        targets: Run directories, checkpoint folders or bundles, of one tokenizer.
+        settings: How it is measured.
+        outputs: Files that are written.
+        data: Corpus, a folder or URL; without it that of the first model, if it is none of a bundle.
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
+    """
+    load_plugins(plugins)
+    if not targets:
+        raise ConfigError("txl recl needs a model. Name run directories, checkpoint folders or bundles.")
+    targets = tuple(map(local_source, targets))
+    kinds = [require(target, *TRAINED) for target in targets]
+    settings.check()
+    outputs.check()
+    if data:
+        require(data, Kind.CORPUS, what="--data")
+    elif kinds[0] is Kind.BUNDLE:
+        raise ConfigError(f"{targets[0]} is a bundle and knows no corpus. Name one with --data, or a run before it.")
+    announce_ranks(
+        f"scoring {counted(len(targets), 'model')} with {counted(len(settings.contexts), 'length')} of context"
+    )
+    from txl_dist.evaluation.recl import compare_contexts
+
+    lines = compare_contexts(targets, data=data, settings=settings, outputs=outputs)
+    if lines:
+        say("\n".join(lines))

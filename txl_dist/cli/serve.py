@@ -1,0 +1,48 @@
+"""`txl serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from txl_dist.artifacts import TRAINED, require
+from txl_dist.cli.parsing import announce, local_source
+from txl_dist.config.registry import load_plugins
+from txl_dist.io.hub import address_of
+from txl_dist.serve.listening import listen, require_packages
+from txl_dist.serve.options import Serving
+
+
+def serve(
+    source: Positional[Path],
+    /,
+    serving: Annotated[Serving, arg(name="")],
+    device: str = "cpu",
+    plugins: tuple[str, ...] = (),
+) -> None:
+    """Serve a bundle, a run or a checkpoint over HTTP, as OpenAI's completions, with memories.
+
+    Args:
+        source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
+        serving: How it is served.
+        device: Where it computes: cpu, cuda, cuda:1 ...
+        plugins: Modules to import first, which runs their code; for what was made with plugins.
+    """
+    load_plugins(plugins)
+    address = address_of(source)
+    name = serving.name or (address.name if address else source.resolve().name)
+    source = local_source(source)
+    kind = require(source, *TRAINED)
+    serving.check()
+    serving.key()
+    require_packages()
+    listening = listen(serving)
+    announce(f"serving {source}, {kind.value}")
+    from txl_dist.console.logging import start_logging
+    from txl_dist.convert.export import load
+    from txl_dist.serve.server import serve as run
+
+    start_logging()
+    run(load(source, device=device), serving, listening, name=name)

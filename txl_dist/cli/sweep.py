@@ -1,0 +1,104 @@
+"""The verb that tunes settings by short runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+from txl_dist.artifacts import Kind, kind_of
+from txl_dist.cli.parsing import parse, unknown_flag
+from txl_dist.config.load import Config, check_vocabulary, setting_names
+from txl_dist.console.echo import say
+from txl_dist.errors import ConfigError
+from txl_dist.train.run_dir import check_paths
+
+
+@dataclass(frozen=True)
+class SweepArguments:
+    """Train over a grid of settings, and name the best. Settings of all (--section.key value) follow as for txl train.
+
+    The same command goes on: a run that is done is not made again. Exit code 1: a run failed, and the others are done;
+    75: asked to stop, and all have saved.
+    """
+
+    config: Positional[Path]
+    """TOML file; see configs/."""
+    grid: tuple[str, ...] = ()
+    """A setting and its values, optim.lr=1e-3,2e-3; several make a grid. Entries of a list stand apart by blanks."""
+    seeds: int = 1
+    """Runs per point of the grid, with the seeds run.seed, run.seed + 1 and so on."""
+    jobs: int = 1
+    """Runs side by side, one process each: they share the cores, and take the GPUs in turn."""
+    out: Path = Path("runs/sweep")
+    """Folder of the runs, their table (sweep.csv) and the page with their curves (compare.html)."""
+
+
+def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
+    """Train over a grid of settings, and name the best with its margin over the seeds."""
+    if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
+        raise ConfigError(
+            "the config file comes first: txl sweep CONFIG --grid optim.lr=1e-3,2e-3 [--section.key value]."
+        )
+    arguments, words = parse(
+        Annotated[SweepArguments, tyro.conf.arg(name="")], argv, prog="txl sweep", return_unknown_args=True
+    )
+    own = [field.name for field in fields(SweepArguments)[1:]]
+    for word in words:
+        if word.startswith("--") and "." not in word:
+            raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl sweep"))
+    for axis in arguments.grid:
+        if (name := axis.partition("=")[0].strip().replace("-", "_")) in {
+            word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")
+        }:
+            raise ConfigError(f"{name} is given for all runs and in --grid. Leave one of them out.")
+    base = read_settings([str(arguments.config), *words])
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")
+    if (kind := kind_of(arguments.out)) is not Kind.NOTHING:
+        raise ConfigError(f"--out {arguments.out} is {kind.value}, and runs would lie in it. Choose another --out.")
+    from txl_dist.launcher.sweep import parse_axis
+    from txl_dist.launcher.sweep import sweep as run_sweep
+
+    lines, code = run_sweep(
+        base,
+        [parse_axis(words) for words in arguments.grid],
+        num_seeds=arguments.seeds,
+        jobs=arguments.jobs,
+        out=arguments.out,
+        check=_check,
+        devices=_devices,
+    )
+    say("\n".join(lines))
+    return code
+
+
+def _check(config: Config) -> None:
+    """Raises ConfigError for paths and corpora that a run would refuse, as far as it is seen without torch."""
+    from txl_dist.data.loader.corpora import lacks_eval_split, open_all
+
+    check_paths(config, resume="auto")
+    corpus = open_all(config.data)[0]
+    check_vocabulary(config.model, vocab_size=corpus.vocab_size)
+    if lacks_eval_split(config.data, corpus):
+        raise ConfigError(
+            f"a sweep is decided by held-out text, and {corpus.location} has none. Prepare it with --valid PATH or a "
+            "--valid-fraction, or name a split with --data.eval_split."
+        )
+
+
+def _devices() -> list[str]:
+    """GPUs that can be seen, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    from txl_dist.distributed.collectives import uses_gpu
+
+    if not uses_gpu():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]

@@ -1,0 +1,1 @@
+"""Settings: sections and their rules, loading, phases, the names that other code bases use."""

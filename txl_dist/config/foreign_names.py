@@ -1,0 +1,549 @@
+"""Names that people bring along from other code bases, with what they are called here.
+
+Sources: the original transformer-xl and NVIDIA's, nanoGPT, transformers, Megatron, DeepSpeed, Lightning, torchrun, and
+for commands other than training vLLM and lm-evaluation-harness. A row applies where its counterpart exists, so that
+`batch_size` means one thing in training and another in evaluation. Names are compared without case, hyphens and
+underscores. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from txl_dist.console.suggest import did_you_mean, nearest
+
+SURE = 0.85
+"""Likeness from which a misspelt name is taken for one of the table, or for one of ours."""
+
+
+class Counterpart(NamedTuple):
+    """Names of other programs with the setting or flag that means the same here."""
+
+    foreign: str
+    """The names that others use, with blanks between them."""
+    here: str = ""
+    """The setting (`section.key`) or the flag, with underscores. Empty: there is none, and the note says why."""
+    value: str = ""
+    """The value that the foreign name implies, if any: bf16 of engine.precision."""
+    note: str = ""
+    """The arithmetic, or what differs, in whole sentences."""
+    needs: str = ""
+    """A flag that the command must have for the row to apply, where `here` is empty."""
+
+    def hint(self, *, spell: Callable[[str, str], str]) -> str:
+        """The end of a message, beginning with a blank. `spell`: how to write a name and its value, or ""."""
+        question = f" Did you mean {spell(self.here, self.value)}?" if self.here else ""
+        return question + (f" {self.note}" if self.note else "")
+
+
+_MEMORY = "A token also sees train.memory_len tokens before its segment."
+_GLOBAL = "It is the global batch: batch size per GPU * GPUs * accumulation steps."
+_MICRO = "It counts the lanes that a GPU runs at once; accumulation steps are num_lanes / (ranks * microbatch_lanes)."
+_EPOCHS = (
+    "It is epochs * tokens of the corpus / (train.num_lanes * train.segment_len); --dry-run says how many epochs it is."
+)
+_TOKENS = "It is tokens / (train.num_lanes * train.segment_len)."
+_HEADS = "Set model.head_width too: other code takes width / heads for it."
+_VOCABULARY = "The size of the vocabulary comes from the corpus: `txl prepare --vocab-size N` chooses it."
+_DEVICE = "The GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses among several, and empty means the CPU."
+_RANKS = "Start several ranks with `txl launch --num_accelerators N CONFIG.toml`."
+_DEEPSPEED = "No DeepSpeed file is read: see engine.zero_stage, engine.precision and engine.offload_optimizer."
+_PARALLEL = "A model is sharded by ZeRO only: engine.zero_stage 1, 2 or 3."
+_SCALE = "fp16 scales its loss by itself; engine.precision bf16 needs no scaling."
+_ON_COMMAND_LINE = "It is no setting of a file: give --resume CHECKPOINT on the command line."
+_SHARE = "It is share * train.max_steps."
+
+COUNTERPARTS = (
+    # Commands other than training.
+    Counterpart(
+        "max_new_tokens max_length max_len length num_tokens n_tokens max_gen_toks n_predict num_predict "
+        "max_completion_tokens gen_len",
+        "max_tokens",
+    ),
+    Counterpart("num_return_sequences n best_of num_sequences samples", "num_samples"),
+    Counterpart("temp t", "temperature"),
+    Counterpart("do_sample sample greedy", "temperature", note="0 takes the likeliest token, above 0 samples."),
+    Counterpart("stop_sequences stop_strings stop_words until", "stop"),
+    Counterpart("text input start starting_text context p", "prompt"),
+    Counterpart("prompt_file input_file prompt_path", "file"),
+    Counterpart(
+        "penalty frequency_penalty presence_penalty rep_penalty",
+        "repetition_penalty",
+        note="It multiplies the log-probability of tokens that occurred; 1 does nothing.",
+    ),
+    Counterpart(
+        "num_beams beam beam_size beams",
+        note="There is no beam search: texts are sampled, or greedy with --temperature 0.",
+    ),
+    Counterpart("logprobs top_logprobs", "log_probs"),
+    Counterpart(
+        "output output_dir output_file output_path out_dir out_file save save_dir save_path o outfile outdir "
+        "output_prefix",
+        "out",
+    ),
+    Counterpart("results result_file output output_path output_file out", "json"),
+    Counterpart(
+        "mem_len mem_length memory_length max_model_len max_seq_len ctx ctx_size context_length n_ctx",
+        "memory_len",
+    ),
+    Counterpart("tgt_len seq_len seq_length block_size max_length", "segment_len"),
+    Counterpart("ext_len stride", "overlap_len"),
+    Counterpart("bsz bs batch_size eval_batch_size per_device_eval_batch_size", "num_lanes"),
+    Counterpart("bsz bs", "batch_size"),
+    Counterpart("dataset data_path data_dir corpus eval_data data_root", "data"),
+    Counterpart("subset set dataset_split", "split"),
+    Counterpart(
+        "tasks task num_fewshot limit",
+        note="lm-evaluation-harness runs tasks: see docs/inference.md.",
+    ),
+    Counterpart(
+        "max_tokens num_tokens n_tokens tokens eval_tokens max_eval_tokens max_samples num_samples eval_iters "
+        "max_eval_steps max_batches num_batches limit_val_batches max_documents",
+        note="It scores the whole split. To score less, prepare a shorter text and name its corpus with --data; while "
+        "a run trains, eval.max_tokens limits its evaluations.",
+        needs="baselines",
+    ),
+    Counterpart(
+        "prompt temperature top_k top_p stop max_new_tokens",
+        note="It scores a text. To write one: txl generate MODEL --prompt TEXT --max-tokens N.",
+        needs="baselines",
+    ),
+    Counterpart(
+        "model model_path checkpoint ckpt ckpt_path model_name_or_path model_dir load bundle run",
+        note="The model comes first and without a flag: a run, a checkpoint or a bundle.",
+    ),
+    Counterpart(
+        "output output_dir out out_dir save_dir o outfile output_path save",
+        note="The folder to write comes second and without a flag.",
+        needs="dtype",
+    ),
+    Counterpart("served_model_name model_name model_alias", "name"),
+    Counterpart("max_num_seqs max_batch_size max_concurrency parallel num_slots max_batch", "rows"),
+    Counterpart("max_queue queue_size max_queue_size max_waiting", "queue"),
+    Counterpart("bind address ip listen hostname", "host"),
+    Counterpart("p server_port http_port listen_port", "port"),
+    Counterpart("token auth_token key api_token", "api_key"),
+    Counterpart("request_timeout timeout_s", "timeout"),
+    Counterpart("shutdown_timeout graceful_timeout timeout_graceful_shutdown", "grace"),
+    Counterpart("cuda use_cuda gpu", "device", "cuda"),
+    Counterpart("fp16 half float16 use_fp16", "dtype", "fp16"),
+    Counterpart("bf16 bfloat16", "dtype", "bf16"),
+    Counterpart("precision torch_dtype quantization quantize outtype weight_type", "dtype"),
+    Counterpart("int8 load_in_8bit q8_0", "dtype", "int8"),
+    Counterpart("to type target output_format export_format from source_format model_type framework", "format"),
+    Counterpart("tokenizer_type tokenizer_kind model_type tokenizer_name model", "tokenizer"),
+    Counterpart(
+        "tokenizer_model tokenizer_path tokenizer_json vocab_file tokenizer_name_or_path merge_file "
+        "sentencepiece_model",
+        "tokenizer_file",
+    ),
+    Counterpart("vocab_file vocab_path vocabulary tokenizer tokenizer_file", "vocab"),
+    Counterpart("vocab n_vocab vocabulary_size num_merges", "vocab_size"),
+    Counterpart(
+        "val_ratio val_fraction valid_ratio val_split validation_split val_size test_size holdout valid_split "
+        "validation_fraction",
+        "valid_fraction",
+        note="It is a share of the documents: 0.05.",
+    ),
+    Counterpart("test_ratio", "test_fraction", note="It is a share of the documents: 0.05."),
+    Counterpart("valid_file val_file validation_file dev_file val dev validation", "valid"),
+    Counterpart("test_file", "test"),
+    Counterpart(
+        "train train_file train_files input inputs input_file input_dir data corpus files",
+        note="Inputs come first and without a flag: txl prepare FILES --out DIR.",
+        needs="valid_fraction",
+    ),
+    Counterpart("json_keys json_key text_column text_field text_key column jsonl_key field key", "jsonl_field"),
+    Counterpart("workers num_proc n_proc nproc processes jobs threads j num_processes", "num_workers"),
+    Counterpart("shard_size tokens_per_shard chunk_size", "shard_len", note="It counts tokens."),
+    Counterpart("append_eod append_eos add_eos eod", "end_of_text"),
+    Counterpart("lowercase uncased do_lower_case lower", "lower_case"),
+    Counterpart("dedup deduplicate remove_duplicates", "duplicates", "drop"),
+    Counterpart("force f overwrite_output_dir overwrite_output", "overwrite"),
+    Counterpart("encoding errors", "encoding_errors", note="Text is read as UTF-8."),
+    Counterpart("num_gpus n_gpus world_size num_devices devices", "gpus"),
+    Counterpart("gpu_type gpu_name device hardware accelerator", "gpu"),
+    Counterpart("params param search space axis", "grid", note="For instance --grid optim.lr=1e-3,2e-3."),
+    Counterpart("num_seeds n_seeds repeats", "seeds"),
+    Counterpart("num_jobs n_jobs workers parallel j num_workers", "jobs"),
+    Counterpart(
+        "verbose v debug quiet q",
+        note="There is no such switch: what a command says goes to standard error.",
+    ),
+    Counterpart("version V", note="`txl --version` prints the version."),
+    Counterpart(
+        "config config_file c cfg",
+        note="The configuration file comes first and without a flag: txl train CONFIG.toml.",
+        needs="run.dir",
+    ),
+    # Training: length and batch.
+    Counterpart("learning_rate lrate learn_rate max_lr peak_lr base_lr initial_lr init_lr warmup_max_lr", "optim.lr"),
+    Counterpart("min_learning_rate lr_min eta_min warmup_min_lr end_lr final_lr", "optim.min_lr"),
+    Counterpart(
+        "batch_size bsz bs global_batch_size train_batch_size train_bs per_device_train_batch_size "
+        "per_gpu_train_batch_size per_device_batch_size local_batch_size device_batch_size num_sequences "
+        "total_batch_size",
+        "train.num_lanes",
+        note=_GLOBAL,
+    ),
+    Counterpart(
+        "micro_batch_size microbatch_size micro_batch mbs train_micro_batch_size_per_gpu gpu0_bsz",
+        "train.microbatch_lanes",
+    ),
+    Counterpart(
+        "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches grad_accumulation "
+        "accumulation_steps update_freq batch_chunk gradient_accumulation num_microbatches",
+        "train.microbatch_lanes",
+        note=_MICRO,
+    ),
+    Counterpart(
+        "epochs epoch num_epochs max_epochs n_epochs num_train_epochs total_epochs",
+        "train.max_steps",
+        note=_EPOCHS,
+    ),
+    Counterpart(
+        "max_step max_iters max_iter max_iterations iterations iters num_iters num_iterations train_iters "
+        "num_steps n_steps steps training_steps train_steps max_train_steps total_steps num_training_steps "
+        "total_num_steps lr_decay_iters lr_decay_steps decay_steps max_updates",
+        "train.max_steps",
+    ),
+    Counterpart(
+        "max_tokens total_tokens train_tokens num_tokens token_budget tokens target_tokens lr_decay_tokens",
+        "train.max_steps",
+        note=_TOKENS,
+    ),
+    Counterpart("train_samples", "train.max_steps", note="It is samples / train.num_lanes."),
+    Counterpart("tgt_len train_tgt_len", "train.segment_len"),
+    Counterpart(
+        "seq_len seq_length seqlen sequence_length sequence_len max_seq_len max_seq_length max_sequence_length "
+        "block_size context_length context_len context_size context ctx ctx_len n_ctx n_positions "
+        "max_position_embeddings max_length max_len bptt model_max_length num_ctx",
+        "train.segment_len",
+        note=_MEMORY,
+    ),
+    Counterpart("mem_len mem_length memory_length memory_size n_mem mem", "train.memory_len"),
+    Counterpart("eval_tgt_len eval.tgt_len eval.seq_len eval.block_size eval_seq_len", "eval.segment_len"),
+    Counterpart("eval_mem_len eval.mem_len", "eval.memory_len"),
+    Counterpart("ext_len", "eval.overlap_len"),
+    # The network.
+    Counterpart(
+        "n_layer n_layers num_hidden_layers num_layer layers depth nlayers num_blocks n_blocks decoder_layers",
+        "model.num_layers",
+    ),
+    Counterpart(
+        "n_head n_heads num_attention_heads nheads num_head heads attention_heads decoder_attention_heads",
+        "model.num_heads",
+        note=_HEADS,
+    ),
+    Counterpart(
+        "hidden_size d_model n_embd n_embed model_dim dim hidden_dim embedding_dim hidden_width d_hidden "
+        "model_width nhid",
+        "model.width",
+    ),
+    Counterpart("d_embed emb_size embed_dim embedding_size d_emb", "model.embed_width"),
+    Counterpart("d_head head_dim head_size kv_channels d_kv dim_head", "model.head_width"),
+    Counterpart(
+        "d_inner d_ff ff_dim ffn_dim ffn_hidden_size n_inner intermediate_size feedforward_dim mlp_dim inner_dim "
+        "ffn_size hidden_ff",
+        "model.ff_width",
+    ),
+    Counterpart("vocab_size vocabulary_size n_vocab n_token ntokens padded_vocab", note=_VOCABULARY, needs="run.dir"),
+    Counterpart(
+        "dropatt attn_dropout attn_pdrop attention_probs_dropout_prob attention_dropout_prob att_dropout",
+        "model.attention_dropout",
+    ),
+    Counterpart("dropout_rate dropout_prob hidden_dropout hidden_dropout_prob p_dropout drop_rate", "model.dropout"),
+    Counterpart("embd_pdrop embedding_dropout emb_dropout embd_dropout", "model.embed_dropout"),
+    Counterpart(
+        "resid_pdrop residual_dropout resid_dropout",
+        "model.projection_dropout",
+        note="The feed-forward layer has model.ff_dropout of its own.",
+    ),
+    Counterpart("ffn_dropout relu_dropout activation_dropout mlp_dropout", "model.ff_dropout"),
+    Counterpart("div_val", "model.div_value"),
+    Counterpart(
+        "adaptive adaptive_softmax adaptive_input adaptive_softmax_cutoff",
+        "model.cutoffs",
+        note=("A list of ids switches adaptive softmax on; `txl inspect CORPUS --num-clusters 4` computes good ones."),
+    ),
+    Counterpart("tie_projs", "model.tie_projections"),
+    Counterpart("tied tie_embeddings tie_word_embeddings tie_weight share_embeddings", "model.tie_weights"),
+    Counterpart("not_tied untie_embeddings_and_output_weights untie_weights", "model.tie_weights", "False"),
+    Counterpart("untie_r", "model.share_biases", note="It is the opposite: untie_r=True is share_biases=False."),
+    Counterpart("pre_lnorm prenorm pre_ln norm_first normalize_before encoder_normalize_before", "model.pre_norm"),
+    Counterpart(
+        "attn_type position_embedding_type positional_encoding pos_emb",
+        "model.positions",
+        note="attn_type 0 is relative, 1 learned_relative, 2 absolute.",
+    ),
+    Counterpart("activation_function hidden_act act_fn activation_fn nonlinearity", "model.activation"),
+    Counterpart("swiglu", "model.activation", "swiglu"),
+    Counterpart("squared_relu", "model.activation", "relu2"),
+    Counterpart("normalization norm_type layer_norm_type", "model.norm"),
+    Counterpart("rmsnorm use_rmsnorm rms_norm", "model.norm", "rms"),
+    Counterpart("layer_norm_eps layer_norm_epsilon layernorm_epsilon rms_norm_eps norm_epsilon", "model.norm_eps"),
+    Counterpart("qk_norm qk_layernorm", "model.query_key_norm"),
+    Counterpart("initializer_range init_method_std init_range weight_init_std", "model.init_std"),
+    Counterpart("proj_init_std", "model.projection_init_std"),
+    Counterpart(
+        "rope rotary use_rotary_position_embeddings rope_theta alibi",
+        note="There are no rotary positions: model.positions is relative, learned_relative or absolute.",
+    ),
+    # Optimizer and schedule.
+    Counterpart("optimizer optimizer_name optimizer_type optimizer.type optim opt optimizer.name", "optim.name"),
+    Counterpart("optimizer.params.lr", "optim.lr"),
+    Counterpart("beta1 adam_beta1 beta2 adam_beta2 adam_betas", "optim.betas", note="It takes both: 0.9 0.999."),
+    Counterpart("epsilon adam_epsilon adam_eps", "optim.eps"),
+    Counterpart("wd weight_decay_rate decay_rate l2 adam_weight_decay", "optim.weight_decay"),
+    Counterpart("mom sgd_momentum", "optim.momentum"),
+    Counterpart(
+        "clip grad_clip clip_grad gradient_clipping gradient_clip_val max_grad_norm clip_grad_norm max_norm "
+        "gradient_clip",
+        "optim.clip_norm",
+    ),
+    Counterpart(
+        "warmup warmup_iters warmup_step warmup_num_steps num_warmup_steps lr_warmup_steps lr_warmup_iters "
+        "warmup_updates n_warmup_steps",
+        "optim.warmup_steps",
+    ),
+    Counterpart(
+        "warmup_ratio warmup_fraction lr_warmup_fraction warmup_proportion warmup_pct pct_start",
+        "optim.warmup_steps",
+        note=_SHARE,
+    ),
+    Counterpart(
+        "warmup_epochs",
+        "optim.warmup_steps",
+        note=(
+            "It is warm-up epochs * tokens of the corpus / (train.num_lanes * train.segment_len); --dry-run "
+            "says how many epochs it is."
+        ),
+    ),
+    Counterpart("warmup_tokens", "optim.warmup_steps", note=_TOKENS),
+    Counterpart(
+        "scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style decay_lr scheduler_type scheduler.type",
+        "optim.schedule",
+    ),
+    Counterpart("ema_decay ema_rate use_ema", "optim.ema"),
+    # Engine.
+    Counterpart("bf16 bfloat16 use_bf16 bf16.enabled", "engine.precision", "bf16"),
+    Counterpart("fp16 half float16 use_fp16 fp16.enabled amp use_amp", "engine.precision", "fp16"),
+    Counterpart("tf32 allow_tf32", "engine.precision", "tf32"),
+    Counterpart("fp32 float32", "engine.precision", "fp32"),
+    Counterpart("mixed_precision dtype param_dtype torch_dtype params_dtype", "engine.precision"),
+    Counterpart(
+        "static_loss_scale dynamic_loss_scale loss_scale initial_scale_power loss_scale_window initial_loss_scale",
+        note=_SCALE,
+    ),
+    Counterpart(
+        "zero zero_optimization zero_optimization.stage deepspeed_stage fsdp sharding sharding_strategy",
+        "engine.zero_stage",
+    ),
+    Counterpart("offload_param cpu_offload_params", "engine.offload_parameters"),
+    Counterpart("cpu_offload offload", "engine.offload_optimizer"),
+    Counterpart("deepspeed deepspeed_config ds_config deepspeed_config_file", note=_DEEPSPEED),
+    Counterpart(
+        "gradient_checkpointing activation_checkpoint recompute recompute_activations checkpoint_activations "
+        "recompute_granularity",
+        "engine.activation_checkpointing",
+    ),
+    Counterpart(
+        "compile torch_compile use_compile",
+        "engine.cuda_graph",
+        note="Nothing is compiled; CUDA graphs save the host's time, and engine.attention chooses the kernels.",
+    ),
+    Counterpart(
+        "flash flash_attn flash_attention use_flash_attn use_flash_attention attn_implementation",
+        "engine.attention",
+    ),
+    Counterpart(
+        "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp pipeline_parallel_size pp "
+        "pipeline_model_parallel_size model_parallel_size context_parallel_size",
+        "engine.zero_stage",
+        note=_PARALLEL,
+    ),
+    Counterpart("omp_num_threads cpu_threads threads", "engine.num_threads"),
+    Counterpart(
+        "distributed_timeout distributed_timeout_minutes ddp_timeout nccl_timeout",
+        "engine.timeout_s",
+        note="It is in seconds.",
+    ),
+    # Evaluation, checkpoints, reports.
+    Counterpart(
+        "eval_interval eval_steps eval_every val_interval val_check_interval evaluation_interval eval_freq "
+        "eval.interval eval.every validation_interval eval_every_n_steps check_val_every_n_epoch val_loss_every",
+        "eval.every_steps",
+    ),
+    Counterpart(
+        "eval_iters max_eval_steps limit_val_batches eval_batches max_eval_samples",
+        "eval.max_tokens",
+        note="It is batches * eval.num_lanes * segment length.",
+    ),
+    Counterpart(
+        "per_device_eval_batch_size eval_batch_size per_gpu_eval_batch_size val_batch_size eval.batch_size",
+        "eval.num_lanes",
+    ),
+    Counterpart(
+        "save_steps save_interval save_every checkpoint_interval ckpt_interval save_freq checkpoint_every "
+        "save_interval_updates every_n_train_steps ckpt_every checkpoint.interval checkpoint.every",
+        "checkpoint.every_steps",
+    ),
+    Counterpart(
+        "save_total_limit keep_last_n max_checkpoints save_top_k keep_checkpoint_max",
+        "checkpoint.keep_last",
+    ),
+    Counterpart("load_best_model_at_end save_best keep_best_only", "checkpoint.keep_best"),
+    Counterpart("async_save async_checkpoint", "checkpoint.asynchronous"),
+    Counterpart(
+        "log_interval logging_steps log_every log_freq log_every_n_steps print_freq steps_per_print log_steps "
+        "print_every log.interval metrics.interval metrics.log_interval",
+        "metrics.log_every_steps",
+    ),
+    Counterpart("wandb_project wandb_log use_wandb report_to", "metrics.wandb", note="It takes the project's name."),
+    Counterpart("tensorboard_dir use_tensorboard tensorboard_log_dir", "metrics.tensorboard"),
+    Counterpart(
+        "output_dir out_dir work_dir save_dir save log_dir logdir checkpoint_dir ckpt_dir default_root_dir "
+        "exp_dir experiment_dir run_dir results_dir save_path logging_dir",
+        "run.dir",
+    ),
+    Counterpart("random_seed seed_everything manual_seed rng_seed data_seed", "run.seed"),
+    Counterpart(
+        "resume_from_checkpoint resume_from resume_path load load_dir load_checkpoint ckpt_path restart "
+        "restart_dir restore_from auto_resume checkpoint_path resume_checkpoint checkpoint ckpt",
+        "resume",
+        note="Without it the same command continues the newest checkpoint of run.dir.",
+    ),
+    Counterpart(
+        "resume_from_checkpoint resume resume_from load load_dir restart restart_dir ckpt_path",
+        note=_ON_COMMAND_LINE,
+    ),
+    Counterpart(
+        "init_from pretrained pretrained_model pretrained_path finetune_from model_name_or_path load_pretrained "
+        "pretrained_model_name_or_path warm_start model_path model",
+        "run.init",
+        note="It takes a bundle: `txl import` or `txl export` make one.",
+    ),
+    Counterpart(
+        "dataset dataset_name dataset_path dataset_dir data_dir data_path data_root data_file train_file "
+        "train_data train_path corpus corpus_path input_file train_data_path data",
+        "data.path",
+        note="It takes a corpus that `txl prepare` made of the text.",
+    ),
+    Counterpart(
+        "validation_file valid_data_path val_data",
+        "data.eval_split",
+        note="It is a split of the corpus: `txl prepare --valid FILE` makes it.",
+    ),
+    Counterpart("max_time time_limit max_run_time exit_duration_in_mins max_wallclock", "max_time"),
+    Counterpart("fast_dev_run dryrun dry", "dry_run"),
+    Counterpart("device cuda use_cuda gpu accelerator no_cuda use_cpu", note=_DEVICE),
+    Counterpart(
+        "gpus num_gpus n_gpu devices num_devices nproc_per_node nproc num_processes world_size num_nodes nnodes "
+        "multi_gpu ddp distributed local_rank strategy num_accelerators",
+        note=_RANKS,
+    ),
+    Counterpart(
+        "num_workers dataloader_num_workers data_workers pin_memory",
+        "data.prefetch_depth",
+        note="One thread reads the corpus; this many steps ahead.",
+    ),
+)
+
+
+COMMANDS = {
+    "run start fit pretrain learn continue resume": ("train CONFIG.toml", "The same command continues a run."),
+    "finetune fine_tune fine-tune ft": ("train CONFIG.toml --init BUNDLE", ""),
+    "eval test validate score perplexity ppl bench benchmark": ("evaluate RUN", ""),
+    "sample chat complete infer inference predict ask talk write prompt decode": ("generate RUN --prompt TEXT", ""),
+    "tokenize tokenise preprocess process dataset data build encode download pack shard": (
+        "prepare TEXT --out CORPUS",
+        "It learns the tokenizer too.",
+    ),
+    "convert": (
+        "import FILE BUNDLE --format NAME",
+        "It reads the weights of others; `txl export` writes them, and `txl prepare` converts text.",
+    ),
+    "load from_pretrained": ("import FILE BUNDLE --format NAME", ""),
+    "save merge upload push push_to_hub publish to_onnx quantize": ("export RUN BUNDLE", ""),
+    "deploy server api host up": ("serve RUN", ""),
+    "info show stats list ls describe summary view dump cat": ("inspect PATH", ""),
+    "check validate_data fsck hash": ("verify PATH", ""),
+    "env environment diagnose collect_env collect-env debug selftest": ("doctor", ""),
+    "tune search hpo grid sweeps optimize ablate": ("sweep CONFIG.toml --grid SETTING=VALUES", ""),
+    "estimate memory flops size profile predict_memory dry_run dry-run": (
+        "plan CONFIG.toml --gpus N --gpu KIND",
+        "`txl train CONFIG.toml --dry-run` says what a run takes on this machine.",
+    ),
+    "distributed torchrun deepspeed accelerate slurm spawn submit": ("launch CONFIG.toml", ""),
+    "plot dashboard tensorboard graph curves logs": ("report RUN", ""),
+    "diff": ("compare RUN RUN", ""),
+    "completions autocomplete shell_completion install_completion install-completion": ("completion bash", ""),
+}
+"""Commands of others, with blanks between them: ours, with what follows it, and a remark."""
+SECTIONS = {
+    "optimizer": "optim",
+    "scheduler": "optim",
+    "lr_scheduler": "optim",
+    "training": "train",
+    "trainer": "train",
+    "training_args": "train",
+    "network": "model",
+    "transformer": "model",
+    "architecture": "model",
+    "dataset": "data",
+    "dataloader": "data",
+    "corpus": "data",
+    "deepspeed": "engine",
+    "zero_optimization": "engine",
+    "distributed": "engine",
+    "parallel": "engine",
+    "evaluation": "eval",
+    "validation": "eval",
+    "checkpointing": "checkpoint",
+    "saving": "checkpoint",
+    "logging": "metrics",
+    "logger": "metrics",
+    "log": "metrics",
+    "wandb": "metrics",
+    "tensorboard": "metrics",
+}
+"""Sections of others' configuration files, and ours."""
+
+
+def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
+    """The first row that knows `name` and whose counterpart is among `known`; None if there is none.
+
+    A dotted name is looked up whole, by its key, then by its section. A misspelt key is found too, unless one of
+    `known` is as near. Rows with a counterpart come before those with a note alone.
+    """
+    rows = [row for row in COUNTERPARTS if row.here in known]
+    rows += [row for row in COUNTERPARTS if not row.here and (not row.needs or row.needs in known)]
+    by_name: dict[str, Counterpart] = {}
+    for row in rows:
+        for foreign in row.foreign.split():
+            by_name.setdefault(_plain(foreign), row)
+    if _plain(name) in map(_plain, known):
+        return None  # ours, in another spelling
+    section, _, key = name.rpartition(".")
+    for candidate in (_plain(name), _plain(key)):
+        if candidate in by_name:
+            return by_name[candidate]
+    if nearest(name, known, least_alike=SURE):
+        return None
+    if near := nearest(_plain(key), by_name, least_alike=SURE):
+        return by_name[near[0]]
+    is_our_section = any(other.startswith(f"{section}.") for other in known)
+    return None if is_our_section else by_name.get(_plain(section.partition(".")[0]))
+
+
+def find_command(word: str, commands: Collection[str]) -> str:
+    """Return the end of a message about an unknown command, beginning with a blank; empty if no command is near."""
+    for others, (ours, remark) in COMMANDS.items():
+        if word.lower() in others.split() and ours.split()[0] in commands:
+            return f" Did you mean `txl {ours}`?" + (f" {remark}" if remark else "")
+    return did_you_mean(word, commands)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

@@ -1,0 +1,509 @@
+"""The settings of a run: frozen sections, read from TOML, overridden by the command line, checked at the door.
+
+Sizes are global and know nothing of the number of ranks: `train.num_lanes` rows of `train.segment_len` tokens
+make one step, on 1 GPU or on 64. `train.microbatch_lanes` is the only knob that fits a run into memory; the
+accumulation is derived (`BatchPlan`). A config never changes after `load_config`; state lives in `TrainState`.
+The sections themselves, and what each setting means, are in `sections`. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+import tomli_w
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from txl_dist.config.foreign_names import SECTIONS, find_counterpart
+from txl_dist.config.registry import OneOf, load_plugins, not_loaded, remedy
+from txl_dist.config.schema import (
+    SCHEMES,
+    CheckpointSection,
+    DataSection,
+    EngineSection,
+    EvalSection,
+    GuardSection,
+    MetricsSection,
+    ModelSection,
+    OptimSection,
+    Resume,
+    RunSection,
+    Section,
+    TrainSection,
+)
+from txl_dist.console.formatting import counted
+from txl_dist.console.suggest import did_you_mean, nearest
+from txl_dist.errors import ConfigError, explained
+from txl_dist.io.files import decode_text, parse_toml, path_of, read_bytes
+
+
+class Config(Section):
+    """All sections of a run."""
+
+    run: RunSection = RunSection()
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    engine: EngineSection = EngineSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
+    metrics: MetricsSection = MetricsSection()
+
+
+class BatchPlan(NamedTuple):
+    """How the global batch falls onto ranks and micro-batches."""
+
+    world_size: int
+    lanes_per_rank: int
+    microbatch_lanes: int
+    num_microbatches: int
+    """Micro-batches per rank and step (gradient accumulation), each a fixed slice of lanes with its own memory."""
+    tokens_per_step: int
+
+
+def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
+    """Derive accumulation from the global batch.
+
+    Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes.
+    """
+    if world_size < 1:
+        raise ConfigError(f"a job of {world_size} ranks cannot be. Give 1 or more.")
+    if train.num_lanes % (world_size * train.microbatch_lanes):
+        raise ConfigError(
+            f"train.num_lanes={train.num_lanes} must be divisible by ranks * train.microbatch_lanes = "
+            f"{world_size} * {train.microbatch_lanes} = {world_size * train.microbatch_lanes}. "
+            f"Choose another --train.num_lanes or --train.microbatch_lanes, or start another number of ranks."
+        )
+    lanes_per_rank = train.num_lanes // world_size
+    return BatchPlan(
+        world_size=world_size,
+        lanes_per_rank=lanes_per_rank,
+        microbatch_lanes=train.microbatch_lanes,
+        num_microbatches=lanes_per_rank // train.microbatch_lanes,
+        tokens_per_step=train.num_lanes * train.segment_len,
+    )
+
+
+def check_config(config: Config) -> None:
+    """Refuse settings that contradict each other. Raises ConfigError naming section.key, value and rule."""
+    model, engine, optim = config.model, config.engine, config.optim
+    cutoffs = model.cutoffs
+    rules: list[tuple[bool, str]] = [
+        (
+            all(a < b for a, b in itertools.pairwise(cutoffs)),
+            f"model.cutoffs={list(cutoffs)} must increase strictly",
+        ),
+        (
+            len(model.tie_projections) in (0, len(cutoffs) + 1),
+            f"model.tie_projections has {counted(len(model.tie_projections), 'entry', 'entries')}; give one "
+            "per cluster, "
+            f"{len(cutoffs) + 1} for model.cutoffs={list(cutoffs)}, or none",
+        ),
+        (
+            model.embed_width_or_default() // model.div_value ** len(cutoffs) > 0,
+            f"model.div_value={model.div_value} leaves the last of {len(cutoffs) + 1} clusters no width: "
+            f"{model.embed_width_or_default()} // {model.div_value}**{len(cutoffs)} = 0",
+        ),
+        (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
+        (
+            not model.value_residual or model.num_layers > 1,
+            "model.value_residual=True mixes in the values of another layer: it needs model.num_layers of 2 or more",
+        ),
+        *_position_rules(config),
+        (
+            len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
+            f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}; give one for "
+            "data.path and one for each of the "
+            f"{len(config.data.more_paths)} data.more_paths, or none",
+        ),
+        (
+            not engine.offload_optimizer or engine.zero_stage >= 1,
+            "engine.offload_optimizer=True needs engine.zero_stage 1, 2 or 3",
+        ),
+        (
+            not engine.offload_parameters or engine.zero_stage == 3,
+            "engine.offload_parameters=True needs engine.zero_stage=3",
+        ),
+        (
+            not config.eval.average or optim.ema > 0,
+            "eval.average=True needs an optim.ema above 0, for instance 0.99",
+        ),
+        (
+            engine.cuda_graph != "on" or engine.is_replayable,
+            "engine.cuda_graph=on needs engine.zero_stage 0, 1 or 2, and no engine.activation_checkpointing",
+        ),
+        (
+            not optim.kind.needs_whole_tensors or engine.zero_stage == 0,
+            f"optim.name={optim.name!r} compares norms of whole tensors, which ZeRO cuts up: it needs "
+            f"engine.zero_stage=0 (is {engine.zero_stage})",
+        ),
+        (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
+    ]
+    broken = [message for holds, message in rules if not holds]
+    if broken:
+        raise ConfigError(". ".join(broken) + ".")
+
+
+def _position_rules(config: Config) -> list[tuple[bool, str]]:
+    model, train, evaluation = config.model, config.train, config.eval
+    tabled = " and ".join(repr(name) for name, scheme in SCHEMES.items() if scheme.has_table)
+    longest, lens = train.segment_len + train.memory_len, train.memory_lens
+    eval_memory_len = train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len
+    return [
+        (
+            len(lens) in (0, model.num_layers),
+            f"train.memory_lens={list(lens)} has {counted(len(lens), 'entry', 'entries')}; give one for each "
+            f"of the {counted(model.num_layers, 'layer')}, or none",
+        ),
+        (
+            not lens or max(lens) == train.memory_len or bool(train.stages),  # which have memories of their own
+            f"train.memory_lens={list(lens)}: the longest of them must be train.memory_len (is {train.memory_len})",
+        ),
+        (
+            not lens or not model.value_residual or lens[0] == max(lens),
+            f"train.memory_lens={list(lens)} with model.value_residual=True: the values of the first layer are mixed "
+            "into the others', so that none may remember more than it does",
+        ),
+        (
+            not lens or model.same_length == "off" or min(lens) > 0,
+            f"train.memory_lens={list(lens)}: model.same_length={model.same_length!r} counts its window in memory, and "
+            "needs some in every layer",
+        ),
+        (
+            model.same_length == "off" or min(train.memory_len, eval_memory_len) > 0,
+            f"model.same_length={model.same_length!r} counts its window in memory: it needs train.memory_len > 0 (is "
+            f"{train.memory_len}) and in evaluation too (is {eval_memory_len})",
+        ),
+        (
+            model.scheme.has_table == (model.num_distances > 0),
+            f"model.num_distances={model.num_distances} does not go with model.positions={model.positions!r}: "
+            f"{tabled} needs it (train.segment_len + train.memory_len = {longest} gives every distance a row "
+            "of its own), the others have no table",
+        ),
+        (
+            model.takes_memory or (train.memory_len == 0 and eval_memory_len == 0),
+            f"model.positions={model.positions!r} knows no memory: it needs train.memory_len=0 (is "
+            f"{train.memory_len}) and eval.memory_len=0 or -1 (is {evaluation.memory_len}), or "
+            "model.absolute_with_memory=True, to see it fail",
+        ),
+        (
+            not model.absolute_with_memory or not model.scheme.uses_memory,
+            f"model.absolute_with_memory=True is for model.positions='absolute' (is {model.positions!r}, which knows a "
+            "memory anyway)",
+        ),
+        (
+            train.first_memory == "empty" or config.data.document_border == "carry",
+            f"train.first_memory={train.first_memory!r} belongs to no document, and data.document_border='mask' shows "
+            "each query its own document only: it needs data.document_border='carry'",
+        ),
+        (
+            evaluation.overlap_len == 0 or eval_memory_len == 0,
+            f"eval.overlap_len={evaluation.overlap_len} runs context again that a model without memory lacks: it needs "
+            f"eval.memory_len=0 (is {eval_memory_len})",
+        ),
+    ]
+
+
+def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
+    """Refuse cutoffs that do not fit the vocabulary. Raises ConfigError."""
+    if model.cutoffs and model.cutoffs[-1] >= vocab_size:
+        raise ConfigError(
+            f"model.cutoffs={list(model.cutoffs)} must lie below the vocabulary size {vocab_size} of the corpus. "
+            "Lower them, prepare the corpus with a larger vocabulary, or write --model.cutoffs with nothing behind it "
+            "for a plain softmax."
+        )
+
+
+def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
+    """Read a TOML file over the defaults.
+
+    `imports_plugins`: load those that the file names, because the user has chosen it as settings. Settings that lie in
+    a checkpoint were not chosen so: their plugins must be loaded already.
+
+    Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
+    """
+    with explained(ConfigError, f"cannot read the config file {path}", "Name a TOML file, as those in configs/."):
+        content = read_bytes(Path(path))
+    try:
+        text = decode_text(content)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+    try:
+        values = parse_toml(text)
+    except ValueError as error:
+        hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
+        if Path(path).suffix != ".toml":
+            hint = f" If it is a text to train on: `txl prepare {path} --out DIR`, then name DIR with --data.path."
+        raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
+    if imports_plugins:
+        load_plugins(_plugins_in(values))
+    return config_from_dict(values, source=str(path))
+
+
+def _plugins_in(values: Mapping[str, Any]) -> list[str]:
+    """`run.plugins` of values that are not validated yet; none where they are no list of texts."""
+    run = values.get("run")
+    names = run.get("plugins") if isinstance(run, Mapping) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
+
+
+def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
+    """Validate nested values; `source` names them in errors. Raises ConfigError."""
+    _check_texts(values, source=source)
+    try:
+        # Strict, so that num_lanes = true is no 1; by way of JSON, so that a list is a tuple all the same.
+        return Config.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        lines = list(_explain(error, source))
+        missing = not_loaded(_plugins_in(values))
+        if missing and any(problem["type"] == "unknown_name" for problem in error.errors()):
+            lines = [f"{source} names the plugin {missing[0]}, which is not loaded. {remedy(missing[0])}"]
+        raise ConfigError(*lines) from error
+
+
+def _check_texts(value: Any, *, source: str, name: str = "") -> None:
+    """Refuse texts with halves of characters, which no settings file can hold: paths whose bytes are not UTF-8, and in
+    a locale of ASCII all paths beyond ASCII. Raises ConfigError naming the setting."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_texts(inner, source=source, name=f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_texts(inner, source=source, name=name)
+    elif isinstance(value, str | Path):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{source}: {name}={value} is not UTF-8. Rename it; where the locale is ASCII, set PYTHONUTF8=1."
+            ) from error
+
+
+def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:
+    """Settings for one's own program: those of a file, or the defaults, with others in their place.
+
+        configure("configs/quickstart.toml", data={"path": "data/first"}, train={"num_lanes": 8})
+
+    Plugins that `run.plugins` names are imported. Raises ConfigError for a name or a value that is wrong, with what
+    was meant, as for a file.
+    """
+    load_plugins(_plugins_in(sections))
+    values = {} if path is None else load_config(path_of(path), imports_plugins=True).model_dump(mode="json")
+    for section, settings in sections.items():
+        if section not in _sections():
+            raise ConfigError(f"configure: {unknown_setting(section)}")
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"configure: {section}={settings!r:.200} is no section. Give its settings: {section}={{...}}."
+            )
+        values[section] = {**values.get(section, {}), **{str(name): value for name, value in settings.items()}}
+    config = config_from_dict(values, source="configure()")
+    check_config(config)
+    return config
+
+
+def config_to_toml(config: Config) -> str:
+    """Every setting, defaults included, as TOML that `load_config` reads back to an equal config."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def changes_to_toml(config: Config) -> str:
+    """The settings that differ from the defaults, as TOML that `load_config` reads back to an equal config."""
+    sections: dict[str, dict[str, Any]] = {}
+    for change in config_changes(Config(), config):
+        section, key = change.key.split(".")
+        sections.setdefault(section, {})[key] = change.new
+    return f"# settings that differ from the defaults; --all shows every one\n{tomli_w.dumps(sections)}"
+
+
+def config_fingerprint(config: Config) -> str:
+    """sha256 over the frozen settings: equal for two configs that may continue one another."""
+    frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}
+    return hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
+
+
+class Change(NamedTuple):
+    """One setting that differs between two configs."""
+
+    key: str
+    old: Any
+    new: Any
+    policy: Literal["frozen", "warned", "free"]
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """With other values of some settings, by `section.key`; they are not checked."""
+    for name, value in values.items():
+        section, key = name.split(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+    return config
+
+
+def config_changes(old: Config, new: Config) -> list[Change]:
+    """All settings in which `new` differs from `old`, each with its resume policy."""
+    new_values = dict(flat(new))
+    return [
+        Change(key, value, new_values[key], resume_policy(key)) for key, value in flat(old) if new_values[key] != value
+    ]
+
+
+def setting_names() -> list[str]:
+    """Every `section.key`."""
+    return [f"{section}.{key}" for section, info in _sections().items() for key in info.model_fields]
+
+
+def _sections() -> dict[str, type[Section]]:
+    return {name: type(info.default) for name, info in Config.model_fields.items()}
+
+
+def flat(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every `section.key` with its value."""
+    for section, values in config.model_dump(mode="json").items():
+        for key, value in values.items():
+            yield f"{section}.{key}", value
+
+
+def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
+    """What becomes of a setting (`section.key`) that differs when a run is continued: see `Resume`."""
+    section, key = name.split(".")
+    marks = [mark for mark in _sections()[section].model_fields[key].metadata if isinstance(mark, Resume)]
+    return marks[0].policy if marks else "frozen"
+
+
+def _explain(error: ValidationError, source: str) -> Iterator[str]:
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            is_section = isinstance(problem["input"], dict)
+            yield f"{source}: {unknown_setting(name[:200], is_section=is_section)}"
+        elif (setting := ".".join(map(str, problem["loc"][:2]))) in setting_names():
+            yield f"{source}: {setting} = {problem['input']!r:.200}: {_rule(setting, problem)}"
+        else:
+            yield f"{source}: {name} is a section: write [{name}], and its settings below."
+
+
+def value_of(name: str, words: Sequence[str]) -> Any:
+    """A setting (`section.key`) from words of a command line. Raises ConfigError, a line, if it cannot have them."""
+    flag, info = "--" + name.replace("_", "-"), _field(name)
+    is_many = get_origin(info.annotation) is tuple
+    kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+    try:
+        return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(
+            tuple(words) if is_many else words[0] if words else None
+        )
+    except ValidationError as error:
+        rule = _rule(name, error.errors()[0], on_flag=True)
+        raise ConfigError(f"{flag} {' '.join(words)}: {rule}" if words else f"{flag} needs a value: {rule}") from error
+
+
+def explain_flag(name: str, words: Sequence[str]) -> str:
+    """Why a setting (`section.key`) cannot have these words of a command line as its value; empty if it can."""
+    try:
+        value_of(name, words)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
+    """What a setting must be, what it counts, and what was meant."""
+    info, hint = _field(name), ""
+    unit = lower(re.split(r"\.(?:\s|$)", info.description or "")[0].replace("\n", " "))
+    if choices := choices_of(name):
+        choices = choices if on_flag else tuple(word.lower() if word in ("True", "False") else word for word in choices)
+        hint = did_you_mean(str(problem["input"]), choices)
+        if not hint and info.annotation is bool and not on_flag:
+            hint = " Write true or false, without quotes."
+        return f"it can be {', '.join(choices)} ({unit}).{hint}"
+    return f"it must be {_range(info, is_too_large=problem['type'].startswith('less_than'))} ({unit})."
+
+
+def lower(text: str) -> str:
+    """A sentence as a part of another: its first letter small, unless the word is a name."""
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+
+
+_FAR = 1000
+"""A bound above this only keeps the absurd out."""
+_KINDS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a text", "texts"),
+    bool: ("true or false", "true or false"),
+}
+
+
+def _range(info: FieldInfo, *, is_too_large: bool) -> str:
+    """The values that a setting can take: `a whole number, 1 or more`. A bound that keeps the absurd out is named only
+    where it is met."""
+    kind, rules = info.annotation, list(info.metadata)
+    if parts := get_args(kind):  # a tuple, whose bounds are those of its entries
+        kind, *marks = get_args(parts[0]) if get_origin(parts[0]) is Annotated else parts[:1]
+        rules = [rule for mark in marks for rule in mark.metadata]
+    one, many = _KINDS[kind]  # type: ignore[index]  # every setting that has no choices is of these
+    what = one if not parts else f"a list of {many}" if Ellipsis in parts else f"{len(parts)} {many}"
+    least, above, below, most = (
+        next((getattr(rule, name) for rule in rules if hasattr(rule, name)), None) for name in ("ge", "gt", "lt", "le")
+    )
+    if kind is int and above is not None:
+        least, above = above + 1, None
+    if most is not None and most > _FAR and not is_too_large:
+        most = None
+    low = "" if least is None else f"{least:g} or more"
+    low = low if above is None else f"above {above:g}"
+    high = f"below {below:g}" if below is not None else f"at most {most:,}" if most is not None else ""
+    words = " and ".join(filter(None, (low, high)))
+    return f"{what}, {words}" if words else what
+
+
+def unknown_setting(name: str, *, is_section: bool = False) -> str:
+    """What to say of a section, or of a `section.key`, that does not exist."""
+    settings, sections = setting_names(), list(_sections())
+    if is_section:
+        near = SECTIONS.get(name.lower()) or next(iter(nearest(name, sections)), "")
+        if near:
+            return f"unknown setting {name}. Did you mean {near}?"
+    if name in settings:
+        section, _, key = name.partition(".")
+        return f'"{name}" in quotes is one key. Write {name} without them, or {key} under [{section}].'
+    if counterpart := find_counterpart(name, settings):
+        return f"unknown setting {name}.{counterpart.hint(spell=_in_file)}"
+    section, _, key = name.partition(".")
+    if section in sections and key:
+        hint, known = (
+            did_you_mean(name, settings),
+            [f"{section}.{other}" for other in _sections()[section].model_fields],
+        )
+    else:
+        hint, known = did_you_mean(name, [*sections, *settings]), sections
+    return f"unknown setting {name}." + (hint or f" Known: {', '.join(known)}.")
+
+
+def _in_file(name: str, value: str) -> str:
+    """A setting as a file writes it, with the value that it should have, if any."""
+    written = value.lower() if value in ("True", "False") else f'"{value}"'
+    return f"{name} = {written}" if value else name
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a setting (`section.key`) can take on the command line, if they are few; else none."""
+    field = _field(name)
+    kind = field.annotation
+    if tables := [mark.table for mark in field.metadata if isinstance(mark, OneOf)]:
+        return tuple(tables[0])
+    return (
+        ("True", "False") if kind is bool else tuple(str(value) for value in get_args(kind) if isinstance(value, str))
+    )
+
+
+def _field(name: str) -> FieldInfo:
+    section, _, key = name.partition(".")
+    return _sections()[section].model_fields[key]

@@ -1,0 +1,89 @@
+"""How far a long job is: a bar on a terminal, a line every ten seconds elsewhere, nothing for short jobs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal
+
+from txl_dist.console.formatting import clock
+from txl_dist.console.logging import logger
+
+_QUIET_S = 1.0
+_MB = 1e6
+
+
+class Progress:
+    """Bytes, or tokens, done of a total. Use it as a context; `reach` may be called as often as one likes."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        total: int,
+        done: int = 0,
+        every_s: float = 10.0,
+        unit: Literal["MB", "tokens"] = "MB",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`total` 0: unknown. `done` was finished before and does not count for the rate. `every_s` of infinity: no
+        lines, only the bar. With the unit MB everything is given in bytes."""
+        self._what = what
+        self._total = total
+        self._first = self._done = done
+        self._every_s = every_s
+        self._unit, self._scale = unit, _MB if unit == "MB" else 1.0
+        self._clock = clock
+        self._begin = self._last = clock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def reach(self, done: int) -> None:
+        """So much is done."""
+        self._done = done
+        now = self._clock()
+        if sys.stderr.isatty():
+            if now - self._begin >= _QUIET_S:
+                self._show_bar()
+        elif now - self._last >= self._every_s:
+            self._last = now
+            logger.info("%s", self.line())
+
+    def advance(self, more: int) -> None:
+        """So much more is done."""
+        self.reach(self._done + more)
+
+    def line(self) -> str:
+        """`encoding: 1,204 of 4,500 MB, 27 %, 8.3 MB/s, 0:06:37 left`."""
+        rate = (self._done - self._first) / max(self._clock() - self._begin, 1e-9)
+        done, speed = f"{self._done / self._scale:,.0f}", f"{rate / self._scale:,.1f} {self._unit}/s"
+        if not self._total:
+            return f"{self._what}: {done} {self._unit}, {speed}"
+        left = clock(round((self._total - self._done) / rate)) if rate else "?"
+        return (
+            f"{self._what}: {done} of {self._total / self._scale:,.0f} {self._unit}, "
+            f"{100 * self._done / self._total:.0f} %, {speed}, {left} left"
+        )
+
+    def _show_bar(self) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = BarColumn(), TextColumn("{task.description}")
+            self._bar = RichProgress(*columns, console=Console(file=sys.stderr), transient=True)
+            self._bar.add_task("", total=self._total or None)
+            self._bar.start()
+        (task,) = self._bar.task_ids
+        self._bar.update(task, completed=self._done, description=self.line())

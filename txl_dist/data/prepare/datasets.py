@@ -1,0 +1,323 @@
+"""Corpora that papers name: where they come from, how that is proven, and how the original scripts cut and clean them.
+
+    enwik8            100 MB of Wikipedia's XML; 90 / 5 / 5 million bytes, newlines then left out; 204 bytes occur
+    text8             100 MB of letters; 90 / 5 / 5 million, blanks at the ends left out, the others become `_`; 27
+    wikitext-103, -2  words; the archive's own split; 267,735 and 33,278 words with `<eos>` and `<unk>`
+    lm1b              shuffled sentences; 99 files, held-out file 0 of 50 as valid and as test
+    tinyshakespeare   one file; its first 90 % and the rest, as nanoGPT has it; 65 characters
+
+The rules are those of kimiyoung/transformer-xl (getdata.sh, prep_text8.py, data_utils.py), awd-lstm-lm's
+prep_enwik8.py and nanoGPT. That enwik8 loses its newlines is a trait of theirs: the files keep them, but their reader
+joins lines without a mark; published numbers and V = 204 stand on it.
+
+An archive is proven by its sha256, a file that was taken out of one by its own. Those of the archives, and of the
+files enwik8 and text8, are what several independent public projects state alike; those of WikiText's files and of
+tinyshakespeare were measured on copies whose tokens count as published. Archives are read member by member, by the
+exact names expected, and only regular files: nothing is extracted by a name from inside.
+
+What it gives up: lm1b only comes as its archive, since its files have no published checksums, and its vocabulary is
+counted here (words that occur three times) instead of loaded from the file that the original downloads; whether it
+comes to the same 793,471 was not checked.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import urllib.request
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any
+
+from txl_dist.errors import ConfigError, DataError, explained
+from txl_dist.io.files import open_new, sha256_of_file, write_bytes
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, 0 where that is unknown."""
+
+BLOCK_LEN = 1 << 20
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of the archive, or the one file that the URLs give."""
+
+    name: str
+    """Exact path in the archive."""
+    splits: tuple[str, ...]
+    """The splits that it belongs to, whole; empty if it is cut (see `NamedCorpus.ends`)."""
+    sha256: str = ""
+    num_tokens: int = 0
+    """Words and line ends, as published: what proves a file whose checksum nobody published."""
+
+
+@dataclass(frozen=True)
+class NamedCorpus:
+    """One corpus: its sources, their proof, its parts, and the settings with which the papers read it."""
+
+    urls: tuple[str, ...]
+    """Tried in turn."""
+    sha256: str
+    """Of what the URLs give."""
+    members: tuple[Member, ...]
+    tokenizer: dict[str, Any]
+    """How the papers read it: arguments of `train_tokenizer` (`kind` and so on); `documents` and `encoding_errors` of
+    `txl prepare`; and `all_splits`: the vocabulary is counted on the held-out splits too."""
+    ends: tuple[tuple[str, int], ...] = ()
+    """Splits and where they end, in bytes, if one member holds them all."""
+    clean: Callable[[bytes], bytes] = field(default=bytes)
+    """What happens to each of those splits."""
+
+    def file_names(self) -> dict[tuple[str, str], str]:
+        """Name of the file that comes of (member, split), in order."""
+        pairs = [(member.name, split) for member in self.members for split in member.splits]
+        pairs = pairs or [(self.members[0].name, split) for split, _ in self.ends]
+        totals = Counter(split for _, split in pairs)
+        numbers: Counter[str] = Counter()
+        names = {}
+        for member, split in pairs:
+            names[member, split] = f"{split}.txt" if totals[split] == 1 else f"{split}-{numbers[split]:03d}.txt"
+            numbers[split] += 1
+        return names
+
+
+def materialise(
+    name: str, folder: Path, *, source: str = "", progress: Progress | None = None
+) -> dict[str, list[Path]]:
+    """Plain text files of a named corpus by split, in `folder/name`; files that are there already are kept.
+
+    `source` is a copy of the archive, of the one file in it, or a folder of its files, in place of a download; what
+    is downloaded stays in `folder`. Raises ConfigError for an unknown name, DataError if the source is another one,
+    damaged, or cannot be reached.
+    """
+    if name not in NAMED:
+        raise ConfigError(f"there is no corpus named {name!r}; there are {', '.join(NAMED)}.")
+    corpus = NAMED[name]
+    target = folder / name
+    if not target.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        origin = Path(source) if source else _download(name, corpus, folder, progress)
+        temporary = folder / f"{name}.part"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for member, stream in _proven_members(name, corpus, origin):
+            _write(corpus, member, stream, temporary)
+        temporary.rename(target)
+    paths: dict[str, list[Path]] = {}
+    for (_, split), file in corpus.file_names().items():
+        paths.setdefault(split, []).append(target / file)
+    return paths
+
+
+def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path) -> None:
+    names = corpus.file_names()
+    if corpus.ends:
+        content = stream.read()
+        start = 0
+        for split, end in corpus.ends:
+            write_bytes(folder / names[member.name, split], corpus.clean(content[start:end]))
+            start = end
+        return
+    first, *others = [folder / names[member.name, split] for split in member.splits]
+    with open_new(first) as file:
+        shutil.copyfileobj(stream, file, BLOCK_LEN)
+    for other in others:
+        shutil.copyfile(first, other)
+
+
+def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tuple[Member, IO[bytes]]]:
+    if origin.is_dir():
+        for member in corpus.members:
+            path = _find(name, member, origin)
+            _prove(name, member, path)
+            with path.open("rb") as stream:
+                yield member, stream
+        return
+    with explained(DataError, f"cannot read {origin} as {name}", "Check the path."):
+        found = sha256_of_file(origin)
+    only = corpus.members[0] if len(corpus.members) == 1 else None
+    if found == corpus.sha256 and corpus.urls[0].endswith(".zip"):
+        yield from _zip_members(corpus, origin)
+    elif found == corpus.sha256 and corpus.urls[0].endswith(".tar.gz"):
+        yield from _tar_members(corpus, origin)
+    elif only is not None and found == only.sha256:
+        with origin.open("rb") as stream:
+            yield only, stream
+    else:
+        unpacked = f", of the file in it {only.sha256}" if only is not None and only.sha256 != corpus.sha256 else ""
+        raise DataError(
+            f"{origin} is not {name}: its sha256 is {found}, that of {corpus.urls[0]} is {corpus.sha256}{unpacked}. "
+            "Fetch it again, or name the file in place of the corpus if it is another text."
+        )
+
+
+def _find(name: str, member: Member, folder: Path) -> Path:
+    """The file under its name in the archive, its last part, or that of its split, as the original renames it."""
+    own = Path(member.name)
+    candidates = [folder / own, folder / own.name, *(folder / f"{split}.txt" for split in member.splits)]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise DataError(f"{folder} holds no {own.name}, so it is not all of {name}. Give the archive instead.")
+
+
+def _prove(name: str, member: Member, path: Path) -> None:
+    if member.sha256:
+        found = sha256_of_file(path)
+        if found != member.sha256:
+            raise DataError(
+                f"{path} is not that of {name}: its sha256 is {found}, not {member.sha256}. Give the archive instead, "
+                "or name the files in place of the corpus if it is another text."
+            )
+    elif member.num_tokens:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            num_tokens = sum(len(line.split()) + 1 for line in lines)
+        if num_tokens != member.num_tokens:
+            raise DataError(
+                f"{path} is not that of {name}: it has {num_tokens:,} words and line ends, not {member.num_tokens:,}. "
+                "Give the archive instead."
+            )
+    else:
+        raise DataError(
+            f"{path} cannot be proven to be that of {name}: no checksum is known. Give the archive instead."
+        )
+
+
+def _zip_members(corpus: NamedCorpus, path: Path) -> Iterator[tuple[Member, IO[bytes]]]:
+    with zipfile.ZipFile(path) as archive:
+        for member in corpus.members:
+            try:
+                info = archive.getinfo(member.name)
+            except KeyError as error:
+                raise _missing(path, [member.name]) from error
+            with archive.open(info) as stream:
+                yield member, stream
+
+
+def _tar_members(corpus: NamedCorpus, path: Path) -> Iterator[tuple[Member, IO[bytes]]]:
+    wanted = {member.name: member for member in corpus.members}
+    with tarfile.open(path, "r|gz") as archive:
+        for entry in archive:
+            stream = archive.extractfile(entry) if entry.isreg() and entry.name in wanted else None
+            if stream is not None:
+                yield wanted.pop(entry.name), stream
+    if wanted:
+        raise _missing(path, sorted(wanted))
+
+
+def _missing(path: Path, names: list[str]) -> DataError:
+    return DataError(f"{path} lacks {names[0]} as a regular file, and {len(names) - 1} more. Fetch it again.")
+
+
+def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress | None) -> Path:
+    """The first URL whose bytes have the right checksum, as a file that then stays."""
+    path = folder / corpus.urls[0].rpartition("/")[2]
+    part = path.with_name(path.name + ".part")
+    reasons = []
+    for url in [] if path.is_file() else corpus.urls:
+        try:
+            _fetch(url, part, progress)
+        except (OSError, HTTPException) as error:
+            reasons.append(f"{url}: {error}")
+            continue
+        found = sha256_of_file(part)
+        if found == corpus.sha256:
+            part.rename(path)
+            return path
+        part.unlink()
+        reasons.append(f"{url}: what came has the sha256 {found}, not {corpus.sha256}")
+    if reasons:
+        raise DataError(
+            f"cannot download {name} ({'; '.join(reasons)}). Try later, or fetch it on another machine and name the "
+            "file with --from."
+        )
+    return path
+
+
+def _fetch(url: str, path: Path, progress: Progress | None) -> None:
+    # Some of these servers refuse Python's own name.
+    request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, open_new(path) as file:
+        total, done = int(response.headers.get("Content-Length") or 0), 0
+        while block := response.read(BLOCK_LEN):
+            file.write(block)
+            done += len(block)
+            if progress is not None:
+                progress(done, total)
+    if total and done != total:  # `read` says nothing when the connection ends early
+        raise OSError(f"ended after {done:,} of {total:,} bytes")
+
+
+_R13 = "1-billion-word-language-modeling-benchmark-r13output"
+_SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+_WORDS = {"kind": "word", "end_of_text": False, "documents": "file"}
+_CHARACTERS = {"end_of_text": False, "only_seen": True, "documents": "file", "all_splits": True}
+
+
+def _wikitext(name: str, sha256: str, *, train: str = "", num_tokens: int = 0, valid: str, test: str) -> NamedCorpus:
+    """By the sha256 of each file, or the tokens of the first."""
+    proofs = {"train": (train, num_tokens), "valid": (valid, 0), "test": (test, 0)}
+    return NamedCorpus(
+        urls=(f"https://wikitext.smerity.com/{name}-v1.zip",),
+        sha256=sha256,
+        members=tuple(Member(f"{name}/wiki.{split}.tokens", (split,), *proof) for split, proof in proofs.items()),
+        tokenizer=_WORDS,
+    )
+
+
+NAMED: dict[str, NamedCorpus] = {
+    "enwik8": NamedCorpus(
+        urls=("https://mattmahoney.net/dc/enwik8.zip", "https://data.deepai.org/enwik8.zip"),
+        sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        members=(Member("enwik8", (), sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"),),
+        tokenizer={"kind": "byte", "encoding_errors": "keep", **_CHARACTERS},
+        ends=(("train", 90_000_000), ("valid", 95_000_000), ("test", 100_000_000)),
+        clean=lambda part: part.replace(b"\n", b""),
+    ),
+    "text8": NamedCorpus(
+        urls=("https://mattmahoney.net/dc/text8.zip", "https://data.deepai.org/text8.zip"),
+        sha256="a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+        members=(Member("text8", (), sha256="6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7"),),
+        tokenizer={"kind": "char", **_CHARACTERS},
+        ends=(("train", 90_000_000), ("valid", 95_000_000), ("test", 100_000_000)),
+        clean=lambda part: part.strip().replace(b" ", b"_"),
+    ),
+    "wikitext-103": _wikitext(
+        "wikitext-103",
+        "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+        num_tokens=103_227_021,
+        valid="9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b",
+        test="56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9",
+    ),
+    "wikitext-2": _wikitext(
+        "wikitext-2",
+        "92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+        train="9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
+        valid="f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+        test="d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+    ),
+    "lm1b": NamedCorpus(
+        urls=(f"https://www.statmt.org/lm-benchmark/{_R13}.tar.gz",),
+        sha256="01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+        members=(
+            *(
+                Member(f"{_R13}/training-monolingual.tokenized.shuffled/news.en-{i:05d}-of-00100", ("train",))
+                for i in range(1, 100)
+            ),
+            Member(f"{_R13}/heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050", ("valid", "test")),
+        ),
+        tokenizer={**_WORDS, "min_frequency": 3, "sentence_marks": True},
+    ),
+    "tinyshakespeare": NamedCorpus(
+        urls=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
+        sha256=_SHAKESPEARE,
+        members=(Member("input.txt", (), sha256=_SHAKESPEARE),),
+        tokenizer={"kind": "char", **_CHARACTERS},
+        ends=(("train", 1_003_854), ("valid", 1_115_394)),
+    ),
+}

@@ -1,0 +1,418 @@
+"""The bytes of one input file, whatever its store and compression, or an error that names it.
+
+The first 4 KiB of each file, and of what it holds where that is compressed, say what it is (detection.py). They are
+the beginning of what is read anyway: nothing is read twice, and no URL is asked twice.
+
+A stream that ends too early is never taken for a whole one: a compressed file whose end is missing, a URL that gives
+fewer bytes than it announced, a command with any exit status but 0 (141 too, a broken pipe, which webdataset takes
+for success).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import shlex
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from typing_extensions import override
+
+from txl_dist.data.prepare.detection import (
+    HEAD_BYTES,
+    Content,
+    detect_content,
+    is_named_compressed,
+    is_url,
+    path_of_name,
+    text_suffix,
+)
+from txl_dist.data.prepare.documents import Form
+from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile, TextSource, plugin_source
+from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, watched
+from txl_dist.data.storage.remote import end_command, start_command
+from txl_dist.errors import DataError, explained, in_one_line
+from txl_dist.io.files import open_new
+
+_MIB = 1 << 20
+_LONGEST_WINDOW = 1 << 31
+_RETRIES = 5
+_MOST_LAYERS = 4
+"""Compressions around each other. Servers that compress what is compressed make two."""
+_READ_AS_TEXT = "begins like JSON lines and is read as text; to read its records: --documents jsonl"
+
+_SEPARATORS = {".csv": "','", ".tsv": "'\\t'", ".tab": "'\\t'"}
+"""{suffix of a table: what separates its columns, as Python spells it}."""
+_TABLE = (
+    "is a table and is read as text, its header and its separators too. To train on one column: "
+    'python -c "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, '
+    'delimiter=SEPARATOR)]" < FILE > out.jsonl, then prepare out.jsonl with --jsonl-field COLUMN'
+)
+
+
+class Opened(NamedTuple):
+    """An input at its beginning."""
+
+    stream: IO[bytes]
+    """The decompressed bytes of the input."""
+    form: Form
+    """How it is read, by its name, the settings and its content."""
+    stored_bytes: Callable[[], int]
+    """How many stored bytes have been read, which only files of known size can say."""
+    note: str = ""
+    """A sentence for people on how it is read."""
+
+
+@contextmanager
+def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Opened]:
+    """Open a file and look at its first bytes. Raises DataError naming the file, also for what is no text."""
+    with _naming(file), _open_stored(file, allow_protocols) as raw:
+        stream, content, num_layers = _decompressed(raw, file)
+        form = _form_of(file, content, is_compressed=num_layers > 0)
+        yield Opened(stream, form, raw.tell, _note_on(file, content, form))
+
+
+def _note_on(file: SourceFile, content: Content, form: Form) -> str:
+    """A sentence on text that is probably meant to be read otherwise: records, or a column of a table."""
+    if form in ("jsonl", "ids", "parquet"):
+        return ""
+    if content.kind == "jsonl":
+        return _READ_AS_TEXT
+    separator = _SEPARATORS.get(text_suffix(file.path), "")
+    return _TABLE.replace("SEPARATOR", separator) if separator else ""
+
+
+def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
+    """A file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
+    with open_source(file, allow_protocols) as opened:
+        while chunk := opened.stream.read(_MIB):
+            yield chunk
+
+
+def begin(
+    file: SourceFile, copy: Path, *, at_most: int, allow_protocols: Sequence[str], streams: ExitStack
+) -> SourceFile:
+    """What can be read but once, with its first `at_most` bytes in a local copy.
+
+    It can be read any number of times if it is shorter; else once, and its rest stays open until `streams` ends.
+    Raises DataError naming it.
+    """
+    raw = streams.enter_context(_open_stored(file, allow_protocols))
+    with open_new(copy) as copied:
+        while (left := at_most - copied.tell()) and (chunk := _read(raw, min(left, _MIB), file)):
+            copied.write(chunk)
+        size = copied.tell()
+    begun = file._replace(spooled=str(copy))
+    with open_source(begun, allow_protocols) as opened:
+        begun = begun._replace(form=opened.form)
+    return begun._replace(size=size) if size < at_most else begun._replace(rest=raw)
+
+
+def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
+    with _naming(file):  # not the copy's: a full disk is no fault of the input
+        return stream.read(count)
+
+
+@contextmanager
+def _naming(file: SourceFile) -> Iterator[None]:
+    """Errors of reading become a DataError that names the file."""
+    try:
+        yield
+    except _read_errors() as error:
+        raise DataError(f"cannot read {file.path}: {error}. Mend or remove the file, then prepare again.") from error
+
+
+def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:
+    """The bytes of a file as they are stored."""
+    if file.rest is not None:
+        return io.BufferedReader(_JoinedStream(open(file.spooled, "rb"), file.rest), buffer_size=_MIB)
+    if file.spooled:
+        return io.BufferedReader(io.FileIO(file.spooled), buffer_size=_MIB)
+    if file.path == STDIN:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    if file.path.startswith(PIPE):
+        return io.BufferedReader(_CommandStream(file.path.removeprefix(PIPE)), buffer_size=_MIB)
+    if (source := plugin_source(file.path)) is not None:
+        return io.BufferedReader(_DocumentStream(source, file), buffer_size=_MIB)
+    if is_url(file.path):
+        return io.BufferedReader(_UrlStream(file, allow_protocols), buffer_size=8 * _MIB)
+    return io.BufferedReader(io.FileIO(file.path), buffer_size=_MIB)
+
+
+def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], Content, int]:
+    """(the bytes inside all compressions, what they are, number of compressions)."""
+    stream: IO[bytes] = raw
+    if raw.seekable() and (file.spooled or not file.is_stream):
+        head = raw.peek(HEAD_BYTES)[:HEAD_BYTES]  # to seek back could ask a URL again
+    else:
+        head = raw.read(HEAD_BYTES)
+        stream = _put_back(head, raw)
+    if not head and file.name and is_named_compressed(file.name):
+        raise EOFError("it is empty, as no compressed file is")
+    content = detect_content(head, name=file.name)
+    num_layers = 0
+    while content.kind in ("gzip", "bzip2", "xz", "zstd"):
+        num_layers += 1
+        if num_layers > _MOST_LAYERS:
+            raise DataError(f"{file.path} is compressed more than {_MOST_LAYERS} times. Decompress it, then try again.")
+        decompressed = _decompress(stream, content, file)
+        head = decompressed.read(HEAD_BYTES)
+        content = detect_content(head, name=file.name)
+        stream = _put_back(head, decompressed)
+    return stream, content, num_layers
+
+
+def _put_back(head: bytes, stream: IO[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_JoinedStream(io.BytesIO(head), stream), buffer_size=_MIB)
+
+
+def _decompress(stream: IO[bytes], content: Content, file: SourceFile) -> IO[bytes]:
+    if content.kind == "gzip":
+        return cast(IO[bytes], gzip.open(stream))
+    if content.kind == "bzip2":
+        return bz2.open(stream)
+    if content.kind == "xz":
+        return cast(IO[bytes], lzma.open(stream))
+    remedy = "Run `pip install zstandard`, or decompress the file."
+    with explained(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
+        import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
+    return io.BufferedReader(_FrameStream(stream, frames.decompressobj), buffer_size=_MIB)
+
+
+def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form:
+    """How a file of this content is read. Raises DataError for what cannot be read, with what it is and a remedy."""
+    is_ids = file.form in ("ids", "npy")
+    if content.kind == "npy":
+        if is_ids:
+            return "npy"
+        raise DataError(f"{file.path} holds ready ids. Name their vocabulary with --vocab-list FILE, one name a line.")
+    if content.kind == "parquet":
+        if is_ids:
+            raise DataError(f"{file.path} is parquet. Ready ids (--vocab-list) come as .npy or JSON lines.")
+        return "parquet"
+    is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
+    is_no_record = content.kind == "json" and file.form == "jsonl"
+    if is_no_record or (content.kind in ("binary", "refused") and not is_kept):
+        name = "standard input" if file.path == STDIN else file.path
+        raise DataError(f"{name} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
+    if file.form == "parquet":
+        raise DataError(f"{file.path} is text, and no parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
+    return "jsonl" if content.kind == "jsonl" and file.is_form_open and not is_ids else file.form
+
+
+def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
+    """Write the remedy of a format with the names of files in its commands."""
+    name = file.path
+    if file.is_stream:
+        name = "FILE"
+    elif is_url(name):
+        name = path_of_name(name).name or "FILE"
+    inner = name
+    suffix = text_suffix(file.name) if file.name else ""
+    if is_compressed and "{file}" in content.remedy:
+        inner = f"unpacked{suffix}"
+    remedy = content.remedy.replace("{stored}", shlex.quote(name)).replace("{file}", shlex.quote(inner))
+    remedy = remedy.replace("{out}", shlex.quote(f"out{suffix or '.txt'}"))
+    if inner != name:
+        remedy = f"Decompress it to {inner}. {remedy}"
+    is_remote = file.is_stream or is_url(file.path)
+    return f"Save it as a file. {remedy}" if is_remote and name in remedy else remedy
+
+
+class _Stream(io.RawIOBase):
+    """One to read, made of whatever gives bytes. A read gives HEAD_BYTES or more, unless the stream ends before."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        filled = 0
+        while filled < min(len(buffer), HEAD_BYTES) and (data := self.take(len(buffer) - filled)):
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+        return filled
+
+    def take(self, count: int) -> bytes | memoryview:
+        """Up to so many bytes; none at the end."""
+        raise NotImplementedError
+
+
+class _FrameStream(_Stream):
+    """The content of zstd frames. The library's own reader takes a cut frame for a whole one."""
+
+    def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
+        self._raw = raw
+        self._new_frame = new_frame
+        self._frame: Any = None
+        self._held = memoryview(b"")
+
+    @override
+    def take(self, count: int) -> memoryview:
+        while not self._held:
+            data = self._frame.unused_data if self._frame and self._frame.eof else b""
+            data = data or self._raw.read(_MIB // 8)
+            is_between = self._frame is None or self._frame.eof
+            if not data and is_between:
+                return self._held
+            if not data:
+                raise EOFError("the compressed data ends within a frame: it was cut")
+            if is_between:
+                self._frame = self._new_frame()
+            self._held = memoryview(self._frame.decompress(data))
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
+
+
+class _JoinedStream(_Stream):
+    """One stream behind another."""
+
+    def __init__(self, *streams: IO[bytes]) -> None:
+        self._streams = streams
+
+    @override
+    def take(self, count: int) -> bytes:
+        return next(filter(None, (stream.read(count) for stream in self._streams)), b"")
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        super().close()
+
+
+class _CommandStream(_Stream):
+    """What a shell command prints, if it succeeds."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._process = start_command(command, output=subprocess.PIPE)
+
+    @override
+    def take(self, count: int) -> bytes:
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(count)
+        if not data and (status := self._process.wait()):
+            raise DataError(
+                f"the command {self._command!r} ended with exit status {status}, so its output may be cut. Mend the "
+                "command, then prepare again."
+            )
+        return data
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        end_command(self._process)
+        self._process.stdout.close()
+        super().close()
+
+
+class _DocumentStream(_Stream):
+    """The documents of a plugin's source, as JSON lines."""
+
+    def __init__(self, source: TextSource, file: SourceFile) -> None:
+        self._file, self._held = file, memoryview(b"")
+        self._texts = self._documents(source)
+
+    def _documents(self, source: TextSource) -> Iterator[str]:
+        path = self._file.path
+        try:
+            for number, text in enumerate(source.read(path.partition(":")[2])):
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{path}: document {number + 1} of the plugin's source is a {type(text).__name__}, not a str. "
+                        "Correct the plugin."
+                    )
+                yield text
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{path}: the plugin's source failed: {in_one_line(error)}. Correct the plugin, or its input."
+            ) from error
+
+    @override
+    def take(self, count: int) -> memoryview:
+        if not self._held:
+            text = next(self._texts, None)
+            line = b"" if text is None else json.dumps({self._file.jsonl_field: text}).encode() + b"\n"
+            self._held = memoryview(line)
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
+
+
+class _UrlStream(_Stream):
+    """A file at a URL; reads are tried again from where the last one ended, and the announced size has to come."""
+
+    def __init__(self, file: SourceFile, allow_protocols: Sequence[str]) -> None:
+        self._url = file.path
+        self._size = file.size
+        self._filesystem, self._path = filesystem_of(file.path, allow=allow_protocols)
+        self._file: Any = None
+        self._block_size = 8 * _MIB
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return self._size is not None
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
+        self._file = None
+        return self._position
+
+    @override
+    def take(self, count: int) -> bytes:
+        data = retrying(lambda: watched(lambda: self._read(count)), what=self._url, retries=_RETRIES)
+        self._position += len(data)
+        return data
+
+    def _read(self, count: int) -> bytes:
+        file, self._file = self._file or self._open(), None
+        try:
+            data: bytes = file.read(count)
+        except ValueError:
+            if not self._block_size:
+                raise
+            self._block_size = 0  # a server without ranges: one answer, front to back
+            return self._read(count)
+        if not data and self._size is not None and self._position < self._size:
+            raise OSError(f"it ended after {self._position:,} of {self._size:,} bytes")
+        self._file = file
+        return data
+
+    def _open(self) -> Any:
+        file = self._filesystem.open(self._path, "rb", block_size=self._block_size, cache_type="readahead")
+        try:
+            file.seek(self._position)
+        except ValueError:  # it comes front to back
+            _discard(file, self._position)
+        return file
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    """What reading a file may raise; the error of zstandard is known only once it is in use."""
+    known: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    library = sys.modules.get("zstandard")
+    return known if library is None else (*known, library.ZstdError)
+
+
+def skip(stream: IO[bytes], offset: int) -> None:
+    """Go to an offset of a stream that is at its beginning."""
+    if stream.seekable():
+        stream.seek(offset)
+    else:
+        _discard(stream, offset)
+
+
+def _discard(stream: IO[bytes], count: int) -> None:
+    while count and (passed := len(stream.read(min(count, _MIB)))):
+        count -= passed

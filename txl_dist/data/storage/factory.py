@@ -1,0 +1,46 @@
+"""Which storage a corpus has, by where it lies.
+
+    folder                 shards are mapped into memory; nothing is copied
+    URL, cache_dir set     a whole shard is downloaded once per node, proven by size and sha256, then mapped: cache.py
+    URL, no cache_dir      the bytes of one document at a time, in ranges: ranges.py
+    pipe:COMMAND {file}    as a URL with cache_dir, by a shell command; only if data.allow_protocols names pipe
+
+Readers see one interface, `Storage`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from txl_dist.config.schema import DataSection
+from txl_dist.data.storage.cache import CachedStorage
+from txl_dist.data.storage.fsspec_io import check_protocol
+from txl_dist.data.storage.local import LocalStorage, Storage
+from txl_dist.data.storage.ranges import RangeStorage
+from txl_dist.data.storage.remote import PipeOrigin, UrlOrigin
+from txl_dist.errors import DataError
+from txl_dist.io.files import path_of
+
+
+def open_storage(location: str | Path, settings: DataSection) -> Storage:
+    """The storage of a folder or URL, reached as the settings say (cache_dir, cache_gib, retries, allow_protocols).
+
+    Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
+    """
+    url = str(location)
+    if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
+        return LocalStorage(path_of(location))
+    protocol = check_protocol(url, allow=settings.allow_protocols)
+    if protocol == "file":
+        return LocalStorage(Path(url.removeprefix("file://")))
+    if protocol == "pipe" and not settings.cache_dir:
+        raise DataError(f"{url}: a command gives whole files only. Set data.cache_dir, where shards are kept.")
+    if not settings.cache_dir:
+        return RangeStorage(UrlOrigin(url, allow=settings.allow_protocols), retries=settings.retries)
+    return CachedStorage(
+        PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=settings.allow_protocols),
+        folder=Path(settings.cache_dir).expanduser(),
+        max_bytes=int(settings.cache_gib * 2**30),
+        retries=settings.retries,
+    )

@@ -1,0 +1,236 @@
+"""`txl verify` on a corpus: every file against its hash, every document against its record.
+
+- Each byte is read once: a shard's sha256, the structure of its tar and the crc32 of its documents in one pass.
+- All damage is listed, not only the first: a damaged file does not hide another one, a header that cannot be read does
+  not hide the documents behind it (their records say where they lie).
+- A bit that changes no meaning, such as a blank in index.json, counts too.
+
+What it gives up: mending. The remedy is a copy of the file or `txl prepare`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec
+
+import numpy as np
+
+from txl_dist.config.schema import DataSection
+from txl_dist.console.echo import say
+from txl_dist.console.formatting import counted
+from txl_dist.console.progress import Progress
+from txl_dist.data.format import INDEX_NAME, PREPARED_NAME, TOKENIZER_NAME, ShardInfo, counts_name
+from txl_dist.data.loader.corpus import Corpus, Shard, Split, open_corpus
+from txl_dist.data.storage.factory import open_storage
+from txl_dist.data.storage.local import REMEDY, LocalStorage
+from txl_dist.data.verify.tars import ForwardReader, Sample, read_samples
+from txl_dist.data.workers import num_cores, start_workers
+from txl_dist.errors import DataError
+from txl_dist.io.files import hashed_json, parse_object, read_bytes
+
+P = ParamSpec("P")
+
+_LARGE = 1 << 30
+"""Bytes of tars from which on more processes are worth their start."""
+MAX_LISTED = 20
+"""Damaged documents of one shard that are named; the others are counted."""
+
+
+def verify_corpus(location: str | Path, settings: DataSection | None = None) -> list[str]:
+    """Read everything and compare it with its hashes. Returns one line per problem; none means whole."""
+    settings = settings or DataSection()
+    try:
+        return list(each_problem(open_corpus(location, settings), settings))
+    except DataError as error:
+        return [str(error)]
+
+
+def problems_at(location: str, settings: DataSection, *, num_workers: int) -> Iterator[str]:
+    """The same as they are found, with the progress on a terminal; files that do not belong to the corpus are named.
+
+    `num_workers` 0: a process per core, or none beside this one for a small corpus.
+    """
+    try:
+        corpus = open_corpus(location, settings)
+    except DataError as error:
+        yield str(error)
+        return
+    total = sum(shard.bytes for split in corpus.splits.values() for shard in split.shards)
+    num_workers = num_workers or (num_cores() if total > _LARGE else 1)
+    with Progress("verifying", total=total) as progress:
+        yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
+    if names := strangers(corpus):
+        say(f"{location}: {counted(len(names), 'file')} beside those of the corpus: {', '.join(names[:10])}")
+
+
+def each_problem(
+    corpus: Corpus,
+    settings: DataSection,
+    *,
+    num_workers: int = 1,
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> Iterator[str]:
+    """The problems of a corpus opened with `settings`, as they are found, one line each.
+
+    Their order does not depend on the workers, which each take a shard at a time; 1 works in this process. `on_bytes`
+    hears how many bytes of tars were verified. Raises DataError if index.json is gone meanwhile or a worker died.
+    """
+    content = corpus.storage.read(INDEX_NAME)
+    if content != hashed_json(parse_object(content)):
+        yield f"{corpus.storage.name_of(INDEX_NAME)} was edited or is damaged: it is not as it was written. {REMEDY}"
+    if isinstance(corpus.storage, LocalStorage):
+        yield from _problem_of(_check_request, corpus.folder / PREPARED_NAME)
+    yield from _problem_of(_check_tokenizer, corpus)
+    for split in corpus.splits.values():
+        yield from _problem_of(_check_counts, split)
+        documents = sum(shard.documents for shard in split.shards)
+        if (documents, int(split.shard_tokens.sum())) != (split.documents, split.tokens):
+            yield f"{corpus.location}: split {split.name} is not the sum of its shards. {REMEDY}"
+    tasks = [
+        _ShardTask(corpus.location, settings, info, corpus.dtype, corpus.vocab_size)
+        for split in corpus.splits.values()
+        for info in split.shards
+    ]
+    with start_workers(num_workers) as workers:
+        for task, problems in zip(tasks, workers.in_order(_shard_problems, tasks), strict=True):
+            on_bytes(task.info.bytes)
+            yield from problems
+
+
+def strangers(corpus: Corpus) -> list[str]:
+    """Files in the folder of a corpus that do not belong to it: no damage, but perhaps a surprise. None at a URL."""
+    if not isinstance(corpus.storage, LocalStorage):
+        return []
+    known = {INDEX_NAME, TOKENIZER_NAME, PREPARED_NAME}
+    for name, split in corpus.splits.items():
+        known.add(counts_name(name))
+        known.update(f"{shard.name}{suffix}" for shard in split.shards for suffix in ("", ".idx"))
+    return sorted(path.name for path in corpus.folder.iterdir() if path.name not in known)
+
+
+def _problem_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[str]:
+    try:
+        check(*args, **kwargs)
+    except DataError as error:
+        yield str(error)
+
+
+def _check_request(path: Path) -> None:
+    try:
+        content = read_bytes(path)
+        is_whole = content == hashed_json(parse_object(content))
+    except FileNotFoundError:  # an older corpus, or one of --reindex
+        return
+    except (OSError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise DataError(f"{path} is damaged: it is not as it was written. {REMEDY}")
+
+
+def _check_tokenizer(corpus: Corpus) -> None:
+    name = corpus.storage.name_of(TOKENIZER_NAME)
+    if hashlib.sha256(corpus.storage.read(TOKENIZER_NAME)).hexdigest() != corpus.tokenizer_sha256:
+        raise DataError(f"{name} is damaged or not the tokenizer that made this corpus. {REMEDY}")
+    if corpus.tokenizer.vocab_size != corpus.vocab_size:
+        raise DataError(f"{name} has not the {corpus.vocab_size} ids that the index says. {REMEDY}")
+
+
+def _check_counts(split: Split) -> None:
+    if int(split.counts().sum()) != split.tokens:
+        name = split.corpus.storage.name_of(counts_name(split.name))
+        raise DataError(f"{name} counts other tokens than the {split.tokens} of the split. {REMEDY}")
+
+
+class _ShardTask(NamedTuple):
+    """All that a worker needs to know."""
+
+    location: str
+    settings: DataSection
+    info: ShardInfo
+    dtype: np.dtype[Any]
+    vocab_size: int
+
+
+def _shard_problems(task: _ShardTask) -> list[str]:
+    info, problems = task.info, []
+    storage, shard = open_storage(task.location, task.settings), None
+    try:
+        shard = Shard(storage, info, dtype=task.dtype, vocab_size=task.vocab_size)
+    except DataError as error:
+        problems.append(str(error))
+    try:
+        payload = storage.open_payload(info)
+    except DataError as error:
+        # Not twice; but the records may be damaged as well.
+        return list(dict.fromkeys([*problems, str(error)]))
+    stream = ForwardReader(payload, info.bytes, name=storage.name_of(info.name))
+    structure = ""
+    try:
+        if shard is not None:
+            check = _ShardCheck(shard, task)
+            problems += _bounded(check.document_problems(stream), name=shard.name)
+            structure = check.structure
+        if stream.sha256() != info.sha256:
+            problems.append(
+                f"{stream.name} is damaged: its sha256 is not the one in the index. {structure or payload.remedy}"
+            )
+        elif structure:
+            problems.append(structure)
+    except DataError as error:  # a source that died
+        problems.append(str(error))
+    return problems
+
+
+class _ShardCheck:
+    """The documents of one shard against their records, and the tar against what a reader of tars expects."""
+
+    def __init__(self, shard: Shard, task: _ShardTask) -> None:
+        self._shard = shard
+        self._dtype = task.dtype
+        self._vocab_size = task.vocab_size
+        self._sizes = shard.lengths * self._dtype.itemsize
+        self._is_checked = np.zeros(len(shard.lengths), dtype=bool)
+        self.structure = ""
+        """What is wrong with the tar itself, found by `document_problems`."""
+
+    def document_problems(self, stream: ForwardReader) -> Iterator[str]:
+        """One line per damaged document. Raises DataError if the bytes cannot be read."""
+        try:
+            for sample in read_samples(stream):
+                yield from self._sample_problems(sample)
+        except DataError as error:
+            self.structure = str(error)
+        stream.sha256()  # reads the rest: a source that died is an error here, not one per document
+        # Behind a header that cannot be read the records still say where the documents lie.
+        unread = np.flatnonzero(~self._is_checked).tolist()
+        for document in unread:
+            stream.seek(int(self._shard.offsets[document]))
+            raw = np.frombuffer(stream.read(int(self._sizes[document])), dtype=np.uint8)
+            yield from _problem_of(self._shard.check, raw, document)
+        if unread and not self.structure:
+            self.structure = f"{stream.name}: {counted(len(unread), 'record')} of documents in no sample. {REMEDY}"
+
+    def _sample_problems(self, sample: Sample) -> Iterator[str]:
+        offsets = self._shard.offsets
+        first, last = offsets.searchsorted([sample.offset, sample.offset + sample.tokens.nbytes]).tolist()
+        starts = sample.offset + sample.starts * sample.tokens.itemsize
+        if sample.tokens.dtype != self._dtype or not np.array_equal(offsets[first:last], starts):
+            raise DataError(f"{self._shard.name}, sample {sample.key}: not the documents of the records. {REMEDY}")
+        self._is_checked[first:last] = True
+        is_in_vocabulary = sample.tokens.max(initial=0) < self._vocab_size
+        raw = sample.tokens.view(np.uint8)
+        begins = (starts - sample.offset).tolist()
+        for document, begin, size in zip(range(first, last), begins, self._sizes[first:last].tolist(), strict=True):
+            own = raw[begin : begin + size]
+            if not is_in_vocabulary or zlib.crc32(own.data) != self._shard.crc32s[document]:
+                yield from _problem_of(self._shard.check, own, document)
+
+
+def _bounded(problems: Iterator[str], *, name: str) -> Iterator[str]:
+    yield from itertools.islice(problems, MAX_LISTED)
+    if rest := sum(1 for _ in problems):
+        yield f"{name}: {rest} more damaged documents"

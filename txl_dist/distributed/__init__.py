@@ -1,0 +1,1 @@
+"""Processes and ranks: rendezvous, collectives, the environment of a rank."""

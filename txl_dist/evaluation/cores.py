@@ -1,0 +1,181 @@
+"""What scores segments one after the other, each with what the one before it left: static, with a cache, or learning.
+
+Each gives `(losses, first)`, of which `losses(batch, state) -> (nll_BT, next state)`, as `train.report.evaluate` runs
+it. A static one runs the cached core wherever positions know distances, else the plain model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.evaluation import EvalStream, HeldOut
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.options import Adapting
+from txl_dist.inference.dynamic_evaluation import (
+    DynamicRule,
+    NeuralCache,
+    Weights,
+    cache_losses,
+    dynamic_losses,
+    empty_cache,
+    square_sums,
+    weights_of,
+)
+from txl_dist.inference.kv_cache import FrozenModel
+from txl_dist.model.memory import EMPTY, Memory, attended
+from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
+from txl_dist.train.batch import BatchMaker, to_device
+
+Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
+
+
+class Core(NamedTuple):
+    """A model with frozen weights, and what its lanes remember at first."""
+
+    hidden: Callable[[Batch, Any], tuple[Tensor, Any]]
+    """hidden_BTD of a segment, and what is remembered behind it."""
+    losses: Callable[[Tensor, Batch], Tensor]
+    """nll_BT, of hidden_BTD."""
+    hits: Callable[[Tensor, Batch], Tensor]
+    """hit_BT: 1.0 where the target is the most probable token, of hidden_BTD."""
+    memory: Any
+
+
+def core_of(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
+    """For the lanes of a cut; `with_zeros` begins with a memory of zeros that is attended."""
+    begin = _cached if model.section.scheme.uses_memory else _plain
+    return begin(model, cut, memory_len=memory_len, with_documents=with_documents, with_zeros=with_zeros)
+
+
+@torch.inference_mode()
+def _cached(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
+    """Over keys and values of the past."""
+    frozen, num_rows = FrozenModel(model), len(cut.lanes)
+    ring = frozen.ring(
+        num_rows=num_rows,
+        memory_len=memory_len,
+        chunk_len=cut.overlap_len + cut.segment_len,
+        with_documents=with_documents,
+    )
+    if with_zeros and memory_len:
+        zeros = attended(model.empty_memory(num_lanes=1, memory_len=memory_len))
+        for lane in range(num_rows):
+            ring.put(lane, frozen.past_of(zeros)[0])
+    return Core(
+        lambda batch, ring: (
+            frozen.run(batch.tokens_BT, ring, document_BT=batch.document_BT, partition=batch.token_partition),
+            ring,
+        ),
+        lambda hidden_BTD, batch: frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition),
+        lambda hidden_BTD, batch: frozen.hits(hidden_BTD, batch.targets_BT),
+        ring,
+    )
+
+
+def _plain(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
+    """The same for positions that know no distances: their memory is empty, or hidden states."""
+    memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
+
+    @torch.no_grad()
+    def hidden(batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
+        hidden_BTD, memory = model(
+            batch.tokens_BT, memory, document_BT=batch.document_BT, partition=batch.token_partition
+        )
+        return hidden_BTD, memory
+
+    @torch.no_grad()
+    def losses(hidden_BTD: Tensor, batch: Batch) -> Tensor:
+        return model.softmax.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition)
+
+    @torch.no_grad()
+    def hits(hidden_BTD: Tensor, batch: Batch) -> Tensor:
+        return model.softmax.hits(hidden_BTD, batch.targets_BT)
+
+    return Core(hidden, losses, hits, attended(memory) if with_zeros else memory)
+
+
+def static(core: Core, *, with_hits: bool = False) -> tuple[Losses, Any]:
+    """Of weights and memory alone; `with_hits` it gives score_2BT."""
+
+    def losses(batch: Batch, memory: Any) -> tuple[Tensor, Any]:
+        hidden_BTD, memory = core.hidden(batch, memory)
+        nll_BT = core.losses(hidden_BTD, batch)
+        if with_hits:
+            return torch.stack([nll_BT, core.hits(hidden_BTD, batch)]), memory
+        return nll_BT, memory
+
+    return losses, core.memory
+
+
+def with_cache(core: Core, model: TransformerXL, cut: HeldOut, adapting: Adapting) -> tuple[Losses, Any]:
+    """With a neural cache of each lane: of the positions that are scored, tokens that are run again are not."""
+    like, width = model.embedding.weight(0), model.section.width
+    cache = empty_cache(num_lanes=len(cut.lanes), window=adapting.cache_window, width=width, like=like)
+
+    def losses(batch: Batch, state: tuple[Any, NeuralCache]) -> tuple[Tensor, tuple[Any, NeuralCache]]:
+        memory, cache = state
+        hidden_BTD, memory = core.hidden(batch, memory)
+        nll_BT = core.losses(hidden_BTD, batch)
+        documents_BT = torch.zeros_like(batch.targets_BT) if batch.document_BT is None else batch.document_BT
+        documents_BT = torch.where(batch.scored_BT > 0, documents_BT, EMPTY)
+        new = slice(-cut.segment_len, None)
+        segment = NeuralCache(hidden_BTD[:, new], batch.targets_BT[:, new], documents_BT[:, new])
+        mixed_BT, cache = cache_losses(
+            nll_BT[:, new], segment, cache, share=adapting.cache_share, theta=adapting.cache_theta
+        )
+        return torch.cat([nll_BT[:, : -cut.segment_len], mixed_BT], dim=1), (memory, cache)
+
+    return losses, (core.memory, cache)
+
+
+def dynamic(
+    model: TransformerXL,
+    cut: HeldOut,
+    train: EvalStream,
+    adapting: Adapting,
+    *,
+    maker: BatchMaker,
+    memory_len: int,
+    with_zeros: bool,
+    before_segment: Callable[[], None],
+) -> tuple[Losses, Any]:
+    """With weights that follow the text, by the plain model; how large gradients are, the batches of `train` tell.
+
+    The model's weights are left as they are. What scores raises ConfigError where a loss is no number.
+    """
+    memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
+    memory = attended(memory) if with_zeros else memory
+    module, device = SegmentLoss(model), memory.document_BM.device
+
+    def batches() -> Iterator[Batch]:
+        for segment in itertools.islice(train, adapting.adapt_batches):
+            before_segment()
+            yield to_device(maker.batch(segment), device)
+
+    first = model.empty_memory(num_lanes=len(train.lanes), memory_len=memory_len)
+    sums = square_sums(model, batches(), attended(first) if with_zeros else first)
+    start = weights_of(module)
+    root = {name: total.sqrt_() for name, total in sums.items()}
+    rule = DynamicRule(start, root, lr=adapting.adapt_lr, decay=adapting.adapt_decay, eps=adapting.adapt_eps)
+
+    def losses(batch: Batch, state: tuple[Weights, Memory]) -> tuple[Tensor, tuple[Weights, Memory]]:
+        nll_BT, weights, memory = dynamic_losses(module, batch, *state, rule=rule)
+        if not nll_BT.isfinite().all():
+            raise ConfigError(
+                "--adapt dynamic came to a loss that is no number: its steps are too large. Give a lower --adapt-lr or "
+                "--adapt-decay, or a higher --adapt-eps."
+            )
+        return nll_BT, (weights, memory)
+
+    return losses, (start, memory)
+
+
+def train_cut(train: Split, cut: HeldOut) -> EvalStream:
+    """A training split, cut into as many lanes and as long segments as held-out text is."""
+    return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

@@ -1,0 +1,262 @@
+"""`txl recl`: the relative effective context length of a group of models (Dai et al. 2019, section 4.3, appendix C).
+
+How far back does a model still gain? The gain is measured against the best short-context model of the group, on the
+targets that are hard for it, so that models of different strength compare. With l_i(c, t) the loss of model i on target
+t given exactly the c tokens before it, and contexts c < c' = c + step, the paper's Delta:
+
+    b(c, t)    = min over i of l_i(c, t)                                 the group's baseline
+    T          = the share r of the targets with the largest b(c, t)     the hard ones
+    f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))            only what beats the baseline counts
+    g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)        relative gain in perplexity
+
+From the shortest context on, c grows by a step as long as g_i(c, c') >= 0.01; where it is less for the first time, c
+is the model's RECL: what gains again behind it does not count. f_i(c, c) is the mean of b over T, the same for all.
+
+What the paper does not say, and what is done here:
+- the shortest context is one step, which so is the least that is told, of a model that never gains too;
+- T is drawn anew for each c; it has round(r * targets) of them, at least one, and of equal ones the earlier;
+- a model that still gains at the longest context has at least that ("or more");
+- the targets are a sample of the split, without replacement, the same for all models and contexts, each behind as many
+  tokens as the longest context has; documents are not looked at;
+- each target's context is run alone, from an empty memory, as segments of the model's training length that end at the
+  target (the first is the shorter one), over the ring, whose memory is as trained if not told otherwise; a model
+  without memory sees its last segment only.
+
+A group's numbers change with its members.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from txl_dist.console.formatting import aligned, bounded, counted
+from txl_dist.console.logging import start_logging, warn_for_all
+from txl_dist.console.progress import Progress
+from txl_dist.data.loader.corpus import Split
+from txl_dist.distributed.collectives import all_reduce_sum, joined_ranks, on_first, this_rank, together
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.options import ReclOutputs, ReclSettings
+from txl_dist.evaluation.scoring import TELL_EVERY_S, enough_memory
+from txl_dist.evaluation.target import Target, open_target, require_same
+from txl_dist.inference.kv_cache import FrozenModel
+from txl_dist.io.files import write_output
+from txl_dist.report.figures import Chart, Line, draw_png
+
+Losses = npt.NDArray[np.float64]
+
+THRESHOLD = 0.01
+"""Of the relative gain, below which a longer context brings nothing (the paper's)."""
+
+
+class Recl(NamedTuple):
+    """How far back a model gains."""
+
+    context: int
+    """Tokens."""
+    is_longest: bool
+    """Whether it still gained there, at the longest context that was measured."""
+    gains: list[float]
+    """g_i(c, c + step) of every context but the longest, also behind the RECL."""
+
+    def __str__(self) -> str:
+        return f"{self.context:,}" + (" or more" if self.is_longest else "")
+
+
+def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> float:
+    """g_i(c, c') of two neighbouring contexts, by their index, of model i; `losses_NCS` are l_i(c, t)."""
+    baseline_S = losses_NCS[:, context].min(axis=0)
+    num_hard = max(1, round(r * len(baseline_S)))
+    hard = np.argsort(-baseline_S, kind="stable")[:num_hard]
+    short, longer = (
+        float(np.exp(np.minimum(baseline_S, losses_NCS[model, index])[hard].mean())) for index in (context, context + 1)
+    )
+    return (short - longer) / short
+
+
+def recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
+    """The RECL of one model of the group."""
+    gains = [relative_gain(losses_NCS, model=model, context=index, r=r) for index in range(len(contexts) - 1)]
+    stop = next((index for index, gain in enumerate(gains) if gain < THRESHOLD), len(gains))
+    return Recl(contexts[stop], stop == len(gains), gains)
+
+
+def compare_contexts(
+    paths: Sequence[Path], *, data: str | Path, settings: ReclSettings, outputs: ReclOutputs
+) -> list[str]:
+    """Measure a group of runs, checkpoints and bundles on the same targets; several ranks share them. Returns lines for
+    people.
+
+    `data` is the corpus; empty takes that of the first model, and those of the others need not be there.
+
+    Raises ConfigError if a setting measures nothing, a file cannot be written, a model confines itself to documents or
+    its queries see nothing; CheckpointError or DataError if a model or the corpus cannot be read, or if tokenizers
+    differ.
+    """
+    start_logging(rank=this_rank())
+    settings.check()
+    outputs.check()
+    first = open_target(paths[0], data=data)
+    targets = [first, *(open_target(path, data=first.config.data.path) for path in paths[1:])]
+    split = _same_text(targets, settings)
+    starts = _sample(split, settings)
+    losses_NCS = _losses(targets, split, starts, settings, outputs)
+    if this_rank() > 0:
+        return []  # rank 0 speaks
+    names, contexts = [str(path) for path in paths], settings.contexts
+    found = [[recl(losses_NCS, contexts, model=index, r=r) for r in settings.r] for index in range(len(targets))]
+    mean_NC = losses_NCS.mean(axis=2)
+    if outputs.json is not None:
+        rows = [
+            {
+                "model": str(target.path),
+                "scored": target.where,
+                "recl": {
+                    f"{r:g}": {"context": one.context, "or_more": one.is_longest, "gains": one.gains}
+                    for r, one in zip(settings.r, own, strict=True)
+                },
+                "loss": mean_C.tolist(),
+            }
+            for target, own, mean_C in zip(targets, found, mean_NC, strict=True)
+        ]
+        values = {"contexts": contexts, "targets": len(starts), "split": split.name, "models": rows}
+        write_output(outputs.json, json.dumps(values, indent=1).encode() + b"\n")
+    if outputs.plot is not None:
+        x = np.array(contexts, dtype=np.float64)
+        lines = [Line(name, x, mean_C) for name, mean_C in zip(names, mean_NC, strict=True)]
+        write_output(outputs.plot, draw_png(Chart("recl", lines, "tokens of context", "nats/token", is_log=True)))
+    head = ["RECL, tokens", *(f"r = {r:g}" for r in settings.r), *(f"nats at {c}" for c in (contexts[0], contexts[-1]))]
+    rows_told = [
+        [name, *map(str, own), *(bounded(float(mean_C[index])) for index in (0, -1))]
+        for name, own, mean_C in zip(names, found, mean_NC, strict=True)
+    ]
+    about = (
+        f"{len(starts):,} targets of {split.corpus.name} ({split.name}), contexts of {contexts[0]} to {contexts[-1]}"
+    )
+    return [
+        *(f"scored: {target.where}" for target in targets),
+        f"{about} tokens in steps of {settings.step}",
+        *aligned([head, *rows_told]),
+    ]
+
+
+def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
+    """The split that all are scored on. Raises ConfigError or DataError if they cannot be."""
+    for target in targets:
+        if target.config.data.document_border == "mask":
+            raise ConfigError(
+                f"{target.path} confines each query to its own document (data.document_border='mask'): its context "
+                "ends where the document begins. Leave it out."
+            )
+        if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:
+            raise ConfigError(
+                f"{target.path} has same_length={target.config.model.same_length!r}, which counts its window in "
+                "memory, which is off here. Give a --memory-len of 1 or more, or leave it out."
+            )
+        if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
+            raise ConfigError(
+                f"{target.path} and {targets[0].path} have different tokenizers: a token of one is no token of the "
+                "other. Compare models of one tokenizer."
+            )
+    first = targets[0].config
+    if settings.split:
+        first = first.model_copy(update={"data": first.data.model_copy(update={"eval_split": settings.split})})
+    return targets[0].held_out(first)
+
+
+def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
+    """First tokens of the pieces that are run: each has the longest context, then its target."""
+    num_places = split.tokens - settings.max_context
+    if num_places < 1:
+        raise ConfigError(
+            f"split {split.name!r} has {counted(split.tokens, 'token')}, no more than --max-context "
+            f"{settings.max_context}. "
+            "Give a shorter one, or score a longer split (--split, --data)."
+        )
+    if num_places < settings.num_tokens:
+        warn_for_all(
+            "split %r has %s targets with so much context: --num-tokens %s is cut to that",
+            *(split.name, f"{num_places:,}", f"{settings.num_tokens:,}"),
+        )
+    generator = np.random.default_rng(settings.seed)
+    return np.sort(generator.choice(num_places, min(num_places, settings.num_tokens), replace=False))
+
+
+def _memory_len(target: Target, settings: ReclSettings) -> int:
+    if not target.config.model.takes_memory:
+        return 0
+    return target.config.train.memory_len if settings.memory_len < 0 else settings.memory_len
+
+
+def _losses(
+    targets: Sequence[Target],
+    split: Split,
+    starts: npt.NDArray[np.int64],
+    settings: ReclSettings,
+    outputs: ReclOutputs,
+) -> Losses:
+    """losses_NCS of every model behind every context, on every rank."""
+    contexts, target_S, engine = settings.contexts, starts + settings.max_context, targets[0].config.engine
+    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
+        on_first(outputs.check_files)
+        require_same(targets)
+        own = range(ranks.rank, len(starts), ranks.world_size)
+        total = len(targets) * len(own) * sum(contexts)
+        losses_NCS = torch.zeros(len(targets), len(contexts), len(starts), dtype=torch.float64)
+
+        def score_own() -> None:
+            tokens = split.read_all()
+            with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
+                for model, target in enumerate(targets):
+                    score = _scorer(target, memory_len=_memory_len(target, settings), device=ranks.device)
+                    for first in range(0, len(own), settings.num_lanes):
+                        rows = list(own[first : first + settings.num_lanes])
+                        for index, context in enumerate(contexts):
+                            piece_BX = tokens[target_S[rows, None] + np.arange(-context, 1)].astype(np.int64)
+                            losses_NCS[model, index, rows] = (
+                                score(torch.from_numpy(piece_BX).to(ranks.device)).double().cpu()
+                            )
+                            if ranks.is_first:
+                                progress.advance(len(rows) * context)
+
+        together(score_own)
+        return all_reduce_sum(losses_NCS).numpy()
+
+
+def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What gives nll_B of the last token of each row, given all tokens before it: the model's own context at most."""
+    model = target.bundle.model.to(device).eval()
+    segment_len = target.config.train.segment_len
+    if not model.section.scheme.uses_memory:
+
+        @torch.no_grad()
+        def plain(piece_BX: Tensor) -> Tensor:
+            piece_BX = piece_BX if memory_len else piece_BX[:, -segment_len - 1 :]
+            memory = model.empty_memory(num_lanes=len(piece_BX), memory_len=memory_len)
+            for here in _segments(piece_BX.shape[1] - 1, segment_len):
+                hidden_BTD, memory = model(piece_BX[:, here], memory)
+            return model.softmax.losses(hidden_BTD[:, -1:], piece_BX[:, -1:])[:, 0]
+
+        return plain
+    frozen = FrozenModel(model)
+
+    def recurrent(piece_BX: Tensor) -> Tensor:
+        num_rows, context = len(piece_BX), piece_BX.shape[1] - 1
+        ring = frozen.ring(num_rows=num_rows, memory_len=min(memory_len, context), chunk_len=segment_len)
+        for here in _segments(context, segment_len):
+            hidden_BTD = frozen.run(piece_BX[:, here], ring)
+        return frozen.losses(hidden_BTD[:, -1:], piece_BX[:, -1:])[:, 0]
+
+    return recurrent
+
+
+def _segments(context: int, segment_len: int) -> list[slice]:
+    """The short one first."""
+    return [slice(max(0, stop - segment_len), stop) for stop in range(context, 0, -segment_len)][::-1]

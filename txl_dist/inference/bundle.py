@@ -1,0 +1,380 @@
+"""The inference bundle: a folder that holds a trained model and proves that it is the trained one.
+
+    model.safetensors    weights, each tied tensor once; int8 ones with a scale per row beside them
+    config.json          model settings, vocabulary size, type, memory and segment length, where it came from
+    tokenizer.json       text <-> ids
+    train.toml           settings to go on training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
+    probe.safetensors    tokens and the losses of the engine that trained the weights; checked at every load
+    card.json            what is known of the training, and what the user stated: `card`
+    README.md            the same for people, as a model card; it may be edited
+    MANIFEST.json        bytes and sha256 of each file
+
+Bundles of older programs have no card.json and no README.md. Loading needs neither DeepSpeed nor a launcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from txl_dist.artifacts import Kind, kind_of
+from txl_dist.config.registry import Plugin, owner_of, require_plugins
+from txl_dist.config.schema import SCHEMES, Len, ModelSection, PositiveLen
+from txl_dist.console.logging import logger
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.inference.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
+from txl_dist.inference.disk_offload import StreamedXL
+from txl_dist.inference.probe import probe_error
+from txl_dist.inference.weights import Weights, copy_rows, stored_weights, write_weights
+from txl_dist.io.files import parse_object, read_bytes, typed, write_bytes
+from txl_dist.io.hub import local_model
+from txl_dist.io.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
+from txl_dist.io.tensor_files import write_tensors
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
+
+WEIGHTS = "model.safetensors"
+FORMAT_VERSIONS = (1, 2, 3)
+"""2 where int8 occurs, 3 where layers remember differently, which older programs do not know."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types that a network runs in. That of an int8 bundle runs in fp32."""
+PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
+"""Largest difference on the probe, by the coarser of the bundle's and the engine's type: in nats for fp32, else as a
+share of the largest loss on the probe (at least 5 nats), since half precisions round relative to it. int8 differs as
+much as bf16: of 14 kinds of random networks both by 0.02 % to 0.8 % of it, three trained ones by 0.1 % to 0.3 %."""
+
+
+class _Content(BaseModel):
+    """The form of config.json. `begins_documents` is missing in bundles from before it was told."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: ModelSection
+    vocab_size: Annotated[int, Field(gt=0, le=1 << 32)]
+    dtype: Literal["fp32", "bf16", "fp16", "int8"]
+    probe_dtype: Literal["fp32", "bf16", "fp16", "int8"]
+    segment_len: PositiveLen
+    memory_len: Len
+    memory_lens: tuple[Len, ...] = ()
+    document_border: Literal["carry", "mask"]
+    begins_documents: bool | None = None
+    source: dict[str, Any]
+    plugins: tuple[Plugin, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A trained model with all that one must know to use it, wherever it comes from."""
+
+    section: ModelSection
+    weights: Weights
+    """Under our names; a tied tensor under one of them at least. They may be read only when they are asked for."""
+    tokenizer: Tokenizer
+    segment_len: int
+    memory_len: int
+    memory_lens: tuple[int, ...] = ()
+    """Of each layer, where they are not alike."""
+    document_border: str = "carry"
+    begins_documents: bool = True
+    """Whether it was trained to predict a document's first token from an end-of-text. With document masks older
+    programs did not, nor does anybody without an end-of-text."""
+    source: dict[str, Any]
+    """Where it came from."""
+    probe: dict[str, Tensor]
+    """`tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them."""
+    probe_dtype: str = "fp32"
+    """Type in which the probe was computed."""
+    card: Card = NOTHING_STATED
+    """Facts about the training, and what the user stated."""
+
+    def described(self, *, dtype: str, num_bytes: int) -> Model:
+        """The model as its card shows it, with weights of this type in a file of so many bytes."""
+        # Tied tensors may be in `weights` under each of their names: the network has each once.
+        with torch.device("meta"):
+            network = TransformerXL(self.section, vocab_size=self.tokenizer.vocab_size)
+        return Model(
+            section=self.section,
+            vocab_size=self.tokenizer.vocab_size,
+            segment_len=self.segment_len,
+            memory_len=self.memory_len,
+            memory_lens=self.memory_lens,
+            document_border=self.document_border,
+            dtype=dtype,
+            tokenizer=self.tokenizer.kind,
+            num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+            num_bytes=num_bytes,
+            source=self.source,
+            card=self.card,
+        )
+
+    def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
+        """With its network; `where` names it in errors. Raises CheckpointError if weights and settings do not fit."""
+        vocab_size = self.tokenizer.vocab_size
+        network = network_of(
+            self.section,
+            vocab_size=vocab_size,
+            weights=self.weights,
+            dtype=dtype,
+            memory_lens=self.memory_lens,
+            where=where,
+        )
+        weights = dict(network.to(device).named_parameters())
+        probe = {name: tensor.to(device) for name, tensor in self.probe.items()}
+        return Bundle(**{**vars(self), "weights": weights, "probe": probe, "model": network, "dtype": dtype})
+
+    def proven(self, dtype: str, *, where: str) -> float:
+        """Largest difference in nats on the probe, of weights in this type that are read piece by piece.
+
+        Raises CheckpointError if it is more than the types allow.
+        """
+        vocab_size = self.tokenizer.vocab_size
+        with _readable(where):
+            _fitting(self.section, vocab_size=vocab_size, weights=self.weights, where=where)
+            network = StreamedXL(
+                self.section,
+                vocab_size=vocab_size,
+                weights=self.weights,
+                dtype=_compute_type(dtype),
+                memory_lens=self.memory_lens,
+            )
+            return prove(self, network, dtype, where=where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle(Package):
+    """A package that is open. `infer.language_model` scores and generates text with it."""
+
+    model: TransformerXL
+    dtype: str
+
+
+def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:
+    """Write a bundle, read it back, and return its largest error on the probe. An older bundle there is replaced.
+
+    Weights are taken a few MiB at a time, and the probe runs layer by layer: it needs no memory for the whole.
+    Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
+    """
+    folder = folder.resolve()
+    if folder.exists() and kind_of(folder) is not Kind.BUNDLE and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
+    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    lengths: dict[str, Any] = {"segment_len": package.segment_len, "memory_len": package.memory_len}
+    if package.memory_lens:
+        lengths["memory_lens"] = list(package.memory_lens)
+    model, border = package.section.model_dump(mode="json"), package.document_border
+    vocab_size = package.tokenizer.vocab_size
+    content = {
+        "format_version": 3 if package.memory_lens else 2 if "int8" in (dtype, package.probe_dtype) else 1,
+        "model": model,
+        "vocab_size": vocab_size,
+        "dtype": dtype,
+        "probe_dtype": package.probe_dtype,
+        **lengths,
+        "document_border": border,
+        "begins_documents": package.begins_documents,
+        "tokenizer_fingerprint": package.tokenizer.fingerprint,
+        "source": package.source,
+    }
+    if plugins := _plugins_of(package):
+        content["plugins"] = [plugin._asdict() for plugin in plugins]
+    names = _fitting(package.section, vocab_size=vocab_size, weights=package.weights, where=str(folder))
+    try:
+        temporary.mkdir(parents=True)
+        weights = {name: package.weights[name] for name in names}
+        write_weights(temporary / WEIGHTS, weights, dtype=dtype)
+        write_tensors(temporary / "probe.safetensors", package.probe)
+        write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
+        package.tokenizer.save(temporary / "tokenizer.json")
+        train = {"data": {"document_border": border}, "model": model, "train": lengths}
+        write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
+        write_card(temporary, package.card)
+        described = package.described(dtype=dtype, num_bytes=(temporary / WEIGHTS).stat().st_size)
+        write_readme(temporary, described, Kind.BUNDLE)
+        write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
+        check_folder(temporary, remedy="Choose a folder on another disk.")
+        _Content.model_validate_json(read_bytes(temporary / "config.json"))
+        written = dataclasses.replace(package, weights=stored_weights(temporary / WEIGHTS))
+        error = written.proven(dtype, where=str(folder))
+        replace_folder(temporary, folder)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"cannot write {folder}: {problem}. Choose a folder that can be written.") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return error
+
+
+def _plugins_of(package: Package) -> list[Plugin]:
+    """The plugins without which a model cannot be run: of its positions and of its tokenizer."""
+    owners = owner_of(SCHEMES, package.section.positions), owner_of(KINDS, package.tokenizer.kind)
+    return list(dict.fromkeys(owner for owner in owners if owner is not None))
+
+
+def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
+    """Load a bundle, from a folder or an hf:// address, and check it: hashes, shapes and the probe.
+
+    Raises CheckpointError, and ConfigError for a device that is not there.
+    """
+    folder, device = local_model(path), check_device(device)
+    package, dtype = read_bundle(folder)
+    with _readable(folder):
+        bundle = package.open(dtype, device=device, where=str(folder))
+        prove(bundle, bundle.model, dtype, where=str(folder))
+    return bundle
+
+
+def read_bundle(folder: Path) -> tuple[Package, str]:
+    """(what is in a bundle, the type of its weights), after a check of its hashes; the weights are still in its file.
+
+    Raises CheckpointError.
+    """
+    if kind_of(folder) is not Kind.BUNDLE:
+        raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
+    check_folder(folder, remedy="Copy it again or export it again.")
+    with _readable(folder):
+        data = read_bytes(folder / "config.json")
+        if (version := parse_object(data)["format_version"]) not in FORMAT_VERSIONS:
+            raise CheckpointError(
+                f"{folder} has format version {version}; this program knows {' and '.join(map(str, FORMAT_VERSIONS))}. "
+                "Use the version of txl_dist that wrote it."
+            )
+        recorded = parse_object(data).get("plugins", [])
+        for change in require_plugins([typed(Plugin, one)._asdict() for one in recorded], where=str(folder)):
+            logger.warning(change)
+        content = _Content.model_validate_json(data)
+        package = Package(
+            section=content.model,
+            weights=stored_weights(folder / WEIGHTS),
+            tokenizer=load_tokenizer(folder / "tokenizer.json"),
+            segment_len=content.segment_len,
+            memory_len=content.memory_len,
+            memory_lens=content.memory_lens,
+            document_border=content.document_border,
+            begins_documents=(
+                content.document_border != "mask" if content.begins_documents is None else content.begins_documents
+            ),
+            source=content.source,
+            probe=load_file(folder / "probe.safetensors"),
+            probe_dtype=content.probe_dtype,
+            card=read_card(folder),
+        )
+        return package, content.dtype
+
+
+@contextmanager
+def _readable(where: Path | str) -> Iterator[None]:
+    """What goes wrong in the block is a CheckpointError about this bundle."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        file = CARD if error.title == Card.__name__ else "config.json"
+        raise CheckpointError(
+            f"{where} cannot be read: {file}, {place:.80}: {first['msg']}. Export it again."
+        ) from error
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:  # the last: not enough memory
+        if isinstance(error, TxlError):
+            raise
+        raise CheckpointError(f"{where} cannot be read: {error!r}. Export it again.") from error
+
+
+def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
+    """The largest error of a network on a package's probe, in nats, or as `probe_error` has it.
+
+    Raises CheckpointError if it is more than the types explain: the network is not the one that was trained.
+    """
+    tolerance = probe_tolerance({dtype, package.probe_dtype}, largest_loss=float(package.probe["losses"].max()))
+    worst = probe_error(network, package.probe, memory_len=package.memory_len)
+    if not worst <= tolerance:
+        raise CheckpointError(
+            f"{where} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
+            f"{tolerance}. Export it again; if this stays, report it."
+        )
+    return worst
+
+
+def check_device(device: str) -> str:
+    """Its name as torch spells it. Raises ConfigError for one that is not there, or cannot hold numbers."""
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).tolist()
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"device {device!r:.200} cannot be used here: {str(error).splitlines()[0]:.80}. Name one that can: cpu; "
+            "with a GPU and its driver cuda, or cuda:0, cuda:1 ..."
+        ) from error
+    return str(found)
+
+
+def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
+    """Largest difference in nats on the probe between computations in these types; see `PROBE_TOLERANCE`."""
+    scale = max(5.0, largest_loss)
+    return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
+
+
+def network_of(
+    model: ModelSection,
+    *,
+    vocab_size: int,
+    weights: Weights,
+    dtype: str,
+    where: str,
+    memory_lens: Sequence[int] = (),
+) -> TransformerXL:
+    """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    _fitting(model, vocab_size=vocab_size, weights=weights, where=where)
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
+        network = TransformerXL(model, vocab_size=vocab_size, memory_lens=memory_lens).to(_compute_type(dtype))
+    copy_weights(network, weights)
+    return network.eval()
+
+
+def copy_weights(network: TransformerXL, weights: Weights) -> None:
+    """Overwrite every parameter, casting to its type; each tied tensor stands in `weights` under one name at least."""
+    for name, parameter in network.named_parameters():
+        copy_rows(parameter, weights[name])
+
+
+def _compute_type(dtype: str) -> torch.dtype:
+    """In which a network runs whose weights are of this type in their bundle."""
+    return DTYPES.get(dtype, torch.float32)
+
+
+def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: str) -> list[str]:
+    """Names of the model's parameters, all of which are there, and nothing else. Raises CheckpointError."""
+    if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
+        raise CheckpointError(
+            f"{where}: {len(weights)} tensors are no model of {model.num_layers} layers and {vocab_size} ids. "
+            "They were made with another configuration."
+        )
+    with torch.device("meta"):
+        network = TransformerXL(model, vocab_size=vocab_size)
+    parameters = dict(network.named_parameters())
+    missing = sorted(parameters.keys() - weights.keys())
+    surplus = sorted(weights.keys() - network.state_dict().keys())
+    wrong = [
+        f"{name} is {tuple(weights[name].shape)} instead of {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in weights and weights[name].shape != parameter.shape
+    ]
+    if missing or surplus or wrong:
+        raise CheckpointError(
+            f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
+            "They were made with another configuration."
+        )
+    return list(parameters)

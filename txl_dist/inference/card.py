@@ -1,0 +1,506 @@
+"""The model card: what a model is and where it comes from, for people and for the Hugging Face Hub.
+
+    card.json    what an export knows of the training, and what the user stated; part of a bundle
+    README.md    the same for people, after the metadata block that the Hub reads; in every exported folder
+
+Facts come from the run's records and from flags. What neither says is "not stated"; nothing is guessed. People may
+edit README.md: no program reads it back, and no manifest holds it against the folder.
+
+This module imports no torch, so that `txl report` shows a card at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from txl_dist.artifacts import Kind
+from txl_dist.config.schema import ModelSection
+from txl_dist.console.formatting import bounded, compact, counted, printable, size
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.errors import ConfigError
+from txl_dist.io.files import read_bytes, write_bytes
+from txl_dist.io.hub import NAME_OF_A_REPOSITORY
+
+CARD, README = "card.json", "README.md"
+NOT_STATED = "not stated"
+HOME = "https://arxiv.org/abs/1901.02860"
+LICENSES = (
+    *("apache-2.0", "mit", "openrail", "bigscience-openrail-m", "creativeml-openrail-m", "bigscience-bloom-rail-1.0"),
+    *("bigcode-openrail-m", "afl-3.0", "artistic-2.0", "bsl-1.0", "bsd", "bsd-2-clause", "bsd-3-clause"),
+    *("bsd-3-clause-clear", "c-uda", "cc", "cc0-1.0", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0"),
+    *("cc-by-sa-3.0", "cc-by-sa-4.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nd-4.0"),
+    *("cc-by-nc-nd-3.0", "cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0", "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0"),
+    *("cdla-sharing-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "wtfpl", "ecl-2.0", "epl-1.0", "epl-2.0"),
+    *("etalab-2.0", "eupl-1.1", "eupl-1.2", "agpl-3.0", "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "lgpl", "lgpl-2.1"),
+    *("lgpl-3.0", "isc", "h-research", "intel-research", "lppl-1.3c", "ms-pl", "apple-ascl", "apple-amlr", "mpl-2.0"),
+    *("odc-by", "odbl", "openmdw-1.0", "openmdw-1.1", "openrail++", "osl-3.0", "postgresql", "ofl-1.1", "ncsa"),
+    *("unlicense", "zlib", "pddl", "lgpl-lr", "deepfloyd-if-license", "fair-noncommercial-research-license", "llama2"),
+    *("llama3", "llama3.1", "llama3.2", "llama3.3", "llama4", "grok2-community", "gemma", "unknown", "other"),
+)
+"""Identifiers that the Hub knows (hub-docs, repositories-licenses, August 2026). Another license is `other` there, with
+a name."""
+MAX_STATED = 500
+"""Characters of a stated fact."""
+TOKENIZERS = {
+    "byte": "bytes",
+    "char": "characters",
+    "word": "words",
+    "listed": "a list of symbols",
+    "bpe": "byte-level BPE",
+    "unigram": "byte-level unigram",
+    "huggingface": "a Hugging Face tokenizer.json, renumbered by frequency",
+    "sentencepiece": "a SentencePiece model, renumbered by frequency",
+}
+"""Tokenizers by kind, for people."""
+TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
+"""Kinds of tokenizers that encode any prompt, here and in transformers. Of the others a card shows ids."""
+PROMPT, PROMPT_IDS = "The ", [1, 2, 3]
+"""Prompt of the commands on a card, as text and as ids."""
+FACTS = ("fact", "value")
+"""Head of a table of facts. Without a head Markdown shows an empty row."""
+Rows = list[tuple[str, str]]
+"""(name of a fact, its value for people)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """Facts that only the user can give about a model; the card says "not stated" for each that is left out."""
+
+    name: str = ""
+    """Name of the model on its card; without it the name of the run."""
+    license: str = ""
+    """License of the weights: an identifier of the Hub, for example apache-2.0, or the name of another license."""
+    author: str = ""
+    """Author of the model: a person or an organization."""
+    base_model: str = ""
+    """Model of the Hub, OWNER/NAME, whose weights this one began with."""
+    data_license: str = ""
+    """License of the training text."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a text that no line of a card can hold, and for a base model that is no name."""
+        for key, value in vars(self).items():
+            flag = f"--{key.replace('_', '-')}"
+            if value and not value.strip():
+                raise ConfigError(f"{flag} is blank. Leave it out where nothing is to be stated.")
+            if len(value) > MAX_STATED:
+                raise ConfigError(f"{flag} has {len(value):,} characters, more than {MAX_STATED}. Shorten it.")
+            if wrong := _unprintable(value):
+                raise ConfigError(f"{flag} holds the character {wrong!r}; a card's fact is one line of text.")
+        if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
+            raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
+        if self.license.lower() not in LICENSES and (meant := _otherwise_spelt(self.license)):
+            raise ConfigError(f"--license {self.license}: the Hub spells it {meant}. Type --license {meant}.")
+
+    def remark(self) -> str:
+        """A line about a license that the Hub does not know; empty for one that it knows."""
+        if self.license.lower() == "other":
+            return (
+                "--license other names no license. Type its name, as in --license 'ACME Research 1.0': the card's "
+                "metadata then say license: other, with this name"
+            )
+        if not self.license or self.license.lower() in LICENSES:
+            return ""
+        return (
+            f"--license {self.license} is no identifier of the Hub: the card's metadata say license: other, with this "
+            f"name. Add the text of the license as a file LICENSE.{did_you_mean(self.license, LICENSES)}"
+        )
+
+
+class _Fact(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Score(_Fact):
+    """A held-out score of exactly these weights, and how it was measured."""
+
+    corpus: str
+    split: str
+    loss: float
+    """Mean loss in nats per token."""
+    ppl: float
+    """Perplexity per token, or per word where a token is a word."""
+    token: str = "token"
+    bits_per_byte: float | None = None
+    """Bits per byte of the text; None where the loss is not the cost of the text."""
+    tokens: int
+    """Number of tokens that were scored."""
+    segment_len: int
+    memory_len: int
+    num_lanes: int
+    overlap_len: int = 0
+    precision: str = ""
+
+    @property
+    def protocol(self) -> str:
+        """How the score was measured, for people."""
+        overlap = (
+            f", {counted(self.overlap_len, 'token')} of each segment run again as context" if self.overlap_len else ""
+        )
+        precision = f", in {self.precision}" if self.precision else ""
+        return (
+            f"evaluated at the end of this training step on {counted(self.num_lanes, 'lane')}, segments of "
+            f"{counted(self.segment_len, 'token')}, memory of {counted(self.memory_len, 'token')}{overlap}{precision}"
+        )
+
+
+class Sample(_Fact):
+    """A text that the model wrote."""
+
+    prompt: str
+    text: str
+    how: str
+    """When and how it was drawn, for people."""
+
+
+class Card(_Fact):
+    """Facts about a model that its weights and settings do not hold. Empty, 0 and None mean: not stated."""
+
+    name: str = ""
+    license: str = ""
+    author: str = ""
+    base_model: str = ""
+    data_license: str = ""
+    corpora: tuple[str, ...] = ()
+    """Names of the corpora that it was trained on."""
+    tokens_seen: int = 0
+    """Tokens that it was trained on, repetitions counted."""
+    epochs: float | None = None
+    """Passes over the training text."""
+    began_with: str = ""
+    """Bundle whose weights the run began with; `fresh` for random ones."""
+    commit: str = ""
+    """Commit of the program that trained it."""
+    version: str = ""
+    """Version of txl_dist that trained it."""
+    date: str = ""
+    """Day, in UTC, on which these weights were saved."""
+    scores: tuple[Score, ...] = ()
+    sample: Sample | None = None
+
+    def with_stated(self, stated: Stated) -> Card:
+        """The same with what the user states now in place of what was stated before."""
+        return self.model_copy(update={key: value for key, value in vars(stated).items() if value})
+
+
+NOTHING_STATED = Card()
+"""Card of a model about which nothing is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model as its card shows it. Values that are None are not known."""
+
+    section: ModelSection
+    vocab_size: int
+    segment_len: int
+    memory_len: int
+    memory_lens: Sequence[int] = ()
+    document_border: str = "carry"
+    dtype: str
+    """Type of the weights in the file."""
+    tokenizer: str | None = None
+    """Kind of the tokenizer."""
+    num_parameters: int | None = None
+    num_bytes: int | None = None
+    """Size of the file of weights in bytes."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """Where the weights came from, as config.json says."""
+    card: Card
+
+    @property
+    def title(self) -> str:
+        """The stated name, or that of its run, or just what it is."""
+        return printable(self.card.name or str(self.source.get("run") or "Transformer-XL language model"))
+
+    @property
+    def origin(self) -> str:
+        """Run and step, or the file that was imported, for people."""
+        if "step" in self.source:
+            average = ", average of the weights" if self.source.get("average") else ""
+            return f"step {_count(self.source['step'])} of the run {self.source.get('run', NOT_STATED)}{average}"
+        if "imported" in self.source:
+            return f"imported from {self.source.get('file', NOT_STATED)} ({self.source['imported']})"
+        return NOT_STATED
+
+
+class Code(NamedTuple):
+    """A block of commands or of Python on a card."""
+
+    title: str
+    language: str
+    text: str
+
+
+SERVE_THE_BUNDLE = Code("Serve over HTTP the bundle that this folder was exported from", "bash", "txl serve BUNDLE")
+
+
+def read_card(folder: Path) -> Card:
+    """Card of a bundle; one that states nothing where an older program wrote the bundle. Raises OSError, ValueError."""
+    try:
+        content = read_bytes(folder / CARD)
+    except FileNotFoundError:
+        return Card()
+    return Card.model_validate_json(content)
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """Write card.json. Raises OSError."""
+    write_bytes(folder / CARD, card.model_dump_json(indent=1, exclude_defaults=True).encode() + b"\n")
+
+
+def write_readme(folder: Path, model: Model, kind: Kind) -> None:
+    """Write README.md for a folder of this kind. Raises OSError."""
+    write_bytes(folder / README, readme(model, kind).encode())
+
+
+def readme(model: Model, kind: Kind) -> str:
+    """A model card as the Hub takes it: metadata, then Markdown, with commands for the folder that it lies in."""
+    parts = [
+        f"---\n{_metadata(model, kind)}---\n",
+        f"# {_plain(model.title)}\n",
+        f"A [Transformer-XL]({HOME}) language model, exported by txl_dist.\n",
+        f"## Model\n\n{_table([FACTS, *model_rows(model)])}",
+        f"## Training\n\n{_table([FACTS, *training_rows(model)])}",
+        f"## Held-out scores\n\n{_scores(model)}",
+        f"## Sample\n\n{_sample(model.card.sample)}",
+        "## Use\n\nThese commands are for the folder of this file.\n",
+        *(f"### {code.title}\n\n{_fenced(code.text, code.language)}" for code in usage(model, kind, ".")),
+        "This file is for people. It may be edited: no program reads it, and verification leaves it out.\n",
+    ]
+    return "\n".join(parts)
+
+
+def model_rows(model: Model) -> Rows:
+    """Facts about the model: shape, tokenizer, size of the weights."""
+    section = model.section
+    memory = f"{model.memory_len:,}"
+    if len(set(model.memory_lens)) > 1:
+        memory = f"{', '.join(map(_count, model.memory_lens))} by layer"
+    softmax = "plain"
+    if section.cutoffs:
+        softmax = f"adaptive, clusters begin at {', '.join(map(_count, section.cutoffs))}"
+    return [
+        ("Parameters", NOT_STATED if model.num_parameters is None else f"{model.num_parameters:,}"),
+        ("Layers", _count(section.num_layers)),
+        ("Width", f"{section.width:,}, feed-forward {section.ff_width:,}"),
+        ("Attention heads", f"{section.num_heads:,} of width {section.head_width:,}, {section.positions} positions"),
+        ("Segment", f"{counted(model.segment_len, 'token')}"),
+        ("Memory", f"{memory} tokens"),
+        ("Documents", "attention stays within a document" if model.document_border == "mask" else "one stream of text"),
+        ("Tokenizer", TOKENIZERS.get(model.tokenizer or "", model.tokenizer or NOT_STATED)),
+        ("Vocabulary", f"{model.vocab_size:,} ids"),
+        ("Softmax", softmax),
+        ("Weights", model.dtype if model.num_bytes is None else f"{size(model.num_bytes)} in {model.dtype}"),
+    ]
+
+
+def training_rows(model: Model) -> Rows:
+    """Facts about the training, and what the user stated."""
+    card = model.card
+    tokens = NOT_STATED
+    if card.tokens_seen:
+        epochs = "" if card.epochs is None else f", {compact(card.epochs)} passes over the training text"
+        tokens = f"{card.tokens_seen:,}{epochs}"
+    began = {"": NOT_STATED, "fresh": "random weights"}.get(card.began_with, card.began_with)
+    rows = [
+        ("Origin", model.origin),
+        ("Training text", ", ".join(card.corpora) or NOT_STATED),
+        ("License of the training text", card.data_license or NOT_STATED),
+        ("Training tokens", tokens),
+        ("Began with", began),
+        ("Base model", card.base_model or NOT_STATED),
+        ("Commit of txl_dist", card.commit or NOT_STATED),
+        ("Version of txl_dist", card.version or NOT_STATED),
+        ("Date of the weights", card.date or NOT_STATED),
+        ("Author", card.author or NOT_STATED),
+        ("License", card.license or NOT_STATED),
+    ]
+    return [(name, printable(value)) for name, value in rows]
+
+
+def score_rows(scores: Sequence[Score]) -> list[list[str]]:
+    """A table of held-out scores, its first row the head."""
+    rows = [["corpus", "split", "nats per token", "perplexity", "bits per byte", "tokens"]]
+    for score in scores:
+        bits = "-" if score.bits_per_byte is None else bounded(score.bits_per_byte)
+        names = [printable(score.corpus), printable(score.split) or "-"]
+        ppl = compact(score.ppl, digits=4) + (" per word" if score.token == "word" else "")
+        rows.append([*names, bounded(score.loss), ppl, bits, f"{score.tokens:,}"])
+    return rows
+
+
+def protocols(scores: Sequence[Score]) -> list[str]:
+    """How the scores were measured, each way once."""
+    return list(dict.fromkeys(printable(score.protocol) for score in scores))
+
+
+def usage(model: Model, kind: Kind, address: str) -> list[Code]:
+    """How a folder of this kind is loaded, asked and served; `address` is its path or its hf:// address."""
+    quoted = shlex.quote(address)
+    takes_text = model.tokenizer in TAKE_ANY_TEXT
+    asked = json.dumps(PROMPT) if takes_text else str(PROMPT_IDS)
+    flags = f"--prompt {json.dumps(PROMPT)}" if takes_text else f"--tokens {' '.join(map(str, PROMPT_IDS))}"
+    if kind is Kind.BUNDLE:
+        load = (
+            f"import txl_dist\n\nlm = txl_dist.load({json.dumps(address)})\n"
+            f"print(lm.generate({asked}, max_tokens=40).text)"
+        )
+        return [
+            Code("Generate", "bash", f"txl generate {quoted} {flags} --max-tokens 40"),
+            Code("Load from Python", "python", load),
+            Code("Serve over HTTP", "bash", f"txl serve {quoted}"),
+            Code("Score a corpus", "bash", f"txl evaluate {quoted} --data CORPUS"),
+        ]
+    if kind is Kind.HUGGINGFACE:
+        load = (
+            "from transformers import TransfoXLLMHeadModel\n\n"
+            f"model = TransfoXLLMHeadModel.from_pretrained({json.dumps(address)})"
+        )
+        serve = (
+            f"txl import {quoted} bundle --format huggingface\n"
+            f"txl generate bundle {flags} --max-tokens 40\n"
+            "txl serve bundle"
+        )
+        return [
+            Code("Load with transformers 4.46.3", "python", load),
+            Code("Ask and serve with txl_dist", "bash", serve),
+        ]
+    if kind is Kind.HUGGINGFACE_CODE:
+        load = _transformers_code(address, takes_text=takes_text)
+        return [Code("Load and ask with transformers 5", "python", load), SERVE_THE_BUNDLE]
+    load = (
+        "from onnxruntime import InferenceSession\n\n"
+        'token = InferenceSession("token.onnx")   # config.json names its inputs and outputs\n'
+        "print([(one.name, one.shape) for one in token.get_inputs()])"
+    )
+    return [Code("Load with ONNX Runtime", "python", load), SERVE_THE_BUNDLE]
+
+
+def _transformers_code(address: str, *, takes_text: bool) -> str:
+    model = f"AutoModelForCausalLM.from_pretrained({json.dumps(address)}, trust_remote_code=True)"
+    if not takes_text:
+        return (
+            "import torch\nfrom transformers import AutoModelForCausalLM\n\n"
+            f"model = {model}\n"
+            f"print(model.generate(torch.tensor([{PROMPT_IDS}]), max_new_tokens=40))"
+        )
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"model = {model}\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(address)}, trust_remote_code=True)\n"
+        f'batch = tokenizer([{json.dumps(PROMPT)}], return_tensors="pt")\n'
+        "print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=40)))"
+    )
+
+
+def license_fields(license: str) -> dict[str, str]:
+    """A stated license as the Hub's metadata have it."""
+    if not license:
+        return {}
+    if license.lower() in LICENSES:
+        return {"license": license.lower()}
+    return {"license": "other", "license_name": re.sub(r"[^a-z0-9.]+", "-", license.lower()).strip("-") or "other"}
+
+
+def _otherwise_spelt(license: str) -> str:
+    """The identifier of the Hub that differs from a license only in spelling: apache-2.0 for Apache2; else empty."""
+    found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _spelling(license: str) -> str:
+    """Letters, digits and + of a license's name, without the words and the zeros that people leave out."""
+    name = license.lower().replace("++", "plusplus")
+    name = re.sub(r"\b(the|license|licence|version)\b", " ", name)
+    name = re.sub(r"v(?=[. ]?\d)|\.0\b", "", name)
+    return re.sub(r"[^a-z0-9]", "", name)
+
+
+def _metadata(model: Model, kind: Kind) -> str:
+    """The block of YAML: a key in a line, its value in JSON, which YAML contains."""
+    card = model.card
+    values: dict[str, Any] = {
+        **license_fields(card.license),
+        "library_name": "transformers" if kind in (Kind.HUGGINGFACE, Kind.HUGGINGFACE_CODE) else "txl_dist",
+        "pipeline_tag": "text-generation",
+        "tags": ["transformer-xl", *(["custom_code"] if kind is Kind.HUGGINGFACE_CODE else [])],
+    }
+    if card.base_model:
+        values["base_model"] = card.base_model
+    if results := [_result(score) for score in card.scores]:
+        values["model-index"] = [{"name": model.title, "results": results}]
+    return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+
+
+def _result(score: Score) -> dict[str, Any]:
+    corpus = printable(score.corpus)
+    metrics = [
+        {"type": "loss", "name": "nats per token", "value": score.loss},
+        {"type": "perplexity", "name": f"perplexity per {printable(score.token)}", "value": score.ppl},
+    ]
+    if score.bits_per_byte is not None:
+        metrics.append({"type": "bits_per_byte", "name": "bits per byte", "value": score.bits_per_byte})
+    return {
+        "task": {"type": "text-generation"},
+        "dataset": {"type": corpus, "name": corpus, "split": printable(score.split)},
+        "metrics": metrics,
+    }
+
+
+def _scores(model: Model) -> str:
+    scores = model.card.scores
+    if not scores:
+        return f"{NOT_STATED.capitalize()}. `txl evaluate` measures them on a corpus.\n"
+    sentences = [f"{_plain(text[:1].upper() + text[1:])}." for text in protocols(scores)]
+    return "\n".join([_table(score_rows(scores), num_names=2), *sentences, ""])
+
+
+def _sample(sample: Sample | None) -> str:
+    if sample is None:
+        return f"{NOT_STATED.capitalize()}.\n"
+    text = printable(sample.prompt + sample.text, keep="\n\t")
+    prompt = f"after the prompt {json.dumps(printable(sample.prompt), ensure_ascii=False)}" if sample.prompt else ""
+    how = ", ".join(part for part in (sample.how, prompt) if part)
+    return f"{_plain(how[:1].upper() + how[1:])}:\n\n{_fenced(text, 'text')}"
+
+
+def _fenced(text: str, language: str) -> str:
+    """A block of code; its fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}\n"
+
+
+def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> str:
+    """A table, its first row the head. Columns after the first `num_names` hold numbers and stand to the right."""
+    head, *body = ["| " + " | ".join(map(_plain, row)) + " |" for row in rows]
+    num_columns = len(rows[0])
+    names = num_columns if num_names is None else num_names
+    return "\n".join([head, "|" + "---|" * names + "---:|" * (num_columns - names), *body, ""])
+
+
+def _plain(text: str) -> str:
+    """Text in which Markdown finds no markup."""
+    return re.sub(r"([\\`*_\[\]|<>&#~])", r"\\\1", printable(text))
+
+
+def _unprintable(text: str) -> str:
+    """The first character that one line of YAML and Markdown cannot hold."""
+    wrong = (
+        one for one in text if unicodedata.category(one) in ("Cc", "Cs", "Zl", "Zp") or one in "\ufeff\ufffe\uffff"
+    )
+    return next(wrong, "")
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,177 @@
+"""A network whose weights stay where they are: each part reads its own when it runs, and keeps none of them.
+
+It computes what `TransformerXL` does, by its code, and holds one matrix, or a MiB of a table, at a time. So a bundle
+of any size and type is proven by its probe in far less memory than it needs to be used. What it gives up is speed:
+every segment reads all weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from txl_dist.config.schema import ModelSection
+from txl_dist.errors import CheckpointError
+from txl_dist.inference.weights import Sliced, Weights, copy_rows, pieces
+from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
+from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, Columned, column_losses
+from txl_dist.model.block import Block
+from txl_dist.model.fused_softmax import Columns
+from txl_dist.model.memory import Memory, empty_memory
+from txl_dist.model.transformer_xl import TransformerXL
+
+_MOST_LOGITS = 1 << 19
+
+
+class StreamedXL(TransformerXL):
+    """In evaluation mode, computing in `dtype`; `weights` are under the names of the parameters."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        vocab_size: int,
+        weights: Weights,
+        dtype: torch.dtype,
+        memory_lens: Sequence[int] = (),
+    ) -> None:
+        reader = _Reader({}, dtype)
+        with torch.device("meta"):
+            super().__init__(model, vocab_size=vocab_size, memory_lens=memory_lens)
+            self.embedding = _Embedding(model, vocab_size=vocab_size, reader=reader)
+            self.softmax = _Softmax(model, vocab_size=vocab_size, embedding=self.embedding, reader=reader)
+        _fill_buffers(self, model, dtype)
+        reader.sources.update({parameter: weights[name] for name, parameter in self.named_parameters()})
+        self.final_norm = _Part(self.final_norm, reader)
+        for part in (*self.blocks, self.residuals):
+            _stream(part, reader)
+        self._like = torch.empty(0, dtype=dtype)
+        self.eval()
+
+    def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
+        """As that of the network itself."""
+        lens = self.memory_of_layers(memory_len)
+        return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=self._like)
+
+
+def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtype) -> None:
+    """Give the buffers of a plugin's layers, which were built without storage, the values that the settings give them.
+
+    Raises CheckpointError, naming the buffer, for one of any other layer.
+    """
+    build = model.scheme.build
+    for block in network.blocks.children():
+        assert isinstance(block, Block)
+        layer = block.attention.distance
+        if build is not None and layer is not None and any(True for _ in layer.buffers()):
+            values = dict(build(model).named_buffers())
+            for name, buffer in list(layer.named_buffers()):
+                place, _, leaf = name.rpartition(".")
+                value = values[name].to(dtype) if buffer.is_floating_point() else values[name]
+                layer.get_submodule(place)._buffers[leaf] = value
+    for name, buffer in network.named_buffers():
+        if buffer.is_meta:
+            raise CheckpointError(
+                f"the layer {name.rpartition('.')[0] or 'at the top'} has the buffer {name.rpartition('.')[2]}, whose "
+                "values no checkpoint holds: it cannot be exported. Make it a parameter, or compute it in forward."
+            )
+
+
+class _Reader(NamedTuple):
+    """Where the values of parameters are that have none."""
+
+    sources: dict[Tensor, Sliced]
+    dtype: torch.dtype
+
+    def rows(self, parameter: Tensor, rows: slice) -> Tensor:
+        return self.sources[parameter][rows].to(self.dtype)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return copy_rows(torch.empty(parameter.shape, dtype=self.dtype), self.sources[parameter])
+
+
+def _stream(module: nn.Module, reader: _Reader) -> None:
+    """Let each layer in a module read its weights when it runs. What stands beside layers, u and v, it has at once."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(reader.whole(parameter), requires_grad=False))
+    for name, child in list(module.named_children()):
+        if any(child.children()) and name != "distance":  # which a plugin may have made: it sees itself whole
+            _stream(child, reader)
+        else:
+            setattr(module, name, _Part(child, reader))
+
+
+class _Part(nn.Module):
+    """A layer that has its weights for as long as it runs."""
+
+    def __init__(self, part: nn.Module, reader: _Reader) -> None:
+        super().__init__()
+        self.part, self.reader = part, reader
+
+    def forward(self, *inputs: Any) -> Any:
+        weights = {name: self.reader.whole(parameter) for name, parameter in self.part.named_parameters()}
+        return functional_call(self.part, weights, inputs)
+
+
+class _Embedding(AdaptiveEmbedding):
+    """Reads the rows that it is asked for."""
+
+    def __init__(self, model: ModelSection, *, vocab_size: int, reader: _Reader) -> None:
+        super().__init__(model, vocab_size=vocab_size)
+        self.reader = reader
+
+    def _embed(self, i: int, ids: Tensor, *, sparse: bool = False) -> Tensor:
+        rows = [self.reader.rows(self.weight(i), slice(id, id + 1)) for id in ids.flatten().tolist()]
+        embedded, projection = torch.cat(rows).view(*ids.shape, -1), self.projection(i)
+        return embedded if projection is None else F.linear(embedded, self.reader.whole(projection))
+
+
+class _Softmax(AdaptiveSoftmax):
+    """Reads its tables in pieces, for a few positions at a time."""
+
+    def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding, reader: _Reader) -> None:
+        super().__init__(model, vocab_size=vocab_size, embedding=embedding)
+        self.reader = reader
+
+    def losses(
+        self,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        *,
+        partition: Partition | None = None,
+        tables: Sequence[Columned] | None = None,
+    ) -> Tensor:
+        """As those of the network itself."""
+        tables = [_Table(self._columns(i), self._projection(i), self.reader) for i in range(self.num_tails + 1)]
+        return super().losses(hidden_BTD, targets_BT, partition=partition, tables=tables)
+
+
+class _Table(NamedTuple):
+    columns: tuple[Columns, ...]
+    projection_DE: Tensor | None
+    reader: _Reader
+
+    def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """-log p of one column of each row, at least fp32, [R]."""
+        if self.projection_DE is not None:
+            hidden_RD = F.linear(hidden_RD, self.reader.whole(self.projection_DE).t())
+        num_rows = max(1, _MOST_LOGITS // sum(columns.high - columns.low for columns in self.columns))
+        some = zip(hidden_RD.split(num_rows), targets_R.split(num_rows), strict=True)
+        return torch.cat([column_losses(self._logits(hidden_rE), targets_r) for hidden_rE, targets_r in some])
+
+    def _logits(self, hidden_rE: Tensor) -> Tensor:
+        num_columns = sum(columns.high - columns.low for columns in self.columns)
+        logits_rV, start = hidden_rE.new_empty(len(hidden_rE), num_columns), 0
+        for weight_VE, bias_V, low, high in self.columns:
+            for piece in pieces(torch.Size((high - low, weight_VE.shape[1]))):
+                rows = slice(low + piece.start, low + piece.stop)
+                weight_vE, bias_v = self.reader.rows(weight_VE, rows), self.reader.rows(bias_V, rows)
+                # In place: small results between large buffers that come and go would keep the heap from shrinking.
+                logits_rV[:, start : start + len(bias_v)] = F.linear(hidden_rE, weight_vE, bias_v)
+                start += len(bias_v)
+        return logits_rV

@@ -1,0 +1,590 @@
+"""The cached core: a model with frozen weights, run over the keys and values of the past.
+
+The plain model keeps hidden states and projects the whole memory to keys and values again for every segment. With
+weights that stay as they are, each position is projected once, and so is the encoding of each distance. Evaluation,
+scoring, generation and serving all run on this, and give what the plain model gives, to rounding.
+
+    frozen = FrozenModel(model)
+    ring = frozen.ring(num_rows=4, memory_len=512, chunk_len=64)       # what the rows remember: changed by each chunk
+    hidden_BTD = frozen.run(tokens_BT, ring)                           # T <= chunk_len
+    log_p = frozen.log_probabilities(hidden_BTD)
+
+**The ring.** Position p stands at slot p mod R of each layer's buffer, R = memory_len + chunk_len, and again R slots
+later; so the last R positions always lie side by side, oldest first, and attention reads them as a view. A chunk is
+two copies of its own keys and values, whatever the length of the past: nothing is joined, moved or allocated. All rows
+write to the same slots; a row that remembers less has nothing at the oldest of them, and does not see them.
+
+**The scores.** The term of the distances is one product, [queries, distances K-1 ... 0]. Behind each of its rows stand
+T - 1 cells of -inf, and row i is read T-1-i cells further on: the relative shift of `model.relative_attention` as a
+view, in which a future key has a distance below zero, and is masked by standing there. It
+is added to the products of queries and keys, and all happens to so few heads and rows at a time that their scores stay
+in a CPU's cache.
+
+Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = past + T keys, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from txl_dist.console.formatting import counted
+from txl_dist.errors import ConfigError
+from txl_dist.model.activation import ACTIVATIONS, swiglu
+from txl_dist.model.adaptive_embedding import Partition
+from txl_dist.model.block import Block
+from txl_dist.model.memory import EMPTY, Memory
+from txl_dist.model.positions import distance_encoding
+from txl_dist.model.relative_attention import at_least_fp32
+from txl_dist.model.rms_norm import RmsNorm, rms_norm
+from txl_dist.model.transformer_xl import TransformerXL
+
+BLOCK_LEN = {"cpu": 128, "cuda": 512}
+"""Queries of a chunk that attend at a time, by kind of device: few of their scores are of future keys."""
+MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
+"""As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache, and on a GPU few
+large products."""
+MOST_LOGITS = 2**26
+"""At a time, in tokens times vocabulary, where no partition is given, or those of one token: 256 MiB in fp32."""
+
+
+class Past(NamedTuple):
+    """What one row remembers, as a value of its own: to keep, to save, to give to other rows."""
+
+    key_values: tuple[Tensor, ...]
+    """key_value_2NSH of each layer: keys, then values, at the last positions, oldest first. Layers may have fewer than
+    S of them (`train.memory_lens`)."""
+    document_S: Tensor
+    """int64: document of each of the last S <= M positions."""
+
+
+class KeyValueRing:
+    """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
+
+    def __init__(
+        self,
+        owner: FrozenModel,
+        *,
+        num_rows: int,
+        memory_len: int,
+        chunk_len: int,
+        with_documents: bool,
+        least_len: int = 0,
+    ) -> None:
+        section, anchor = owner.model.section, owner.model.embedding.weight(0)
+        self.owner = owner
+        """Whose keys and values they are."""
+        self.memory_len, self.chunk_len, self.least_len = memory_len, chunk_len, least_len
+        lens = owner.model.memory_of_layers(memory_len)
+        self.memory_lens = tuple(max(length, min(least_len, memory_len)) for length in lens)
+        """Of each layer, the longest `memory_len`."""
+        self.size = memory_len + chunk_len
+        head, tail = (2, section.num_heads, num_rows), (section.head_width,)
+        with _room_for(num_rows, memory_len=memory_len):
+            self.key_values = [
+                anchor.new_zeros(*head, 2 * (length + chunk_len) + chunk_len, *tail) for length in self.memory_lens
+            ]
+        self.documents = None
+        if with_documents:
+            places = (num_rows, 2 * self.size + chunk_len)
+            self.documents = torch.full(places, EMPTY, dtype=torch.int64, device=anchor.device)
+        # Positions that each row remembers, by layer: more than are read, so that the last may be taken back.
+        self._known_LB = np.zeros((len(lens), num_rows), dtype=np.int64)
+        self._sizes_L1 = np.array(self.memory_lens)[:, None] + chunk_len
+        self._position = 0  # the next one
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self._known_LB.shape[1]
+
+    @property
+    def num_known(self) -> np.ndarray:
+        """Positions that each row remembers, [B], `size` at most."""
+        num_known: np.ndarray = self._known_LB[self.memory_lens.index(self.memory_len)]
+        return num_known
+
+    @property
+    def past_len(self) -> int:
+        """Positions of the past that a chunk reads: as many as the row with the longest one has."""
+        return min(int(self.num_known.max(initial=0)), self.memory_len)
+
+    def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
+        """Make room for a chunk, of which each layer's keys and values follow. Returns mask_BTK, or None where every
+        row sees all of the past."""
+        past_len, first = self.past_len, self._position % self.size
+        mask = None
+        if self.documents is not None:
+            assert document_BT is not None
+            for start in (first, first + self.size):
+                self.documents[:, start : start + num_tokens] = document_BT
+            seen_B1K = self.documents[:, None, first + self.size - past_len : first + self.size + num_tokens]
+            mask = seen_B1K == document_BT[:, :, None]
+        elif int(self.num_known.min(initial=past_len)) < past_len:
+            begin_B = torch.from_numpy(np.maximum(past_len - self.num_known, 0)).to(self.key_values[0].device)
+            key_K = torch.arange(past_len + num_tokens, device=begin_B.device)
+            mask = (key_K >= begin_B[:, None])[:, None].expand(-1, num_tokens, -1)
+        self._position += num_tokens
+        self._known_LB = np.minimum(self._known_LB + num_tokens, self._sizes_L1)
+        return mask
+
+    def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
+        """Put a chunk behind the past of a layer. Returns (key_NBKH, value_NBKH) of both, as views."""
+        buffer, num_tokens = self.key_values[layer], key_value_2NBTH.shape[3]
+        size, position = self.memory_lens[layer] + self.chunk_len, buffer.stride(3)
+        first = (self._position - num_tokens) % size
+        both = buffer.as_strided(
+            (2, *key_value_2NBTH.shape), (size * position, *buffer.stride()), first * position
+        )  # its two places, as one view: a token is a handful of calls
+        both.copy_(key_value_2NBTH)
+        past_len = min(past_len, self.memory_lens[layer])
+        key, value = buffer.narrow(3, first + size - past_len, past_len + num_tokens).unbind(0)
+        return key, value
+
+    @torch.inference_mode()
+    def past(self, row: int, *, without_last: int = 0, most: int | None = None) -> Past:
+        """A copy of what a row remembers, `memory_len` positions or `most`, as if the last so many had not been there.
+
+        As many as the ring takes at a time are taken back without a trace; for more the oldest are missing, where the
+        memory was full.
+        """
+        length = int(np.clip(self.num_known[row] - without_last, 0, self.memory_len if most is None else most))
+        key_values = []
+        for buffer, memory_len, known_B in zip(self.key_values, self.memory_lens, self._known_LB, strict=True):
+            size = memory_len + self.chunk_len
+            stop = self._position % size + size - without_last
+            own = min(length, int(np.clip(known_B[row] - without_last, 0, memory_len if most is None else most)))
+            key_values.append(buffer[:, :, row, stop - own : stop].clone())
+        documents = torch.zeros(length, dtype=torch.int64, device=key_values[0].device)
+        if self.documents is not None:
+            stop = self._position % self.size + self.size - without_last
+            documents = self.documents[row, stop - length : stop].clone()
+        return Past(tuple(key_values), documents)
+
+    @torch.inference_mode()
+    def put(self, row: int, past: Past) -> None:
+        """Make a row remember a past, of which the last `size` positions count, in place of its own. Of one that lacks
+        positions in a layer which reads them here, only what is behind these."""
+        num_given = past.document_S.shape[0]
+        given_L = [key_value_2NSH.shape[2] for key_value_2NSH in past.key_values]
+        lacking = [own for own, needed in zip(given_L, self.memory_lens, strict=True) if own < min(num_given, needed)]
+        self._known_LB[:, row] = np.minimum(np.minimum(given_L, min(lacking, default=num_given)), self._sizes_L1[:, 0])
+        for buffer, memory_len, key_value_2NSH in zip(self.key_values, self.memory_lens, past.key_values, strict=True):
+            _put(buffer[:, :, row], key_value_2NSH, at=self._position, size=memory_len + self.chunk_len, axis=2)
+        if self.documents is not None:
+            self.documents[row] = EMPTY
+            _put(self.documents[row], past.document_S, at=self._position, size=self.size, axis=0)
+
+    @torch.inference_mode()
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, in this order; one may be named several times."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
+        with _room_for(len(rows), memory_len=self.memory_len):
+            self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
+        if self.documents is not None:
+            self.documents = self.documents.index_select(0, index)
+        self._known_LB = self._known_LB[:, list(rows)]
+
+    def forget(self, row: int) -> None:
+        """Make a row remember nothing: others read as far back as the one that knows most."""
+        self._known_LB[:, row] = 0
+
+    def copied(self, *, memory_len: int, chunk_len: int) -> KeyValueRing:
+        """What the rows remember, in a ring of other lengths."""
+        with_documents = self.documents is not None
+        ring = self.owner.ring(
+            num_rows=self.num_rows,
+            memory_len=memory_len,
+            chunk_len=chunk_len,
+            with_documents=with_documents,
+            least_len=self.least_len,
+        )
+        for row in range(self.num_rows):
+            ring.put(row, self.past(row, most=self.size))
+        return ring
+
+
+def _put(slots: Tensor, values: Tensor, *, at: int, size: int, axis: int) -> None:
+    """Write what was before position `at`, of which the last `size` count, to both copies of its slots; those behind
+    are written before they are read."""
+    num_given, following = values.shape[axis], at % size
+    for stop, length in ((following + size, min(num_given, size)), (following, min(following, num_given))):
+        slots.narrow(axis, stop - length, length).copy_(values.narrow(axis, num_given - length, length))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory could not be allocated, of which torch has a class for devices, and none for hosts."""
+    words = ("can't allocate memory", "Overflow when unpacking long")  # the latter: more than can be counted
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+@contextmanager
+def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
+    """Raises ConfigError where memory could not be allocated."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"no room for a memory of {counted(memory_len, 'token')} for {counted(num_rows, 'row')}. Choose a "
+            "shorter memory "
+            "(--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
+        ) from error
+
+
+class _Layer(NamedTuple):
+    """A block and what is computed of its weights once. Modules look up their parameters at every call, which takes a
+    tenth of the time of a token on a CPU: so linear maps and norms are functions here."""
+
+    block: Block
+    attention_norm: Callable[[Tensor], Tensor]
+    output: Callable[[Tensor], Tensor]
+    ff_norm: Callable[[Tensor], Tensor]
+    ff_in: Callable[[Tensor], Tensor]
+    ff_gate: Callable[[Tensor], Tensor] | None
+    ff_out: Callable[[Tensor], Tensor]
+    weight: Tensor
+    """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them, unless
+    they are normed."""
+    bias: Tensor | None
+    query_bias_2N11H: Tensor
+    """u, v; v is 0 where the model has none."""
+
+    def finished(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(query_NBTH, key_value_2NBTH) as they are attended with, where they are normed or mixed."""
+        query, key, value = projected_3NBTH.unbind(0)
+        attention = self.block.attention
+        if attention.norm_eps is not None:
+            query = attention.normed(query) * query.shape[-1] ** -0.5
+        return query, torch.stack(attention.finished(key, value, first_value))
+
+    def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
+        """As `Block.finish`, in evaluation, of positions S of any rows."""
+        hidden, pre_norm = hidden_SD + self.output(context_SD), self.block.pre_norm
+        if not pre_norm:
+            hidden = self.attention_norm(hidden)
+        given = self.ff_norm(hidden) if pre_norm else hidden
+        inner = self.ff_in(given)
+        if self.ff_gate is not None:
+            inner = swiglu(inner, self.ff_gate(given))
+        else:
+            inner = ACTIVATIONS[self.block.activation](inner)
+        hidden = hidden + self.ff_out(inner)
+        return hidden if pre_norm else self.ff_norm(hidden)
+
+
+def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a linear map or a layer norm computes, with its parameters at hand."""
+    if isinstance(module, nn.Linear):
+        return partial(F.linear, weight=module.weight, bias=module.bias)
+    if isinstance(module, RmsNorm):
+        return partial(rms_norm, eps=module.eps)
+    assert isinstance(module, nn.LayerNorm)
+    shape, weight, bias, eps = tuple(module.normalized_shape), module.weight, module.bias, module.eps
+    return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
+
+
+class _Parts(NamedTuple):
+    """A chunk's attention, cut so that the scores of a part stay in a CPU's cache."""
+
+    slices: list[tuple[slice, slice, slice]]
+    """Heads, rows and queries of each part; several rows only of as many heads as there is room for with all rows."""
+    buffer: Tensor
+    """For the scores of one part."""
+
+    @classmethod
+    def of(cls, num_heads: int, num_rows: int, num_tokens: int, *, num_keys: int, like: Tensor) -> _Parts:
+        """Of a chunk of more than one token."""
+        kind = "cuda" if like.is_cuda else "cpu"
+        queries, most = min(num_tokens, BLOCK_LEN[kind]), MOST_SCORES[kind]
+        lane = queries * (num_keys + queries - 1)
+        rows = min(num_rows, max(1, most // lane))
+        heads = min(num_heads, max(1, most // (lane * num_rows)))
+        slices = itertools.product(
+            [slice(n, n + heads) for n in range(0, num_heads, heads)],
+            [slice(b, b + rows) for b in range(0, num_rows, rows)],
+            [slice(i, min(i + queries, num_tokens)) for i in range(0, num_tokens, queries)],
+        )
+        return cls(list(slices), like.new_empty(heads * rows * lane))
+
+
+class FrozenModel:
+    """A model whose weights do not change any more; in evaluation mode, with relative positions.
+
+    Raises ConfigError if its positions know no memory (`sections.SCHEMES`).
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: TransformerXL) -> None:
+        if not model.section.scheme.uses_memory:
+            raise ConfigError(
+                f"a model with {model.section.positions} positions knows no memory, and its past cannot be kept. "
+                "Run the model itself, on whole segments."
+            )
+        assert not model.training
+        self.model, section = model, model.section
+        self.layers: list[_Layer] = []
+        scale = section.head_width**-0.5
+        for block in cast(list[Block], list(model.blocks)):
+            attention = block.attention
+            content, position = attention.content_bias, attention.position_bias
+            assert content is not None
+            value_bias = attention.key_value.value_bias
+            bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
+            biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
+            # Queries that are normed are scaled behind that.
+            query_scale = 1.0 if section.query_key_norm else scale
+            weight = torch.cat([attention.query.weight * query_scale, attention.key_value.weight])
+            self.layers.append(
+                _Layer(
+                    block,
+                    attention_norm=_function_of(block.attention_norm),
+                    output=_function_of(attention.output),
+                    ff_norm=_function_of(block.ff_norm),
+                    ff_in=_function_of(block.ff_in),
+                    ff_gate=None if block.ff_gate is None else _function_of(block.ff_gate),
+                    ff_out=_function_of(block.ff_out),
+                    weight=weight,
+                    bias=bias,
+                    query_bias_2N11H=biases[:, :, None, None] * scale,
+                )
+            )
+        self.tables = model.softmax.tables()
+        self._finishes = section.query_key_norm or section.value_residual
+        self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
+        self._distances: list[tuple[Tensor, Tensor | None]] = []
+
+    @torch.inference_mode()
+    def ring(
+        self,
+        *,
+        num_rows: int,
+        memory_len: int,
+        chunk_len: int = 1,
+        with_documents: bool = False,
+        least_len: int = 0,
+    ) -> KeyValueRing:
+        """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
+
+        `with_documents`: each chunk comes with the document of each of its tokens, and sees no other. `least_len`: a
+        layer whose memory is shorter by training has no shorter one here, as far as `memory_len` goes.
+
+        Raises ConfigError if there is no room for it, or a query would see nothing.
+        """
+        if self._window == 0 and memory_len == 0:
+            raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
+        return KeyValueRing(
+            self,
+            num_rows=num_rows,
+            memory_len=memory_len,
+            chunk_len=chunk_len,
+            with_documents=with_documents,
+            least_len=least_len,
+        )
+
+    @torch.inference_mode()
+    def past_of(self, memory: Memory) -> list[Past]:
+        """What each lane of a memory of hidden states remembers, as keys and values."""
+        key_values: list[Tensor] = []
+        for layer, hidden_BMD in zip(self.layers, memory.hidden, strict=True):
+            first_value = key_values[0].select(-3, 1) if key_values else None
+            key_values.append(layer.block.project_key_value(hidden_BMD, first_value))
+        pasts = []
+        for lane, document_M in enumerate(memory.document_BM):
+            first = int((document_M == EMPTY).sum())
+            held = [one[lane, max(0, one.shape[1] - (memory.memory_len - first)) :] for one in key_values]
+            pasts.append(Past(tuple(one.permute(1, 2, 0, 3) for one in held), document_M[first:]))
+        return pasts
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens_BT: Tensor,
+        ring: KeyValueRing,
+        *,
+        document_BT: Tensor | None = None,
+        partition: Partition | None = None,
+    ) -> Tensor:
+        """hidden_BTD of a chunk, as `TransformerXL.forward` gives it; `ring` then remembers the chunk too.
+
+        `document_BT` (int64, >= 0) if the ring was made for documents; `partition` as there.
+        """
+        return self.run_embedded(self.model.embedding(tokens_BT, partition=partition), ring, document_BT=document_BT)[
+            -1
+        ]
+
+    @torch.inference_mode()
+    def run_embedded(
+        self, embedded_BTD: Tensor, ring: KeyValueRing, *, document_BT: Tensor | None = None
+    ) -> list[Tensor]:
+        """As `run`, of vectors in place of tokens: the input of each layer, then the output of the last, normed."""
+        num_tokens = embedded_BTD.shape[1]
+        assert num_tokens <= ring.chunk_len
+        past_len = ring.past_len
+        mask_BTK = ring.advance(num_tokens, document_BT)
+        hidden_SD, known, hiddens = embedded_BTD.flatten(0, 1), self._distances_of(ring.size), []
+        section = self.model.section
+        num_keys = past_len + num_tokens
+        shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
+        attend = self._attend_one
+        if num_tokens > 1:
+            parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
+            attend = partial(self._attend, parts=parts)
+        embedded_SD, first_value = hidden_SD, None
+        for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
+            if section.residual_scalars:
+                hidden_SD = self.model.residuals[index](hidden_SD, embedded_SD)
+            hiddens.append(hidden_SD.view_as(embedded_BTD))
+            normed = layer.attention_norm(hidden_SD) if section.pre_norm else hidden_SD
+            projected = F.linear(normed, layer.weight, layer.bias)
+            projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
+            query_NBTH, key_value_2NBTH = projected_3NBTH[0], projected_3NBTH[1:]
+            if self._finishes:
+                query_NBTH, key_value_2NBTH = layer.finished(projected_3NBTH, first_value)
+                first_value = key_value_2NBTH[1] if index == 0 else first_value
+            key_NBKH, value_NBKH = ring.write(index, key_value_2NBTH, past_len=past_len)
+            query_2NBTH = query_NBTH + layer.query_bias_2N11H
+            window = num_keys if self._window is None else ring.memory_lens[index] + self._window
+            mask = None if mask_BTK is None else mask_BTK[:, :, num_keys - key_NBKH.shape[2] :]
+            context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask, window=window)
+            hidden_SD = layer.finish(hidden_SD, context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1))
+        return [*hiddens, self.model.final_norm(hidden_SD).view_as(embedded_BTD)]
+
+    @torch.inference_mode()
+    def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
+        """log p of the whole vocabulary, [S, V], at least fp32."""
+        return self.model.softmax.log_probabilities(hidden_SD, tables=self.tables)
+
+    @torch.inference_mode()
+    def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
+        """nll_BT in nats of given targets, at least fp32; of some tokens at a time, if no partition of all is given."""
+        softmax, num_tokens = self.model.softmax, targets_BT.numel()
+        most = num_tokens if partition is not None else max(1, MOST_LOGITS // self.model.vocab_size)
+        if num_tokens <= most:
+            return softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
+        hidden_1SD, targets_1S = hidden_BTD.flatten(0, 1)[None], targets_BT.flatten()[None]
+        parts = zip(hidden_1SD.split(most, dim=1), targets_1S.split(most, dim=1), strict=True)
+        return torch.cat([softmax.losses(*part, tables=self.tables) for part in parts], dim=1).view(targets_BT.shape)
+
+    @torch.inference_mode()
+    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """hit_BT: 1.0 where the target is the most probable token."""
+        return self.model.softmax.hits(hidden_BTD, targets_BT, tables=self.tables)
+
+    def _attend(
+        self,
+        query_2NBTH: Tensor,
+        key_NBKH: Tensor,
+        value_NBKH: Tensor,
+        distances: tuple[Tensor, Tensor | None],
+        mask_BTK: Tensor | None,
+        *,
+        window: int,
+        parts: _Parts,
+    ) -> Tensor:
+        """context_NBTH. `distances` are S or more, down to that of a query to itself; those of `window` keys count."""
+        (N, B, T, H), K = query_2NBTH.shape[1:], key_NBKH.shape[2]
+        context_NBTH = query_2NBTH.new_empty(N, B, T, H)
+        for heads, rows, queries in parts.slices:
+            keys = slice(max(0, K - T + queries.start + 1 - window), K - T + queries.stop)
+            num_keys = keys.stop - keys.start
+            content_query, position_query = query_2NBTH[:, heads, rows, queries]
+            distance_NHS, bias_NS = distances
+            scores = _scores_by_distance(
+                position_query,
+                distance_NHS[heads, :, -num_keys:],
+                None if bias_NS is None else bias_NS[heads, -num_keys:],
+                num_masked=max(0, num_keys - window),
+                buffer=parts.buffer,
+            )
+            if mask_BTK is not None:
+                scores.masked_fill_(~mask_BTK[rows, queries, keys], float("-inf"))
+            # Heads and rows as one dimension, of views.
+            content_query, key, value, out, scores = (
+                x.flatten(0, 1)
+                for x in (
+                    content_query,
+                    key_NBKH[heads, rows, keys],
+                    value_NBKH[heads, rows, keys],
+                    context_NBTH[heads, rows, queries],
+                    scores,
+                )
+            )
+            scores.baddbmm_(content_query, key.transpose(1, 2))
+            if scores.dtype == at_least_fp32(scores.dtype):  # softmax in place; torch's own would copy what it is given
+                total = scores.sub_(scores.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True)
+                torch.bmm(scores, value, out=out).div_(total)
+            else:
+                torch.bmm(scores.softmax(-1), value, out=out)
+        return context_NBTH
+
+    def _attend_one(
+        self,
+        query_2NB1H: Tensor,
+        key_NBKH: Tensor,
+        value_NBKH: Tensor,
+        distances: tuple[Tensor, Tensor | None],
+        mask_B1K: Tensor | None,
+        *,
+        window: int,
+    ) -> Tensor:
+        """As `_attend`, of one query per row: few operations count for more than a cache."""
+        (N, B, _, H), (distance_NHS, bias_NS) = query_2NB1H.shape[1:], distances
+        K = min(key_NBKH.shape[2], window)
+        if window < key_NBKH.shape[2]:
+            key_NBKH, value_NBKH = key_NBKH[:, :, -K:], value_NBKH[:, :, -K:]
+        content_query, position_query = query_2NB1H.unbind(0)
+        scores_NBK = torch.bmm(position_query.squeeze(2), distance_NHS.narrow(2, distance_NHS.shape[2] - K, K))
+        if bias_NS is not None:
+            scores_NBK += bias_NS[:, None, -K:]
+        if mask_B1K is not None:
+            scores_NBK.masked_fill_(~mask_B1K[:, 0, -K:], float("-inf"))
+        query, key, value = content_query.reshape(N * B, 1, H), key_NBKH.flatten(0, 1), value_NBKH.flatten(0, 1)
+        scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
+        probabilities = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
+        return torch.bmm(probabilities, value).view(N, B, 1, H)
+
+    def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Per layer (encodings as it sees them, its learned bias, scaled) of that many distances or more, S-1 ... 0.
+
+        They are kept, being the same for every chunk."""
+        if not self._distances or self._distances[0][0].shape[2] < num_distances:
+            scale = self.model.section.head_width**-0.5
+            self._distances = []
+            section = self.model.section
+            encoding_KD = distance_encoding(
+                num_distances, width=section.width, clamp_len=section.clamp_len, like=self.model.embedding.weight(0)
+            )
+            for layer in self.layers:
+                distances = layer.block.attention.distances(num_distances, encoding_KD=encoding_KD)
+                assert distances is not None
+                bias_NS = None if distances.bias_KN is None else distances.bias_KN.t().contiguous() * scale
+                self._distances.append((distances.key_KNH.permute(1, 2, 0).contiguous(), bias_NS))
+        return self._distances
+
+
+def _scores_by_distance(
+    query_NBTH: Tensor, distance_NHK: Tensor, bias_NK: Tensor | None, *, num_masked: int, buffer: Tensor
+) -> Tensor:
+    """scores_NBTK of keys whose distances from the last query are K-1 ... 0, as a view of a buffer of at least
+    N * B * T * (K + T - 1). Those of the `num_masked` largest distances are -inf, and those of distances below 0."""
+    (N, B, T, H), K = query_NBTH.shape, distance_NHK.shape[2]
+    row_len = K + T - 1
+    scores_NSR = buffer[: N * B * T * row_len].view(N, B * T, row_len)
+    torch.bmm(query_NBTH.reshape(N, B * T, H), distance_NHK, out=scores_NSR[:, :, :K])
+    if bias_NK is not None:
+        scores_NSR[:, :, :K] += bias_NK[:, None]
+    if num_masked:
+        scores_NSR[:, :, :num_masked] = float("-inf")
+    scores_NSR[:, :, K:] = float("-inf")
+    lane = T * row_len
+    return scores_NSR.as_strided((N, B, T, K), (B * lane, lane, row_len - 1, 1), T - 1)

@@ -1,0 +1,167 @@
+"""What may be asked of texts that are to be generated. Imports no torch: the command line makes its flags of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, Self
+
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from txl_dist.config.foreign_names import find_counterpart
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.errors import ConfigError
+
+MOST_TOKENS = 10**9
+"""Largest `max_tokens` of a text: a larger number is a typing mistake."""
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.8
+    """0 takes the likeliest token; 1 samples from the model as it is."""
+    top_k: int = 40
+    """Keep only so many of the likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep only the fewest likeliest tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Keep only tokens at least so many times as likely as the likeliest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """The log-probability of a token that was in the prompt or in the text is multiplied by this; 1 does nothing."""
+    allowed: tuple[int, ...] = ()
+    """Ids that may be drawn; empty allows all."""
+
+    def check(self, *, vocab_size: int | None = None) -> None:
+        """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
+        rules = [
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more tokens; 0 keeps all"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1; 0 keeps all"),
+            ("repetition_penalty", 1 <= self.repetition_penalty < math.inf, "1 or more; 1 does nothing"),
+        ]
+        _hold(self, rules)
+        if vocab_size is not None:
+            check_ids(self.allowed, vocab_size=vocab_size, what="--allowed")
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
+class Writing(Sampling):
+    """How texts are generated."""
+
+    max_tokens: int = 200
+    """Most tokens to make of each text."""
+    stop: tuple[str, ...] = ()
+    """A text ends before the first of these strings."""
+    seed: int = 0
+    """The same seed gives the same texts."""
+    num_samples: int = 1
+    """Texts of each prompt."""
+    log_probs: int = -1
+    """Tell the log-probability of each token, and of this many of the likeliest in its place; -1 tells none."""
+    memory_len: int = -1
+    """Tokens of the past that are seen; more than in training is allowed. -1 means as trained."""
+    batch_size: int = 16
+    """Texts that are generated at a time."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """From settings by name, which may be arrays and lists of them.
+
+        Raises ConfigError for a name that is none, with the one that was meant, and for a value of another kind.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                counterpart = find_counterpart(name, names)
+                hint = counterpart.hint(spell=_spelt) if counterpart else did_you_mean(name, names)
+                raise ConfigError(f"unknown setting {name!r}.{hint} There are {', '.join(sorted(names))}.")
+        plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
+        if isinstance(plain.get("stop"), str):
+            plain["stop"] = [plain["stop"]]
+        lists = {name: tuple(plain[name]) for name in _LISTS if isinstance(plain.get(name), list | range | Set)}
+        try:
+            return cls(**{**plain, **lists})
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            kind = _LISTS.get(name) or ("a number" if isinstance(getattr(cls, name), float) else "a whole number")
+            raise ConfigError(f"{name}={values[name]!r:.200}: it must be {kind}.") from error
+
+    def check(self, *, vocab_size: int | None = None) -> None:
+        """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
+        super().check(vocab_size=vocab_size)
+        rules = [
+            ("max_tokens", 0 <= self.max_tokens <= MOST_TOKENS, f"0 or more tokens, and at most {MOST_TOKENS:,}"),
+            ("seed", 0 <= self.seed < 2**63, "0 or more and below 2**63"),
+            ("num_samples", self.num_samples >= 1, "1 or more"),
+            ("log_probs", self.log_probs >= -1, "0 or more tokens, or -1 for none"),
+            ("memory_len", self.memory_len >= -1, "0 or more tokens, or -1 for as trained"),
+            ("batch_size", self.batch_size >= 1, "1 or more"),
+            ("stop", all(self.stop), "strings that are not empty"),
+        ]
+        _hold(self, rules)
+
+    @property
+    def num_spare(self) -> int:
+        """Tokens that a stop string may take back: a character has up to four bytes, and a token at least one."""
+        return 4 * max(map(len, self.stop), default=0)
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen, alone: what texts may share."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
+
+
+_LISTS = {"allowed": "a list of ids", "stop": "a string, or a list of strings"}
+"""Settings that hold several values, and what they are."""
+
+
+def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
+    """They, of a list, an array or a tensor. Raises ConfigError for what is none, and outside the vocabulary."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(ids, str | bytes | bytearray | Mapping | Set) or not isinstance(ids, Iterable):
+        raise ConfigError(f"{what}: {ids!r:.200} is no list of ids, which are whole numbers. Correct it.")
+    found = []
+    for i in ids:
+        given: Any = None if isinstance(i, bool) else i
+        try:
+            found.append(operator.index(given))
+        except TypeError as error:
+            raise ConfigError(f"{what}: {i!r:.200} is no id, a whole number. Correct it.") from error
+        if not 0 <= found[-1] < vocab_size:
+            raise ConfigError(
+                f"{what}: {found[-1]} is no id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it."
+            )
+    return found
+
+
+def check_count(value: Any, *, least: int, what: str) -> None:
+    """Raises ConfigError for what is no whole number, or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        hint = "; -1 is as trained" if least < 0 else ""
+        raise ConfigError(f"{what}={value!r:.200}: it must be a whole number, {max(0, least)} or more{hint}.")
+
+
+def check_text(text: str) -> None:
+    """Raises ConfigError for what is no text, and for halves of characters: bytes that are not UTF-8, or so in JSON."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{text!r:.200} is no text. Give a string.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
+
+
+def _spelt(name: str, value: str) -> str:
+    return f"{name}={value}" if value else name
+
+
+def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:
+    """Raises ConfigError for the first rule of (setting, whether it holds, what it is) that does not hold."""
+    for name, holds, rule in rules:
+        if not holds:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name)}: it must be {rule}.")

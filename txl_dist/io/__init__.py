@@ -1,0 +1,1 @@
+"""Files: atomic writes, manifests, tensors, the Hugging Face Hub."""

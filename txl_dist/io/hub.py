@@ -1,0 +1,170 @@
+"""Models on the Hugging Face Hub: `hf://OWNER/NAME[@REVISION]` names one wherever a bundle is named.
+
+huggingface_hub downloads and uploads. Its cache, its token and its environment variables apply: HF_HOME, HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE. Of a bundle only the files that its manifest lists are downloaded, so other files of the
+repository do no harm. Whoever loads the folder verifies it as a local one, by its hashes and by its probe.
+
+Every function raises TxlError in one line: no package, no such repository or revision, no token, no network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from txl_dist.errors import CheckpointError, ConfigError, TxlError, explained
+from txl_dist.io.files import path_of, read_json
+from txl_dist.io.manifest import FOR_PEOPLE, MANIFEST
+
+NAME_OF_A_REPOSITORY = re.compile(
+    r"(?!.*(?:--|\.\.))(?!.*\.git$)\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b",
+    re.ASCII,
+)
+"""OWNER/NAME, as the Hub allows it."""
+SCHEME = "hf:/"
+"""Beginning of an address. A `Path` has lost the second slash, so only one is compared."""
+_READ_BY_IMPORTERS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.txt", "*.model", "*.pkl"]
+"""Files of a repository without a manifest of ours."""
+
+
+class Address(NamedTuple):
+    """A model on the Hub."""
+
+    repository: str
+    """OWNER/NAME of the repository."""
+    revision: str | None
+    """Branch, tag or commit; None means the default branch."""
+
+    def __str__(self) -> str:
+        return f"hf://{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def name(self) -> str:
+        """Name of the model, without its owner."""
+        return self.repository.partition("/")[2]
+
+
+def address_of(path: str | Path) -> Address | None:
+    """The address that a path spells; None for a path on this machine. Raises ConfigError for half an address."""
+    text = str(path)
+    if not text.startswith(SCHEME):
+        return None
+    repository, at, revision = text.removeprefix(SCHEME).strip("/").partition("@")
+    if not NAME_OF_A_REPOSITORY.fullmatch(repository) or (at and not revision):
+        raise ConfigError(f"{text} names no model of the Hub. Spell it hf://OWNER/NAME or hf://OWNER/NAME@REVISION.")
+    return Address(repository, revision or None)
+
+
+def local_model(path: str | Path) -> Path:
+    """The path itself, or the folder that the model of an address was downloaded to, now or earlier.
+
+    Raises ConfigError for half an address or a missing package, CheckpointError if the download fails.
+    """
+    address = address_of(path)
+    if address is None:
+        return path_of(path)
+    hub = _library()
+    with _explained(f"cannot download {address}"):
+        try:
+            first = hub.hf_hub_download(address.repository, MANIFEST, revision=address.revision)
+        except hub.errors.RemoteEntryNotFoundError:
+            return Path(
+                hub.snapshot_download(address.repository, revision=address.revision, allow_patterns=_READ_BY_IMPORTERS)
+            )
+        folder = Path(first).parent
+        # The same commit for all files, whatever is pushed meanwhile: the folder's name is its hash.
+        hub.snapshot_download(
+            address.repository, revision=folder.name, allow_patterns=[MANIFEST, *FOR_PEOPLE, *_listed(first)]
+        )
+        return folder
+
+
+def _listed(manifest: str) -> list[str]:
+    """Names in a manifest, as patterns. Raises CheckpointError for one that lists nothing."""
+    what = f"{manifest} is no manifest of txl_dist"
+    with explained(CheckpointError, what, of=(ValueError, KeyError, TypeError, AttributeError)):
+        return [re.sub(r"([*?[])", r"[\1]", name) for name in read_json(Path(manifest))["files"]]
+
+
+def check_login(repository: str) -> None:
+    """Before minutes of work: raises ConfigError or CheckpointError where nothing could be pushed to a repository."""
+    if not NAME_OF_A_REPOSITORY.fullmatch(repository):
+        raise ConfigError(f"--push-to-hub {repository}: it must name a repository of the Hub, OWNER/NAME.")
+    hub = _library()
+    with _explained(f"cannot push to {repository}"):
+        hub.HfApi(library_name="txl_dist").whoami()
+
+
+def push_folder(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload a folder as one commit; the repository is made if there is none. Returns the address of the commit.
+
+    Hidden files stay here. Raises CheckpointError if the Hub refuses it or cannot be reached.
+    """
+    hub = _library()
+    api = hub.HfApi(library_name="txl_dist")
+    remedy = f". {folder} is written; `hf upload {repository} {folder}` pushes it again"
+    with _explained(f"cannot push to {repository}", remedy):
+        api.create_repo(repository, exist_ok=True, private=private or None)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            ignore_patterns=[".*"],
+            commit_message="Export a model of txl_dist",
+        )
+        return str(commit.commit_url)
+
+
+def _library() -> Any:
+    """huggingface_hub, imported when it is needed. Raises ConfigError without it."""
+    remedy = 'Run `pip install "txl_dist[hub]"`'
+    with explained(ConfigError, "models on the Hub need a package", remedy, of=(ImportError,)):
+        import huggingface_hub
+        import huggingface_hub.errors
+    return huggingface_hub
+
+
+@contextmanager
+def _explained(what: str, remedy: str = "") -> Iterator[None]:
+    """Whatever the library and the network raise in the block is a CheckpointError of one line."""
+    try:
+        yield
+    except TxlError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {_reason(error)}{remedy}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a request failed, and what to do."""
+    from huggingface_hub import constants, errors
+
+    login = "log in with `hf auth login`, or set HF_TOKEN"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return f"there is no token; {login}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"its owner grants access on request; ask on its page, then {login}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"there is no such repository, or it is private; check the name, or {login}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the repository has no such revision; name a branch, a tag or a commit of it"
+    if status in (401, 403):
+        return f"the Hub refuses the token ({status}); {login} of an account that may do this"
+    if isinstance(error, errors.HfHubHTTPError) and status is not None:
+        return f"{constants.ENDPOINT} answers {status}: {error.server_message or _first_line(error)}"
+    if isinstance(error, errors.IncompleteSnapshotError):
+        return f"the download is incomplete and {constants.ENDPOINT} cannot be reached; try again with a connection"
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        return (
+            f"{constants.ENDPOINT} cannot be reached, and the model is not in the cache {constants.HF_HUB_CACHE}; "
+            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        )
+    return f"{constants.ENDPOINT}: {_first_line(error)}; the same command continues the download"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,152 @@
+"""Tensors on disk as safetensors: written as a stream that is hashed on its way, read in slices.
+
+The library writes a file in one call, of tensors that are all there, and leaves hashing to a second pass; here each
+chunk is made, hashed and written once, in whichever thread calls, and the last two let go of the interpreter lock, so
+that training runs on meanwhile. The library reads by mapping a file, whose pages then count as this process's memory
+for as long as it is mapped; `TensorFile` reads what is asked for and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from txl_dist.io.files import flush_to_disk, open_new, open_regular, parse_object
+
+_CHUNK_BYTES = 16 << 20
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int8: "I8",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class Stream(NamedTuple):
+    """A tensor that comes in pieces, one behind the other."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: Iterable[Tensor]
+    """Contiguous host tensors of this type, together as many values as the shape has."""
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[str, Any]:
+    """`write_streams` of contiguous host tensors."""
+    streams = {name: Stream(tensor.dtype, tensor.shape, (tensor,)) for name, tensor in tensors.items()}
+    return write_streams(path, streams, metadata=metadata, on_progress=on_progress)
+
+
+def write_streams(
+    path: Path,
+    streams: Mapping[str, Stream],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> dict[str, Any]:
+    """Write tensors to a new file as they come, and wait until the disk has it. Returns its bytes and sha256.
+
+    `on_progress` is told of each chunk how long it was. Raises OSError, and what the streams raise.
+    """
+    digest, num_bytes = hashlib.sha256(), 0
+    with open_new(path, buffering=0) as file:
+        for chunk in _chunks(streams, metadata or {}):
+            digest.update(chunk)
+            written = 0
+            while written < len(chunk):  # an unbuffered file may take a part
+                written += file.write(chunk[written:])
+            num_bytes += len(chunk)
+            on_progress(len(chunk))
+        flush_to_disk(file)
+    return {"bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """About what `write_tensors` needs on the disk."""
+    return sum(tensor.nbytes + 256 for tensor in tensors.values()) + 4096
+
+
+def open_tensors(path: Path) -> Any:
+    """`safe_open` of a regular file: at a FIFO the library would wait for ever. Raises OSError or SafetensorError."""
+    open_regular(path).close()
+    return safe_open(path, "pt", device="cpu")
+
+
+class TensorFile:
+    """A file of tensors, of which values are read when they are asked for. It holds no descriptor meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, ValueError, or SafetensorError by the library, which looks whether its header is sound."""
+        self._path = path
+        file = open_tensors(path)
+        self.metadata: dict[str, str] = file.metadata() or {}
+        self.shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with open_regular(path) as stream:
+            header_len = int.from_bytes(stream.read(8), "little")
+            self._header = parse_object(stream.read(header_len))
+        self._first_byte = 8 + header_len
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ValueError for a type that no file of ours has."""
+        known = self._header[name]["dtype"]
+        if known not in _DTYPES:
+            raise ValueError(f"{name} is of type {known}")
+        return _DTYPES[known]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Values start ... stop - 1 of a tensor, flattened. Raises OSError, KeyError, ValueError."""
+        if stop > (num_values := self.shapes[name].numel()):
+            raise ValueError(f"{name} has {num_values} values, and {stop} are needed")
+        values = torch.empty(stop - start, dtype=self.dtype(name))
+        buffer = memoryview(values.view(torch.uint8).numpy().data)
+        with open_regular(self._path) as stream:
+            stream.seek(self._first_byte + self._header[name]["data_offsets"][0] + start * values.itemsize)
+            if stream.readinto(buffer) != len(buffer):
+                raise OSError(f"{self._path} ends early")
+        return values
+
+
+def _chunks(streams: Mapping[str, Stream], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # Wide types first, so that every tensor begins at a multiple of its type's size.
+    in_order = sorted(streams.items(), key=lambda item: -item[1].dtype.itemsize)
+    offset = 0
+    for name, stream in in_order:
+        end = offset + stream.num_bytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[stream.dtype],
+            "shape": list(stream.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format asks for aligned data
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name, stream in in_order:
+        num_bytes = 0
+        for piece in stream.pieces:
+            data = memoryview(piece.detach().view(-1).view(torch.uint8).numpy().data)
+            num_bytes += len(data)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                yield data[start : start + _CHUNK_BYTES]
+        assert num_bytes == stream.num_bytes, name

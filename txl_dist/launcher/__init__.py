@@ -1,0 +1,1 @@
+"""Starts runs: the `deepspeed` launcher, its files and output, sweeps over settings."""

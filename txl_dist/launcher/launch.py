@@ -1,0 +1,206 @@
+"""Owns a run of the `deepspeed` launcher: signals arrive once, nothing stays behind, and its end is told truly.
+
+By itself that launcher dies of a SIGTERM at once and leaves its ranks, exits 0 when its node launcher was killed, and
+on SIGTERM kills ranks that need more than 30 s to save. So here it runs in a process group of its own:
+    a signal      goes to the ranks of this node; if there are none here, RUN/STOP is made, which every rank obeys
+    the end       what is left of the group gets the time to save, then SIGKILL
+    our own death is a SIGTERM for the launcher, whose end the ranks notice, save and leave
+    output        without the launcher's chatter (chatter.py); where a run is not done, the last word is ours
+    exit code     0 only if this start wrote RUN/DONE; 75 to be started again; 76 if a rank was lost; else as it was
+    other nodes   an ssh that hears nothing of its node gives up, or a lost node would keep the launcher for ever
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from txl_dist.artifacts import DONE, LOG, STOP
+from txl_dist.console.echo import say
+from txl_dist.distributed.processes import command_of, group_members, parent_of, process_id
+from txl_dist.errors import HANG, REQUEUE, ConfigError
+from txl_dist.launcher.output_filter import Strained, pattern_of_chatter
+from txl_dist.train.monitoring.preemption import LAUNCHED_BY
+
+NODE_LAUNCHER = "deepspeed.launcher.launch"
+GRACE_S = 60.0
+"""What ranks whose launcher has ended get to finish their step, save and leave."""
+SSH_KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+"""For pdsh: a node that is cut off ends its ssh after 15 to 20 s (exit code 255), instead of never."""
+SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
+PR_SET_PDEATHSIG = 1
+
+
+def launch(
+    launcher_flags: Sequence[str],
+    train_words: Sequence[str],
+    *,
+    run_dir: Path,
+    grace_s: float = GRACE_S,
+    seen_within_s: float = 0.0,
+    verbose: bool = False,
+) -> int:
+    """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
+
+    `seen_within_s`: how late a file that another node writes may show here. `verbose`: its output as it is.
+    Main thread only. Raises ConfigError if there is no `deepspeed` program.
+    """
+    if shutil.which("deepspeed") is None:
+        raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
+    done_before = _stamp(run_dir / DONE)
+    wants_hostfile = any(flag.startswith(("-H", "--hostfile")) for flag in launcher_flags)
+    strained = None if verbose else Strained(pattern_of_chatter(wants_hostfile=wants_hostfile))
+    # What a person has set comes first: ssh takes the first value of an option.
+    ssh_arguments = f"{os.environ.get(SSH_ARGUMENTS, '')} {SSH_KEEP_ALIVE}".strip()
+    launcher = subprocess.Popen(
+        ["deepspeed", *launcher_flags, "--module", "txl_dist", "train", *train_words],
+        env=os.environ | {LAUNCHED_BY: json.dumps(process_id()), SSH_ARGUMENTS: ssh_arguments},
+        stdout=strained.stdout if strained else None,
+        stderr=strained.stderr if strained else None,
+        start_new_session=True,
+        preexec_fn=_die_with_parent(),
+    )
+    signals = _Forwarding(launcher.pid, run_dir / STOP)
+    try:
+        if strained:
+            strained.started()
+        code = launcher.wait()
+        _end_group(launcher.pid, grace_s=grace_s)
+    finally:
+        signals.close()
+        if strained:
+            strained.close()
+    end_s = time.monotonic() + (seen_within_s if code == 0 else 0.0)
+    while not (is_done := _stamp(run_dir / DONE) not in (None, done_before)) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
+        code = REQUEUE
+    result = exit_code(code, is_done=is_done, sent=signals.sent)
+    if word := last_word(result, launcher_code=code, run_dir=run_dir):
+        with suppress(OSError):  # a terminal that is gone
+            say(f"txl launch: {word} (exit code {result})", to=sys.stderr)
+    return result
+
+
+def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
+    """What to exit with. `code`: the launcher's; `is_done`: this start wrote DONE; `sent`: signals passed to ranks."""
+    if is_done:
+        return 0
+    if signal_of(code):
+        return REQUEUE if signal_of(code) in sent else HANG  # a rank that starts up dies of a stop signal: nothing lost
+    return code or HANG  # 0 without DONE: a launcher between us and the ranks was killed
+
+
+def signal_of(code: int) -> int:
+    """The signal that an exit code tells of: the shell's way, that of sys.exit(-n), or Python's; 0 for none."""
+    number = code - 128 if 128 < code < 192 else 256 - code if code >= 192 else -code
+    return number if 0 < number < 65 else 0
+
+
+def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
+    """What became of a run; nothing where a rank has said it: it is done, or has refused to start."""
+    goes_on = "the same command goes on"
+    if code in (0, ConfigError.exit_code):
+        return ""
+    if code == REQUEUE:
+        return f"stopped; {goes_on}"
+    if code != HANG:
+        log = run_dir / LOG
+        return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
+    if number := signal_of(launcher_code):
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = "; when memory runs out the system does that, see `dmesg`" if number == signal.SIGKILL else ""
+        return f"a rank died of {name}{hint}; {goes_on} from the last checkpoint"
+    lost = "a rank hung or was lost" if launcher_code == HANG else "the launcher ended before the run was done"
+    return f"{lost}; {goes_on} from the last checkpoint"
+
+
+class _Forwarding:
+    """Passes stop signals on while it is open."""
+
+    def __init__(self, group: int, stop_file: Path) -> None:
+        self.sent: set[int] = set()
+        self.ended_launcher = False
+        """The launcher itself was stopped, before there was a run."""
+        self._group, self._stop_file, self._made_stop_file = group, stop_file, False
+        self._acknowledged: set[int] = set()
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._before = {number: signal.signal(number, self._forward) for number in numbers}
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._made_stop_file:  # it stopped a run that has ended; the next must not meet it
+            self._stop_file.unlink(missing_ok=True)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.sent.add(number)
+        # Its first words: those of pdsh, whose children are no ranks, hold the whole command of the nodes.
+        ranks = [pid for pid in group_members(self._group) if NODE_LAUNCHER in command_of(parent_of(pid))[:4]]
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if ranks:
+            self._acknowledge(number, "the run saves after the current step, then exits")
+            return
+        with suppress(OSError):  # without the folder of the run nothing can be lost yet
+            self._stop_file.touch()
+            self._made_stop_file = True
+            self._acknowledge(number, f"{self._stop_file} asks the ranks to save and exit")
+            return
+        self.ended_launcher = True
+        self._acknowledge(number, "the run has not begun, and ends")
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, number)
+
+    def _acknowledge(self, number: int, what: str) -> None:
+        """Say at once that a signal has arrived; the first of each kind only."""
+        if number in self._acknowledged:
+            return
+        self._acknowledged.add(number)
+        with suppress(OSError, RuntimeError):  # no terminal; or this signal interrupts a write to it
+            say(f"txl launch: {signal.Signals(number).name}: {what}", to=sys.stderr)
+
+
+def _end_group(group: int, *, grace_s: float) -> None:
+    """Wait for what the launcher left behind, which notices its end and leaves; kill what does not."""
+    end_s = time.monotonic() + grace_s
+    while group_members(group) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written again; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """For the child to run: the kernel sends it SIGTERM when we die. None where the system has no such thing."""
+    try:
+        prctl = ctypes.CDLL(None).prctl  # looked up here: the child may only do little
+    except AttributeError:
+        return None
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # too late
+            os._exit(1)
+
+    return ask

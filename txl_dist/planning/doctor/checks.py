@@ -1,0 +1,264 @@
+"""Verdicts of `txl doctor`, on one machine and on what lies between several: what is wrong, and what to do about it.
+
+    ok        as it should be, or of no consequence
+    warning   a run works, but slower, less safely, or not with every setting
+    problem   a run fails, or gives wrong results: exit code 1
+
+Pure functions of what `machine`, `disk` and `fabric` have found. A limit here is a judgement, not a measurement: it
+says where experience begins to look for the cause elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from txl_dist.console.formatting import counted, size
+from txl_dist.planning.doctor.fabric import Reduce
+from txl_dist.planning.doctor.machine import WATCHED, Facts
+
+Verdict = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+    """A sentence; empty where nothing is to be done."""
+
+
+def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Finding:
+    """With verdict and remedy of the first rule whose condition holds; ok if none does."""
+    for holds, verdict, remedy in rules:
+        if holds:
+            return Finding(name, verdict, found, remedy)
+    return Finding(name, "ok", found)
+
+
+def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
+    """All checks of one machine. `is_cut_off`: it does not reach the others of the job."""
+    findings = [finding for check in CHECKS for finding in check(facts)]
+    return [*findings, _host_name(facts, is_cut_off=is_cut_off)]
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    listed = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    met = f"Python {facts.python}, {listed}; all requirements are met"
+    found = f"unmet: {'; '.join(facts.unmet)}" if facts.unmet else met
+    remedy = (
+        'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
+    )
+    yield first_of("versions", found, (facts.unmet, "problem", remedy))
+
+
+def _devices(facts: Facts) -> Iterator[Finding]:
+    for index, device in enumerate(facts.devices):
+        major, minor = device.capability
+        yield first_of(
+            f"GPU {index}",
+            f"{device.name}, capability {major}.{minor}, {device.free_gib:.1f} of {device.memory_gib:.1f} GiB free, "
+            f"peak {f'{device.peak_tflops:g} TFLOP/s in bf16' if device.peak_tflops else 'not known'}",
+            (not device.has_code, "problem", "This torch has no code for it: install one that has (pytorch.org)."),
+            (device.free_gib < 0.9 * device.memory_gib, "warning", "End whose process it is: nvidia-smi lists them."),
+            (major < 8, "warning", "It emulates bf16 and has no TF32: use --engine.precision fp16 or fp32."),
+            (not device.peak_tflops, "warning", "Set metrics.peak_tflops from the datasheet to have MFU reported."),
+        )
+    if facts.devices:
+        return
+    if not facts.num_driver_gpus:
+        yield Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 and tf32 are refused)")
+        return
+    cuda = facts.torch_cuda
+    hidden = [name for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES") if name in facts.environment]
+    why = ", ".join(f"{name}={facts.environment[name]!r}" for name in hidden) or f"torch for CUDA {cuda}"
+    yield first_of(
+        "GPU",
+        f"the driver {facts.driver} sees {counted(facts.num_driver_gpus, 'GPU')}, this process uses none: {why}",
+        (hidden, "warning", f"Unset {' and '.join(hidden)} if that is not meant."),
+        (not cuda, "problem", "Install the build of torch with CUDA (pip install torch without the cpu index)."),
+        (True, "problem", f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA."),
+    )
+
+
+def _backends(facts: Facts) -> Iterator[Finding]:
+    missing = {"gloo", *(["nccl"] if facts.devices else [])} - facts.backends.keys()
+    listed = ", ".join(f"{name} {version}".strip() for name, version in facts.backends.items())
+    found = f"torch lacks {' and '.join(sorted(missing))}" if missing else listed
+    remedy = "Install an official build of torch for Linux, which has both."
+    yield first_of("backends", found, (missing, "problem", remedy))
+
+
+def _cores(facts: Facts) -> Iterator[Finding]:
+    ranks, threads = facts.num_local_ranks, facts.environment.get("OMP_NUM_THREADS", "")
+    cores = min(facts.num_cores, facts.cgroup_cores or facts.num_cores)
+    limit = f", of which the control group allows {facts.cgroup_cores:g}" if facts.cgroup_cores else ""
+    fair, count = max(1, int(cores / ranks)), int(threads) if threads.isdigit() else 0
+    own = f"Set --engine.num_threads {fair}: a rank counts cores, not what it may use of them."
+    fewer = f"Set OMP_NUM_THREADS to {fair}: threads that wait for a core slow all down."
+    yield first_of(
+        "cores",
+        f"{counted(facts.num_cores, 'core')}{limit} for {counted(ranks, 'rank')}"
+        + (f", OMP_NUM_THREADS={threads}" if threads else ""),
+        (threads and not count, "problem", "Set OMP_NUM_THREADS to a number of 1 or more, or unset it."),
+        (cores < ranks, "warning", "Give the job a core per rank at least, or start fewer ranks."),
+        (cores < facts.num_cores and not threads, "warning", own),
+        (count * ranks > facts.num_cores, "warning", fewer),
+    )
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
+    found = f"{facts.room_gib:.1f} of {facts.memory_gib:.1f} GiB are left to processes"
+    yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
+    more = "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there."
+    full = "Remove files of dead processes: they hold memory until the next boot."
+    yield first_of(
+        "/dev/shm",
+        f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free",
+        (len(facts.devices) > 1 and facts.shm_free_gib < 1, "problem", more),
+        (facts.shm_free_gib < facts.shm_gib / 2, "warning", full),
+    )
+    yield first_of(
+        "open files",
+        "no limit" if facts.max_files < 0 else f"at most {facts.max_files} for a process",
+        (0 <= facts.max_files < 256, "problem", "Run ulimit -n 65536: each lane may hold a shard open."),
+        (0 <= facts.max_files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
+    )
+
+    pins = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
+    if facts.has_infiniband:
+        found = "no limit" if facts.max_pinned < 0 else f"at most {size(facts.max_pinned)} for a process"
+        yield first_of("pinned memory", found, (facts.max_pinned >= 0, "problem", pins))
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    disk = facts.disk
+    lacks = [what for what, works in (("renaming", disk.renames), ("file locking", disk.locks)) if not works]
+    state = disk.error or ", ".join([f"{disk.free_gib:.1f} GiB free", *(f"no {what}" for what in lacks)])
+    fit = "See that checkpoint.keep_last + 1 checkpoints fit (txl train CONFIG --dry-run estimates their size)."
+    yield first_of(
+        "disk",
+        f"{disk.folder} ({disk.kind or 'kind not known'}): {state}",
+        (disk.error, "problem", "Mend its permissions or choose another --run-dir."),
+        (not disk.renames, "problem", "Put the run on another file system: a checkpoint is committed by a rename."),
+        (disk.free_gib < 1, "problem", "Free some: a save that finds no room is lost."),
+        (disk.kind in ("tmpfs", "ramfs"), "warning", "Put the run on a disk: memory is gone after a reboot."),
+        (not disk.locks, "warning", "Put data.cache_dir on a local disk: ranks share its downloads by locks."),
+        (disk.free_gib < 20, "warning", fit),
+    )
+
+
+def _corpus(facts: Facts) -> Iterator[Finding]:
+    if corpus := facts.corpus:
+        found = corpus.error or f"{corpus.location}: {counted(corpus.tokens, 'token')}"
+        remedy = "Name what txl prepare wrote, as this machine sees it."
+        yield first_of("corpus", found, (corpus.error, "problem", remedy))
+
+
+def _programs(facts: Facts) -> Iterator[Finding]:
+    lacks_launcher = "deepspeed" not in facts.programs and "RANK" not in facts.environment
+    remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
+    found = "there is no program deepspeed on PATH" if lacks_launcher else f"on PATH: {', '.join(facts.programs)}"
+    yield first_of("launcher", found, (lacks_launcher, "warning", remedy))
+    if facts.devices:
+        remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
+        found = facts.lacks_compiler or "Triton finds what it needs, and DeepSpeed needs none"
+        yield first_of("compiler", found, (facts.lacks_compiler, "problem", remedy))
+
+
+DANGERS = {
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code that files hold",
+    "TXL_FAULT": "faults are made to happen on purpose, as in tests",
+}
+"""What variables do that a run should not have."""
+
+
+def _variables(facts: Facts) -> Iterator[Finding]:
+    for name, effect in DANGERS.items():
+        if (value := facts.environment.get(name, "")) not in ("", "0"):
+            yield Finding(name, "problem", f"is {value}: {effect}", f"Unset {name} if that is not meant.")
+    up = {"lo", *facts.interfaces}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = facts.environment.get(name, "")
+        if not value or value.startswith("^"):  # ^ names those that NCCL leaves out
+            continue
+        is_prefix = name.startswith("NCCL") and not value.startswith("=")
+        named = [one.partition(":")[0] for one in value.removeprefix("=").split(",")]
+        unknown = [one for one in named if not (any(is_up.startswith(one) for is_up in up) if is_prefix else one in up)]
+        found = f"names {', '.join(unknown)}, which is not up here" if unknown else value
+        remedy = f"Set {name} to one of {', '.join(sorted(up))}; names may differ between nodes."
+        yield first_of(name, found, (unknown, "problem", remedy))
+    for path in facts.broken_launcher_files:
+        remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on others."
+        yield Finding(".deepspeed_env", "problem", f"{path} has a line without an equals sign", remedy)
+
+
+def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
+    """gloo listens at the address that the host name has, unless it is told an interface."""
+    is_local = not facts.host_address or facts.host_address.startswith("127.")
+    listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
+    remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
+    return first_of(
+        "host name",
+        f"{facts.host} resolves to {facts.host_address or 'nothing'}; interfaces: {listed or 'none but lo'}",
+        (is_local and is_cut_off and "GLOO_SOCKET_IFNAME" not in facts.environment, "problem", remedy),
+    )
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    *(_versions, _devices, _backends, _cores, _memory, _disk, _corpus, _variables, _programs),
+)
+
+
+def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
+    """What nodes have different that should be equal."""
+    compared, found = {node: _compared(facts) for node, facts in nodes.items()}, []
+    for name in next(iter(compared.values())):
+        where: dict[str, list[str]] = {}
+        for node, values in compared.items():
+            where.setdefault(values[name] or "none", []).append(node)
+        if len(where) > 1:
+            listed = "; ".join(f"{value} on {', '.join(those)}" for value, those in where.items())
+            verdict, remedy = BEARABLE.get(name, UNBEARABLE)
+            found.append(Finding("differences", verdict, f"{name}: {listed}", remedy))
+    return found or [
+        Finding("differences", "ok", f"none between {counted(len(nodes), 'node')} in versions, GPUs and ranks")
+    ]
+
+
+BEARABLE: dict[str, tuple[Verdict, str]] = {
+    "driver": ("warning", "Update the older one."),
+    "GPUs": ("warning", "Every step waits for the slowest; leave it out, or live with that."),
+    "ranks": ("warning", "See the slots in the hostfile, if that is not meant."),
+}
+UNBEARABLE: tuple[Verdict, str] = ("problem", "Make the nodes equal: the same image, or the same constraints.txt.")
+
+
+def _compared(facts: Facts) -> dict[str, str]:
+    return {
+        "Python": facts.python,
+        **{name: facts.versions.get(name, "") for name in WATCHED},
+        "CUDA of torch": facts.torch_cuda,
+        "NCCL": facts.backends.get("nccl", ""),
+        "driver": facts.driver,
+        "GPUs": ", ".join(device.name for device in facts.devices),
+        "ranks": str(facts.num_local_ranks),
+    }
+
+
+def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> Finding:
+    """Latency and bandwidth between all ranks."""
+    best = max(figure.bus_gb_s for figure in figures)
+    direct = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO: GPUs that do not reach each other directly go by the host."
+    network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."
+    return first_of(
+        "all-reduce",
+        ", ".join(f"{size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
+        (on_gpu and num_nodes == 1 and best < 5, "warning", direct),
+        (num_nodes > 1 and best < (1.0 if on_gpu else 0.1), "warning", network),
+    )

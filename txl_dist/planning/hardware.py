@@ -1,0 +1,93 @@
+"""What `txl plan` knows of GPUs and of the machines that they usually stand in.
+
+Memory and bandwidth are from datasheets and from what `nvidia-smi` shows; peaks are in `model.flops`. The rest
+says how much of that a trainer gets, and is measured on none of ours: `docs/planning.md` has the source of each column
+and says which figures are guesses. Units are in the names: GiB are 2**30 bytes, GB are 1e9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from txl_dist.console.suggest import did_you_mean
+from txl_dist.errors import ConfigError
+from txl_dist.model.flops import peak_tflops
+
+CONTEXT_GIB = 1.2
+"""Of a GPU's memory: CUDA's context, kernels, cuBLAS' workspace and NCCL's buffers, which no allocator counts."""
+FRAGMENTED_SHARE = 0.08
+"""Of what is left: kept by the caching allocator in pieces that no tensor fits into. A guess; see docs."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and the machine around it."""
+
+    device: str
+    """Words of its name, as `model.flops.PEAK_TFLOPS` has them."""
+    memory_gib: float
+    """As the driver reports it."""
+    bandwidth_gb_s: float
+    """Of its memory, by the datasheet."""
+    bus_gb_s: float
+    """Bus bandwidth of an all-reduce among the GPUs of a machine, as nccl-tests defines it."""
+    matmul_share: float
+    """Of the peak, that the matrix products of these models reach besides reading and writing their operands."""
+    host_ms: float
+    """Time in which the machine's CPU issues the forward pass of one layer of NVIDIA's program."""
+    has_bf16: bool = True
+    """From Ampere on; so have our Triton kernels."""
+    clock: float = 1.0
+    """Of this board, beside the one whose peak is listed."""
+
+    def flops(self, precision: str) -> float:
+        """Peak in operations per second for fp32, tf32, bf16 or fp16."""
+        return peak_tflops(self.device, precision=precision) * 1e12 * self.clock
+
+    @property
+    def usable_bytes(self) -> float:
+        """What is left for tensors."""
+        return (self.memory_gib - CONTEXT_GIB) * (1 - FRAGMENTED_SHARE) * 2**30
+
+
+_FAST_HOST_MS, _SLOW_HOST_MS = 15.38 / 16, 21.36 / 16
+
+GPUS: dict[str, Gpu] = {
+    "b200": Gpu("B200", 178.0, 7700, 700, 0.55, _FAST_HOST_MS),
+    "h200": Gpu("H200", 140.4, 4800, 360, 0.55, _FAST_HOST_MS),
+    "gh200": Gpu("GH200", 95.6, 4000, 360, 0.55, _FAST_HOST_MS),
+    "h100": Gpu("H100", 79.6, 3350, 360, 0.55, _FAST_HOST_MS),
+    "h100-pcie": Gpu("H100 PCIe", 79.6, 2000, 40, 0.55, _FAST_HOST_MS),
+    "a100": Gpu("A100", 80.0, 2039, 235, 0.55, _FAST_HOST_MS),
+    "a100-40gb": Gpu("A100", 39.6, 1555, 235, 0.55, _FAST_HOST_MS),
+    "a40": Gpu("A40", 45.0, 696, 20, 0.55, _FAST_HOST_MS),
+    "rtx-a6000": Gpu("RTX A6000", 47.5, 768, 20, 0.55, _FAST_HOST_MS),
+    "l40s": Gpu("L40S", 45.0, 864, 20, 0.55, _FAST_HOST_MS),
+    "l4": Gpu("L4", 22.5, 300, 12, 0.55, _FAST_HOST_MS),
+    "v100-16gb": Gpu("V100", 15.8, 900, 75, 0.72, _SLOW_HOST_MS, has_bf16=False),
+    "v100-32gb": Gpu("V100", 31.7, 900, 75, 0.72, _SLOW_HOST_MS, has_bf16=False),
+    "v100-32gb-450w": Gpu("V100", 31.7, 981, 120, 0.94, _FAST_HOST_MS, has_bf16=False, clock=131 / 125),
+    "t4": Gpu("T4", 14.6, 320, 10, 0.55, _SLOW_HOST_MS, has_bf16=False),
+    "rtx-4090": Gpu("RTX 4090", 24.0, 1008, 12, 0.55, _FAST_HOST_MS),
+    "rtx-3090": Gpu("RTX 3090", 24.0, 936, 12, 0.55, _FAST_HOST_MS),
+}
+"""By the name that `--gpu` takes. v100-16gb and v100-32gb stand in a DGX-1, v100-32gb-450w in a DGX-2H."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind in equal machines."""
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+    network_gb_s: float = 50.0
+    """Between nodes: of all network cards of one node together, each way."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """By its name, upper case or not. Raises ConfigError with the nearest name for one that is not listed."""
+    try:
+        return GPUS[name.lower().replace("_", "-").replace(" ", "-")]
+    except KeyError:
+        hint = did_you_mean(name, GPUS)
+        raise ConfigError(f"--gpu {name} is not known.{hint} Choose one of {', '.join(GPUS)}.") from None

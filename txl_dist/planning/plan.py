@@ -1,0 +1,443 @@
+"""What a run would need and bring on GPUs that are not at hand: the facts behind `txl plan`.
+
+Memory comes from `train.footprint`, which follows the step on tensors without storage; time from `timing`. Every ZeRO
+stage is tried with every micro-batch that is a power of two dividing a rank's lanes, and again with blocks recomputed
+where that decides whether it fits. Chosen is the fastest that fits, or of those within 2 % of it the one that needs
+least memory. All of it is predicted, not measured. `text` makes sentences of the facts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from txl_dist.config.load import Config, changed, check_vocabulary, config_changes, plan_batch
+from txl_dist.config.phases import check_stages, each_stage
+from txl_dist.config.schema import EngineSection
+from txl_dist.console.formatting import counted
+from txl_dist.errors import ConfigError
+from txl_dist.inference.bundle import DTYPES
+from txl_dist.model.flops import count_parameters, flops_by_part
+from txl_dist.model.kernels.launch import mismatch
+from txl_dist.planning import scaling
+from txl_dist.planning.hardware import Cluster, Gpu
+from txl_dist.planning.scaling import Point
+from txl_dist.planning.timing import AttentionKind, StepTime, Work, step_time
+from txl_dist.train.footprint.checkpoint import checkpoint_size
+from txl_dist.train.footprint.rank import bytes_per_rank
+from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
+
+ENOUGH = 0.98
+"""Of the fastest, from which on less memory counts more than speed."""
+FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
+"""Unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al. 2024, table 5)."""
+RESTART_S = 300.0
+"""Lost at a failure besides the steps since the last checkpoint. A guess."""
+COPY_GB_S = 10.0
+"""From a GPU into host memory, which is what a step waits for when saving is asynchronous. A guess for PCIe."""
+WRITE_GB_S = 1.0
+"""Onto the file system that all ranks share, when it is not. A guess."""
+
+FUSED_BUFFER_LEN = 2**25
+"""Scores that fused attention makes at once on a GPU."""
+MOST_SIZES = 6
+"""Micro-batches that are tried: the largest so many, and the one that is configured."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned for."""
+
+    cluster: Cluster
+    gpus: int
+    vocab_size: int
+    corpus_tokens: int = 0
+    """Of an epoch; 0 if not known."""
+    budget_tokens: int = 0
+    """To train on in all; 0 means what train.max_steps makes."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run it."""
+
+    config: Config
+    attention: AttentionKind
+    needed_gib: float
+    """Per rank; between the smallest and the largest micro-batch it is interpolated, to a percent."""
+    fits: bool
+    """With the reserves left free."""
+    step: StepTime
+    tokens_per_s: float
+
+    @property
+    def engine(self) -> EngineSection:
+        """Its settings of the engine."""
+        return self.config.engine
+
+    @property
+    def lanes(self) -> int:
+        """Of a micro-batch."""
+        return self.config.train.microbatch_lanes
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The interval at which saving and repeating cost least (Young 1974)."""
+
+    size_gib: float
+    """Of a checkpoint."""
+    size_by_part_gib: dict[str, float]
+    """The same of weights, optimizer and memories."""
+    wait_s: float
+    """Of a step that saves."""
+    between_failures_s: float
+    failures_expected: float
+    interval_s: float
+    every_steps: int
+    lost_pct: float
+    """Of the time, by waiting, repeating and starting again."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage of the run (`train.stages`), with the engine's settings that were chosen."""
+
+    first_step: int
+    last_step: int
+    num_lanes: int
+    segment_len: int
+    memory_len: int
+    microbatch_lanes: int
+    needed_gib: float
+    fits: bool
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Choice(Option):
+    """The best option, its bytes counted, and what comes of it."""
+
+    flags: list[str]
+    """That change the settings given into it."""
+    needed_by_part_gib: dict[str, float]
+    mfu_pct: float
+    budget_tokens: int
+    epochs: float | None
+    """None if the corpus is not known."""
+    length_s: float
+    gpu_hours: float
+    stages: list[StagePlan]
+    """In order; empty for a run that has one only."""
+    saving: Saving
+    strong: list[Point]
+    weak: list[Point]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All facts, for `text`, `scaling.picture` and JSON."""
+
+    question: Question
+    gpus_used: int
+    notes: list[str]
+    parameters: int
+    tokens_per_step: int
+    flops_per_token: dict[str, float]
+    usable_gib: float
+    """Of a GPU: its memory less CONTEXT_GIB, less FRAGMENTED_SHARE of the rest."""
+    options: list[Option]
+    as_configured: Option | str
+    """What the settings as they are would do, or why they cannot."""
+    chosen: Choice | None
+    predicted_not_measured: bool = True
+
+    def as_json(self) -> str:
+        """With those settings of each option in which they differ."""
+
+        def tried(config: Config) -> dict[str, Any]:
+            return {"microbatch_lanes": config.train.microbatch_lanes, **config.engine.model_dump(mode="json")}
+
+        return json.dumps(asdict(self), default=tried, indent=1, allow_nan=False)
+
+
+def make_plan(config: Config, *, question: Question) -> Plan:
+    """Try the options and choose one. Raises ConfigError for settings or numbers that cannot be."""
+    check_stages(config)
+    _check_question(question)
+    check_vocabulary(config.model, vocab_size=question.vocab_size)
+    # Lanes that divide in every stage.
+    num_lanes = math.gcd(*(staged.train.num_lanes for _, staged in each_stage(config)))
+    used, notes = usable_gpus(num_lanes, gpus=question.gpus)
+    if config.engine.offload_optimizer or config.engine.offload_parameters:
+        notes.append("offloading to host memory is in the bytes, but not in the time, which will be longer.")
+    planner = _Planner(config, question, used)
+    options = list(planner.options())
+    return Plan(
+        question=question,
+        gpus_used=used,
+        notes=notes,
+        parameters=planner.parameters,
+        tokens_per_step=config.train.num_lanes * config.train.segment_len,
+        flops_per_token=planner.flops,
+        usable_gib=planner.gpu.usable_bytes / 2**30,
+        options=options,
+        as_configured=planner.as_configured(),
+        chosen=planner.choose(options),
+    )
+
+
+def _check_question(question: Question) -> None:
+    """Generous bounds: what lies outside is a slip, and may overflow."""
+    cluster = question.cluster
+    for flag, value, least, most in (
+        ("--gpus", question.gpus, 1, 10**6),
+        ("--gpus-per-node", cluster.gpus_per_node, 1, 10**6),
+        ("--interconnect", cluster.network_gb_s, 1e-3, 10**6),
+        ("--intra-node", cluster.gpu.bus_gb_s, 1e-3, 10**6),
+        ("--tokens", question.budget_tokens, 0, 10**18),
+        ("--vocab-size", question.vocab_size, 2, 10**9),
+    ):
+        if not least <= value <= most:  # which NaN is not
+            raise ConfigError(f"{flag} {value} cannot be: give {least:,} to {most:,}.")
+
+
+def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
+    """(the most of so many GPUs that the lanes divide among, sentences about the rest)."""
+    used = scaling.largest_divisor(num_lanes, at_most=gpus)
+    if used == gpus:
+        return used, []
+    above = next((count for count in range(gpus + 1, num_lanes + 1) if num_lanes % count == 0), None)
+    more = f" the next number above is {above}," if above else ""
+    lanes = gpus * max(1, round(num_lanes / gpus))
+    return used, [
+        f"train.num_lanes={num_lanes} does not divide among {counted(gpus, 'GPU')}: planned for {used};{more} "
+        f"or give --train.num_lanes {lanes} and use all {gpus}."
+    ]
+
+
+def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
+    """How attention will be computed on such a GPU, by engine.attention."""
+    model, dtype = config.model, DTYPES[config.engine.dtype]
+    unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
+    if config.engine.attention == "plain":
+        return "plain"
+    has_kernels = config.engine.attention in ("auto", "triton") and unfit is None and gpu.has_bf16
+    return "kernels" if has_kernels else "fused"
+
+
+class _Planner:
+    """One question about one configuration."""
+
+    def __init__(self, config: Config, question: Question, gpus: int) -> None:
+        self.given, self.question, self.gpus, self.gpu = config, question, gpus, question.cluster.gpu
+        self.shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=question.vocab_size))
+        self.parameters = count_parameters(config.model, vocab_size=question.vocab_size)
+        self.flops = flops_by_part(
+            config.model,
+            vocab_size=question.vocab_size,
+            segment_len=config.train.segment_len,
+            memory_lens=config.train.memory_per_layer(config.model.num_layers),
+            microbatch_lanes=config.train.microbatch_lanes,
+        )
+        precision = config.engine.precision
+        if config.engine.dtype == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
+            precision = "bf16" if self.gpu.has_bf16 else "fp16"
+        graphs = "auto" if config.engine.cuda_graph == "auto" else "off"
+        self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
+
+    def work(self, config: Config) -> Work:
+        """Of a rank, by these settings. Raises ConfigError if the lanes do not divide."""
+        train, engine = config.train, config.engine
+        plan = plan_batch(train, world_size=self.gpus)
+        return Work(
+            model=config.model,
+            vocab_size=self.question.vocab_size,
+            shares=self.shares,
+            parameters=self.parameters,
+            segment_len=train.segment_len,
+            memory_lens=train.memory_per_layer(config.model.num_layers),
+            microbatch_lanes=plan.microbatch_lanes,
+            num_microbatches=plan.num_microbatches,
+            world_size=self.gpus,
+            zero_stage=engine.zero_stage,
+            precision=engine.precision,
+            attention=attention_kind(config, gpu=self.gpu),
+            recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
+            graphed=engine.replays(on_gpu=True),
+            needs_whole_tensors=config.optim.kind.needs_whole_tensors,
+            orthogonalizes=config.optim.kind.orthogonalizes,
+        )
+
+    def option(self, config: Config, needed_bytes: float | None = None) -> Option:
+        """What comes of these settings. Bytes are counted where they are not given."""
+        if needed_bytes is None:
+            needed_bytes = sum(self.needed(config).values())
+        work = self.work(config)
+        step = step_time(work, self.question.cluster)
+        return Option(
+            config=config,
+            attention=work.attention,
+            needed_gib=needed_bytes / 2**30,
+            fits=needed_bytes <= self.gpu.usable_bytes,
+            step=step,
+            tokens_per_s=work.tokens_per_step / step.total_s,
+        )
+
+    def options(self) -> Iterator[Option]:
+        """All stages and micro-batches that the settings allow; recomputed too where some micro-batch does not fit."""
+        lanes = self.given.train.num_lanes // self.gpus
+        divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]
+        configured = self.given.train.microbatch_lanes
+        sizes = sorted({*divisors[-MOST_SIZES:], *(size for size in divisors if size == configured)})
+        if self.given.train.stages:  # whose micro-batches have as many tokens
+            staged = [changed(self.base, {"train.microbatch_lanes": size}) for size in sizes]
+            sizes = [size for size, config in zip(sizes, staged, strict=True) if _is_valid(config)]
+        if not sizes:
+            raise ConfigError(
+                f"train.stages: on {counted(self.gpus, 'GPU')} no micro-batch divides the lanes of every "
+                "stage. Plan for fewer."
+            )
+        for stage in range(4):
+            for recompute in (False, True):
+                settings = {"engine.zero_stage": stage, "engine.activation_checkpointing": recompute}
+                config = changed(self.base, settings)
+                if not _is_valid(config):
+                    continue
+                row = self._row([changed(config, {"train.microbatch_lanes": size}) for size in sizes])
+                yield from row
+                if all(option.fits for option in row):
+                    break
+
+    def _row(self, configs: list[Config]) -> list[Option]:
+        """Of rising micro-batches, with bytes counted at both ends and a line between, as they are convex."""
+        sizes, engine = [config.train.microbatch_lanes for config in configs], configs[-1].engine
+        first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
+        # All but the last accumulate gradients, which up to stage 1 are held twice then.
+        twice_bytes = self.parameters * DTYPES[engine.dtype].itemsize if engine.zero_stage < 2 else 0
+        rise = max(0.0, last + twice_bytes - first)
+        between = [first + rise * (size - sizes[0]) / (sizes[-1] - sizes[0]) for size in sizes[1:-1]]
+        return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
+
+    def needed(self, config: Config) -> dict[str, float]:
+        """Bytes per rank, by what holds them."""
+        kind, in_fp32 = attention_kind(config, gpu=self.gpu), DTYPES[config.engine.dtype].itemsize == 4
+        # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
+        # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
+        followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "auto"})
+        plan = plan_batch(config.train, world_size=self.gpus)
+        needed = bytes_per_rank(followed, plan=plan, vocab_size=self.question.vocab_size, on_gpu=True)
+        if kind == "fused" and not in_fp32:
+            needed["scores"] += _kept_scores_bytes(config)
+        return needed
+
+    def choose(self, options: list[Option]) -> Choice | None:
+        """The best that fits, with a CUDA graph where that helps."""
+        fitting = [option for option in options if option.fits]
+        for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
+            graphed = changed(option.config, {"engine.cuda_graph": "on"})
+            if _is_valid(graphed):
+                fitting.append(self.option(graphed, option.needed_gib * 2**30))
+        while fitting:
+            enough = ENOUGH * max(option.tokens_per_s for option in fitting)
+            good = [option for option in fitting if option.tokens_per_s >= enough]
+            best = min(good, key=lambda one: (one.needed_gib, one.engine.cuda_graph == "on"))
+            chosen = self._details(best.config)
+            # Its bytes are counted here, those of a graph and of other stages too.
+            if chosen.fits and all(stage.fits for stage in chosen.stages):
+                return chosen
+            fitting.remove(best)
+        return None
+
+    def stages(self, config: Config) -> Iterator[StagePlan]:
+        """What each stage would do with these settings. Raises ConfigError if the lanes of one do not divide."""
+        for steps, staged in each_stage(config):
+            option, train = self.option(staged), staged.train
+            yield StagePlan(
+                first_step=steps.start + 1,
+                last_step=steps.stop,
+                num_lanes=train.num_lanes,
+                segment_len=train.segment_len,
+                memory_len=train.memory_len,
+                microbatch_lanes=train.microbatch_lanes,
+                needed_gib=option.needed_gib,
+                fits=option.fits,
+                step_s=option.step.total_s,
+                tokens_per_s=option.tokens_per_s,
+            )
+
+    def _details(self, config: Config) -> Choice:
+        needed, work, question = self.needed(config), self.work(config), self.question
+        option = self.option(config, sum(needed.values()))
+        tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
+        stages = list(self.stages(config)) if config.train.stages else []
+        shares = [(one.last_step - one.first_step + 1) / config.train.max_steps / one.tokens_per_s for one in stages]
+        length_s = tokens * (sum(shares) or 1 / option.tokens_per_s)
+        peak = self.gpu.flops(work.precision) * self.gpus
+        # On fewer GPUs micro-batches may be larger, beside states that nobody shares: 16 bytes per parameter.
+        per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
+        fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
+        largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))
+        return Choice(
+            **vars(option),
+            flags=[f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
+            needed_by_part_gib={name: size / 2**30 for name, size in needed.items()},
+            mfu_pct=100 * option.tokens_per_s * sum(self.flops.values()) / peak,
+            budget_tokens=tokens,
+            epochs=tokens / question.corpus_tokens if question.corpus_tokens else None,
+            length_s=length_s,
+            gpu_hours=length_s / 3600 * self.gpus,
+            stages=stages,
+            saving=self._saving(option, length_s=length_s),
+            strong=scaling.strong(largest, question.cluster, num_lanes=self.given.train.num_lanes),
+            weak=scaling.weak(work, question.cluster),
+        )
+
+    def as_configured(self) -> Option | str:
+        """What the settings as they are would do, or why they cannot."""
+        if (precision := self.given.engine.precision) in ("bf16", "tf32") and not self.gpu.has_bf16:
+            return f"{self.gpu.device} has no {precision}."
+        try:
+            return self.option(self.given)
+        except ConfigError as error:
+            return str(error)
+
+    def _saving(self, option: Option, *, length_s: float) -> Saving:
+        saved = checkpoint_size(option.config, vocab_size=self.question.vocab_size)
+        size = saved.total
+        is_asynchronous = self.given.checkpoint.asynchronous
+        wait_s = max(1.0, size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9))
+        failure_s = 3600 / (FAILURES_PER_GPU_HOUR * self.gpus)
+        interval_s = min(math.sqrt(2 * wait_s * failure_s), max(length_s / 10, 100 * wait_s), length_s)
+        return Saving(
+            size_gib=size / 2**30,
+            size_by_part_gib={name: part / 2**30 for name, part in saved._asdict().items()},
+            wait_s=wait_s,
+            between_failures_s=failure_s,
+            failures_expected=length_s / failure_s,
+            interval_s=interval_s,
+            every_steps=max(1, round(interval_s / option.step.total_s)),
+            lost_pct=100 * (wait_s / interval_s + (interval_s / 2 + RESTART_S) / failure_s),
+        )
+
+
+def _kept_scores_bytes(config: Config) -> float:
+    """Probabilities that fused attention keeps for the backward pass, and the numbers of its buffer, thrice."""
+    model, train, size = config.model, config.train, DTYPES[config.engine.dtype].itemsize
+    each = size + (1 if model.attention_dropout else 0)
+    rows = train.microbatch_lanes * model.num_heads * train.segment_len
+    pairs = [rows * (length + (train.segment_len + 1) / 2) for length in train.memory_per_layer(model.num_layers)]
+    kept = max(pairs) if config.engine.activation_checkpointing else sum(pairs)
+    return kept * each + 3 * size * min(FUSED_BUFFER_LEN, max(pairs))
+
+
+def _is_valid(config: Config) -> bool:
+    try:
+        check_stages(config)
+    except ConfigError:
+        return False
+    return True

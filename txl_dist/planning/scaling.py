@@ -1,0 +1,122 @@
+"""How speed grows with the number of GPUs: strong scaling (one global batch) and weak scaling (lanes per GPU fixed).
+
+Each point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU beside one GPU. What
+limits a point is the part of the step whose GPU-seconds per token grew most since then. `picture` draws both curves,
+with the line of 50 % and the first count beneath it marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from txl_dist.planning.hardware import Cluster
+from txl_dist.planning.timing import Work, step_time
+
+MOST_GPUS = 4096
+BROKEN = 0.5
+"""Efficiency under which scaling is called broken."""
+REASONS = {
+    "products": "small products: weights are read for few tokens",
+    "attention": "small products in attention",
+    "elementwise": "short passes",
+    "vocabulary": "the tables of the vocabulary are passed over for few tokens",
+    "optimizer": "the update, whose work per rank does not shrink",
+    "host": "the host, which issues work more slowly than the GPU does it",
+    "exchange": "the exchange of gradients and weights",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of a curve."""
+
+    gpus: int
+    lanes_per_gpu: int
+    tokens_per_s: float
+    efficiency: float
+    """Tokens per second and GPU, beside the first point."""
+    limited_by: str
+    """Key of `REASONS`; empty at the first point."""
+
+
+def strong(work: Work, cluster: Cluster, *, num_lanes: int) -> list[Point]:
+    """On every number of GPUs that divides the lanes of the global batch; micro-batches no larger than `work`'s."""
+    works = []
+    for gpus in (count for count in range(1, min(num_lanes, MOST_GPUS) + 1) if num_lanes % count == 0):
+        lanes = num_lanes // gpus
+        microbatch = largest_divisor(lanes, at_most=work.microbatch_lanes)
+        works.append(replace(work, world_size=gpus, microbatch_lanes=microbatch, num_microbatches=lanes // microbatch))
+    return curve(works, cluster)
+
+
+def weak(work: Work, cluster: Cluster) -> list[Point]:
+    """With the lanes of `work` on every GPU; the global batch grows with their number."""
+    counts = [2**power for power in range(MOST_GPUS.bit_length())]
+    return curve([replace(work, world_size=gpus) for gpus in counts], cluster)
+
+
+def curve(works: Iterable[Work], cluster: Cluster) -> list[Point]:
+    """A point for each, beside the first."""
+    points: list[Point] = []
+    first: dict[str, float] = {}
+    for work in works:
+        step = step_time(work, cluster)
+        per_token = {name: part * work.world_size / work.tokens_per_step for name, part in asdict(step).items()}
+        first = first or per_token
+        growth = {name: part - first[name] for name, part in per_token.items()}
+        limit = max(growth, key=growth.__getitem__)
+        points.append(
+            Point(
+                gpus=work.world_size,
+                lanes_per_gpu=work.microbatch_lanes * work.num_microbatches,
+                tokens_per_s=work.tokens_per_step / step.total_s,
+                efficiency=sum(first.values()) / sum(per_token.values()),
+                limited_by=limit if growth[limit] > 0 else "",
+            )
+        )
+    return points
+
+
+def breaking_point(points: Sequence[Point]) -> Point | None:
+    """The first one of an efficiency under `BROKEN`; None if there is none."""
+    return next((point for point in points if point.efficiency < BROKEN), None)
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """Of `number`, from 1 to `at_most`."""
+    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
+
+
+def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, title: str) -> bytes:
+    """A PNG: efficiency over GPUs."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for name, points in (("strong", strong_points), ("weak", weak_points)):
+        gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
+        (line,) = axes.plot(gpus, shares, marker="o", markersize=3, label=f"{name} scaling")
+        if broken := breaking_point(points):
+            share = 100 * broken.efficiency
+            text = f"{broken.gpus:,} GPUs: {share:.0f} %, {broken.tokens_per_s:,.0f} tokens/s, {broken.limited_by}"
+            axes.annotate(
+                text,
+                (broken.gpus, share),
+                xytext=(6, 2),
+                textcoords="offset points",
+                fontsize=8,
+                color=line.get_color(),
+            )
+    axes.axhline(100 * BROKEN, color="red", linewidth=0.8, label=f"{100 * BROKEN:.0f} %")
+    axes.set(xlabel="GPUs", ylabel="tokens per second and GPU, % of one GPU", ylim=(0, 105))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title(title, fontsize=10)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

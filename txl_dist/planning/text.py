@@ -1,0 +1,182 @@
+"""The lines that `txl plan` prints, made of the facts of `plan.make_plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from txl_dist.console.formatting import aligned, counted, duration, size
+from txl_dist.planning.hardware import CONTEXT_GIB
+from txl_dist.planning.plan import Choice, Option, Plan, Saving
+from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
+from txl_dist.train.preflight import MANY_EPOCHS, remarks_on_size
+
+SMALL_SHARE = 0.05
+"""Of a GPU's memory."""
+SHORT_S = 600.0
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """All of it, for a person."""
+    question, chosen = plan.question, plan.chosen
+    cluster = question.cluster
+    # A model that is nothing to such a GPU: what would be said of its use and of scaling is of the host.
+    host_share = chosen.step.host / chosen.step.total_s if chosen else 0.0
+    is_small = host_share > 0.5 and max(option.needed_gib for option in plan.options) < SMALL_SHARE * plan.usable_gib
+    yield f"plan for {plan.gpus_used} x {cluster.gpu.device}: predicted, not measured (docs/planning.md says from what)"
+    yield (
+        f"machines: {counted(cluster.gpus_per_node, 'GPU')} each, bus bandwidth {cluster.gpu.bus_gb_s:g} GB/s "
+        "among them, "
+        f"network {cluster.network_gb_s:g} GB/s per machine"
+    )
+    yield from (f"note: {note}" for note in plan.notes)
+    yield f"model: {plan.parameters:,} parameters with a vocabulary of {question.vocab_size:,}"
+    if question.corpus_tokens:
+        yield from (f"  warning: {one}" for one in remarks_on_size(plan.parameters, tokens=question.corpus_tokens))
+    yield f"work: {per_token(plan.flops_per_token)}; {plan.tokens_per_step:,} tokens per step"
+    yield ""
+    yield from _memory(plan, is_small=is_small)
+    yield ""
+    if chosen is None:
+        least = min(plan.options, key=lambda option: option.needed_gib)
+        yield (
+            f"nothing fits: at least {least.needed_gib:.1f} GiB per GPU are needed (ZeRO {least.engine.zero_stage}). "
+            "Take more GPUs, larger ones, or --engine.offload_optimizer True."
+        )
+        return
+    is_short = chosen.length_s < SHORT_S  # over before failures or saving matter
+    yield from _choice(plan, chosen)
+    yield ""
+    yield from _time(chosen, is_small=is_small, is_short=is_short)
+    yield ""
+    if is_short:
+        took = duration(chosen.length_s)
+        yield f"left out: GPU-hours, failures and how often to save, as the run takes {took} only"
+    else:
+        yield from _saving(chosen.saving)
+    yield ""
+    if is_small:
+        share = f"{100 * host_share:.0f}% of a step is the host's"
+        yield f"left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU ({share})"
+    else:
+        yield f"strong scaling (the global batch fixed): {_scaling(chosen.strong)}"
+        yield f"weak scaling (lanes per GPU fixed): {_scaling(chosen.weak)}"
+
+
+def per_token(flops_by_part: Mapping[str, float]) -> str:
+    """Operations of a training step per token, and what they are for."""
+    total = sum(flops_by_part.values())
+    listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in flops_by_part.items() if part)
+    return f"{total / 1e6:,.2f} MFLOP per token ({listed})"
+
+
+def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
+    full, usable = plan.question.cluster.gpu.memory_gib, plan.usable_gib
+    sizes = sorted({option.lanes for option in plan.options})
+    stages = sorted({option.engine.zero_stage for option in plan.options})
+    if is_small:
+        most, listed = max(option.needed_gib for option in plan.options), ", ".join(map(str, stages))
+        fits = f"lanes fits at ZeRO {listed}, in {most:.2f} GiB at most of {usable:.1f}"
+        yield f"memory: every micro-batch of {sizes[0]:,} to {sizes[-1]:,} {fits}"
+    else:
+        is_auto = plan.options[0].engine.cuda_graph == "auto"
+        graphs = "" if is_auto else " (without CUDA graphs, which the choice below may have)"
+        yield (
+            f"memory: {full:.1f} GiB, less {CONTEXT_GIB:.1f} for CUDA and its libraries and "
+            f"{full - CONTEXT_GIB - usable:.1f} for fragments: {usable:.1f} GiB. "
+            f"GiB per GPU needed, and tokens/s{graphs}:"
+        )
+        table: dict[str, list[str]] = {}
+        for option in plan.options:  # by stage, and in it by size
+            name = f"ZeRO {option.engine.zero_stage}{', recomputed' if option.engine.activation_checkpointing else ''}"
+            speed = f"{option.tokens_per_s:,.0f}" if option.fits else "too large"
+            table.setdefault(name, [name]).append(f"{option.needed_gib:.1f} {speed}")
+        head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
+        yield from (f"  {line}" for line in aligned([head, *table.values()]))
+    if absent := sorted({0, 1, 2, 3} - set(stages)):
+        yield f"  (the settings rule out ZeRO {', '.join(map(str, absent))})"
+
+
+def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
+    given = plan.as_configured
+    yield f"choose: {' '.join(chosen.flags) or 'the settings as they are'}"
+    if isinstance(given, Option) and given.engine.precision != chosen.engine.precision:
+        yield f"  {chosen.engine.precision}: half the bytes of fp32, and the tensor cores' rate"
+    if len({option.engine.zero_stage for option in plan.options}) == 1:
+        yield f"  ZeRO {chosen.engine.zero_stage}: the only stage that the other settings allow"
+    else:
+        what = f"ZeRO {chosen.engine.zero_stage}, micro-batches of {chosen.lanes}"
+        yield f"  {what}: of what fits the fastest, or within 2 % of it and with least memory"
+    if chosen.engine.activation_checkpointing:
+        yield "  recomputing blocks: what would be faster without does not fit"
+    if chosen.engine.cuda_graph == "on":
+        yield "  a CUDA graph: without one the host issues work more slowly than the GPU does it"
+    if chosen.attention != "kernels":
+        yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"
+    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in chosen.needed_by_part_gib.items() if gib)
+    yield f"  GiB per GPU: {chosen.needed_gib:.2f} ({parts})"
+    if isinstance(given, str):
+        yield f"  as configured it cannot run: {given}"
+    elif chosen.flags:
+        # There fused attention is counted as plain attention, which needs more.
+        bound = "at most " if given.attention == "fused" and given.engine.dtype == "fp32" else ""
+        fits = "" if given.fits else ", more than there is"
+        needs = f"{bound}{given.needed_gib:.2f} GiB per GPU{fits}"
+        yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"
+
+
+def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
+    total = chosen.step.total_s
+    parts = [
+        f"{name} {1e3 * part:.1f} ({100 * part / total:.0f}%)" for name, part in asdict(chosen.step).items() if part
+    ]
+    mfu = "" if is_small else f", MFU {chosen.mfu_pct:.0f}%"
+    yield f"step: {1e3 * total:.1f} ms, {chosen.tokens_per_s:,.0f} tokens/s{mfu}"
+    yield f"  ms: {', '.join(parts)}"
+    epochs = "" if chosen.epochs is None else f" ({chosen.epochs:.1f} epochs)"
+    hours = "" if is_short else f", {chosen.gpu_hours:,.0f} GPU-hours"
+    yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {duration(chosen.length_s)}{hours}"
+    if chosen.epochs is not None and chosen.epochs > MANY_EPOCHS:
+        yield (
+            f"  warning: the text is read {chosen.epochs:,.0f} times. After more than {MANY_EPOCHS} a model learns it "
+            "by heart: lower train.max_steps, or prepare more text"
+        )
+    if chosen.stages:
+        head = ["steps", "lanes x segment", "memory", "micro-batch", "GiB", "ms per step", "tokens/s"]
+        rows = [
+            [
+                f"{one.first_step:,} to {one.last_step:,}",
+                f"{one.num_lanes:,} x {one.segment_len:,}",
+                f"{one.memory_len:,}",
+                f"{one.microbatch_lanes:,}",
+                f"{one.needed_gib:.2f}",
+                f"{1e3 * one.step_s:.1f}",
+                f"{one.tokens_per_s:,.0f}",
+            ]
+            for one in chosen.stages
+        ]
+        yield "by stage:"
+        yield from (f"  {line}" for line in aligned([head, *rows]))
+
+
+def _saving(saving: Saving) -> Iterator[str]:
+    parts = ", ".join(f"{name} {size(round(gib * 2**30))}" for name, gib in saving.size_by_part_gib.items())
+    yield (
+        f"checkpoint: {size(round(saving.size_gib * 2**30))} ({parts}); save every {saving.every_steps:,} steps "
+        f"({duration(saving.interval_s)}), a step waiting about {saving.wait_s:.0f} s"
+    )
+    yield (
+        f"  with a failure every {duration(saving.between_failures_s)} ({saving.failures_expected:.2f} expected) "
+        f"saving and repeating take {saving.lost_pct:.2f}% of the time"
+    )
+
+
+def _scaling(curve: Sequence[Point]) -> str:
+    last = curve[-1]
+    if broken := breaking_point(curve):
+        pct = math.floor(1000 * broken.efficiency) / 10  # rounded it might be the 50 that it is not
+        return f"under 50% from {counted(broken.gpus, 'GPU')} on ({pct:.1f}%): {REASONS[broken.limited_by]}"
+    most = "" if last.gpus == MOST_GPUS else ", the most among which the lanes divide"
+    why = REASONS.get(last.limited_by, "nothing")
+    return f"still {100 * last.efficiency:.0f}% at {counted(last.gpus, 'GPU')}{most}; what takes most there: {why}"

@@ -1,0 +1,326 @@
+"""How long a training step takes on a cluster, by adding up what its parts need: nothing is measured here.
+
+    products     sum over matrix products of   2 R I C / (share * peak)  +  (R I + I C + R C) numbers moved
+    attention    the same for its products, or the Triton kernels' operations; passes over the T x K scores
+    elementwise  passes over what is of the width, the feed-forward width, and the width of all heads
+    vocabulary   products of softmax and projections, passes over logits and over the tables' gradients
+    optimizer    bytes per parameter that this rank updates
+    host         what the CPU needs to issue the work of a step and the GPU does not hide
+    exchange     gradients and weights among the ranks, less what hides behind the backward pass
+
+A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
+is one, in `tools/check_plan.py`, with published speeds that hold the model to account; ours is the other. Where the
+constants come from is in docs/planning.md. The model gives up: kernels' own shapes and tails, imbalance among ranks,
+the reading of data, the other tenants of a network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from txl_dist.config.schema import ModelSection
+from txl_dist.planning.hardware import Cluster, Gpu
+from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
+
+MEMORY_SHARE = 0.85
+"""Of a GPU's bandwidth, that long passes reach."""
+KERNEL_SHARE = 0.3
+"""Of the peak, that our Triton kernels reach. A prediction."""
+KERNEL_WORK = 11 / 9
+"""Operations of the kernels beside those of the formula: scores are made again in the backward pass."""
+EXCHANGE_SHARE = 0.5
+"""Of the bus bandwidth within a node, that a trainer gets."""
+NETWORK_SHARE = 0.85
+OVERLAP = 0.5
+"""Of the backward pass, behind which waiting for the network hides."""
+LATENCY_S = 10e-6
+"""Of a collective, times log2 of the ranks."""
+BUCKET_BYTES = 64 * 2**20
+GATHERS = {0: 0, 1: 1, 2: 1, 3: 2}
+"""How often each rank receives the parameters of the others, by ZeRO stage; at stage 3 in every micro-batch."""
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+AttentionKind = Literal["kernels", "fused", "plain"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a trainer does. Passes read or write a tensor once, in the type of the activations."""
+
+    memory_products: tuple[int, int]
+    """(projections made of the memory, products for each in a step: 2, or 3 with gradients of its hidden states)."""
+    skips_masked: bool
+    """Whether scores above the diagonal cost nothing."""
+    score_passes: dict[AttentionKind, float]
+    """Beside those of the products."""
+    dropout_passes: float
+    """More of them with dropout on the probabilities."""
+    width_passes: float
+    ff_passes: float
+    inner_passes: float
+    logit_passes: float
+    table_passes: float
+    """Over the gradient of the embeddings."""
+    cuts_tables: bool
+    """Whether these are made for every cluster that is cut out of one table."""
+    state_bytes: tuple[float, float]
+    """Moved per parameter and update: (with fp32 weights only, with half weights beside them)."""
+    host_factor: float
+    """Host time of a layer, in forward passes of NVIDIA's program on the same machine."""
+    waits: bool
+    """The host waits for the GPU again and again, so that its time is hidden behind nothing."""
+    update_host_s: float = 0.0
+    """Of the host, after the one wait for the gradients' norm."""
+
+
+OURS = Program(
+    memory_products=(2, 2),
+    skips_masked=True,
+    score_passes={"kernels": 0, "fused": 10, "plain": 18},
+    dropout_passes=4,
+    width_passes=44,
+    ff_passes=11,
+    inner_passes=20,
+    logit_passes=16,
+    table_passes=9,
+    cuts_tables=False,
+    state_bytes=(36, 46),
+    host_factor=1.2,
+    waits=False,
+    update_host_s=2e-3,
+)
+HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
+"""Host time by ZeRO stage: what docs/benchmarks.md measured, beside stage 0."""
+NORMS_EXTRA_BYTES = 20.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step."""
+
+    model: ModelSection
+    vocab_size: int
+    shares: tuple[float, ...]
+    """Of the tokens, per cluster."""
+    parameters: int
+    segment_len: int
+    memory_lens: tuple[int, ...]
+    """Tokens that each layer remembers."""
+    microbatch_lanes: int
+    num_microbatches: int
+    world_size: int
+    zero_stage: int
+    precision: Precision
+    attention: AttentionKind = "plain"
+    recomputed: float = 0.0
+    """Share of the blocks whose forward pass is made twice."""
+    graphed: bool = False
+    """Forward and backward are one launch."""
+    needs_whole_tensors: bool = False
+    orthogonalizes: bool = False
+    """The matrices' steps (Muon)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a number."""
+        return 2 if self.precision in ("bf16", "fp16") else 4
+
+    @property
+    def tokens(self) -> int:
+        """In a micro-batch of this rank."""
+        return self.microbatch_lanes * self.segment_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.tokens * self.num_microbatches * self.world_size
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what takes them; they do not overlap, so the sum is the step."""
+
+    products: float
+    attention: float
+    elementwise: float
+    vocabulary: float
+    optimizer: float
+    host: float
+    exchange: float
+
+    @property
+    def total_s(self) -> float:
+        """Of the step."""
+        return float(sum(vars(self).values()))
+
+
+class Product(NamedTuple):
+    """[rows, inner] x [inner, columns], so many times in a step."""
+
+    rows: float
+    inner: float
+    columns: float
+    times: float
+
+    def seconds(self, gpu: Gpu, work: Work) -> float:
+        """Operations at the GPU's rate, and operands through its memory."""
+        operations = 2 * self.rows * self.inner * self.columns
+        numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        rate = gpu.matmul_share * gpu.flops(work.precision)
+        return self.times * (operations / rate + numbers * work.num_bytes / _bandwidth(gpu))
+
+
+def step_time(work: Work, cluster: Cluster, program: Program = OURS) -> StepTime:
+    """Of one step of one rank, all being alike."""
+    gpu, model, times = cluster.gpu, work.model, work.num_microbatches
+    again = 1 + work.recomputed / 3
+    products = again * sum(product.seconds(gpu, work) for product in _layer_products(work, program))
+    attention = again * _attention_s(work, gpu, program)
+    inner, passes = model.num_heads * model.head_width, program
+    numbers = passes.width_passes * model.width + passes.ff_passes * model.ff_width + passes.inner_passes * inner
+    elementwise = again * model.num_layers * work.tokens * numbers * work.num_bytes / _bandwidth(gpu)
+    vocabulary = _vocabulary_s(work, gpu, program)
+    computing = products + attention + elementwise + vocabulary
+    host = _host_s(work, gpu, program, computing=computing)
+    backward_s = 2 / 3 * (computing + host) * (times if work.zero_stage >= 2 else 1)
+    return StepTime(
+        products=times * products,
+        attention=times * attention,
+        elementwise=times * elementwise,
+        vocabulary=times * vocabulary,
+        optimizer=_optimizer_s(work, gpu, program),
+        host=times * host + program.update_host_s,
+        exchange=exchange_s(work, cluster, backward_s=backward_s),
+    )
+
+
+def exchange_bytes(work: Work) -> float:
+    """That a rank sends in a step (and receives): 2 x the parameters at stages 0 to 2, 3 x at stage 3, times (N-1)/N.
+
+    An all-reduce is a reduce-scatter and an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon
+    sends matrices to those that make their steps, and the steps back.
+    """
+    stage, times = work.zero_stage, work.num_microbatches
+    others = (work.world_size - 1) / work.world_size
+    once = work.parameters * work.num_bytes * others
+    reduced = 2 if stage == 0 else (times if stage >= 2 else 1)
+    sent = once * (reduced + GATHERS[stage] * (times if stage == 3 else 1))
+    if work.orthogonalizes:  # in fp32: at stage 0 what it makes goes to all, else to its owners, as what it is made of
+        values = sum(rows * columns for rows, columns in _matrix_shapes(work.model)) * others
+        sent += 4 * (values if stage == 0 else 2 * values / work.world_size)
+    return sent
+
+
+def exchange_s(work: Work, cluster: Cluster, *, backward_s: float) -> float:
+    """That the step takes longer with others than alone; `backward_s` is what waiting for a network can hide behind.
+
+    Within a node nothing is taken to hide: buckets are copied, and what moves them takes bandwidth from what computes.
+    """
+    if work.world_size == 1:
+        return 0.0
+    sent = exchange_bytes(work)
+    copied = 4 * work.parameters * work.num_bytes / _bandwidth(cluster.gpu)
+    within_s = sent / (cluster.gpu.bus_gb_s * 1e9 * EXCHANGE_SHARE)
+    if work.world_size > cluster.gpus_per_node:
+        network_s = sent / (cluster.network_gb_s * 1e9 * NETWORK_SHARE)
+        within_s += max(0.0, network_s - within_s - OVERLAP * backward_s)
+    collectives = math.ceil(sent / BUCKET_BYTES)
+    if work.zero_stage == 3:
+        collectives = max(collectives, 3 * work.model.num_layers * work.num_microbatches)
+    return within_s + copied + collectives * LATENCY_S * math.log2(work.world_size)
+
+
+def _bandwidth(gpu: Gpu) -> float:
+    return gpu.bandwidth_gb_s * 1e9 * MEMORY_SHARE
+
+
+def _layer_products(work: Work, program: Program) -> Iterator[Product]:
+    """Of all blocks, but for the scores; forward, and backward for weights and inputs."""
+    model, rows = work.model, float(work.tokens)
+    layers, width, inner = model.num_layers, model.width, model.num_heads * model.head_width
+    num_projections, num_passes = program.memory_products
+    yield Product(rows, width, 3 * inner, 3 * layers)
+    for memory_len, count in Counter(work.memory_lens).items():
+        memory_rows = work.microbatch_lanes * memory_len
+        yield Product(memory_rows, width, num_projections * inner, num_passes * count)
+        if model.scheme.sinusoids == "distances":
+            yield Product(work.segment_len + memory_len, width, inner, 2 * count)
+    yield Product(rows, inner, width, 3 * layers)
+    yield Product(rows, width, model.ff_width, 3 * model.num_ff_matrices * layers)
+
+
+def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
+    return sum(
+        count * _layer_attention_s(work, memory_len, gpu, program)
+        for memory_len, count in Counter(work.memory_lens).items()
+    )
+
+
+def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) -> float:
+    model, queries = work.model, work.segment_len
+    keys = memory_len + queries
+    heads = work.microbatch_lanes * model.num_heads
+    seen = memory_len + (queries + 1) / 2 if program.skips_masked else float(keys)
+    if model.same_length != "off" and program.skips_masked:
+        seen = min(seen, memory_len + 1.0)
+    num_scores = 3 if model.scheme.has_distance_terms else 2  # products: keys, distances, values
+    if work.attention == "kernels":
+        operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen
+        return operations * KERNEL_WORK / (KERNEL_SHARE * gpu.flops(work.precision))
+    product = Product(queries, model.head_width, seen, 3 * num_scores * heads)
+    passes = program.score_passes[work.attention] + (program.dropout_passes if model.attention_dropout else 0)
+    return product.seconds(gpu, work) + heads * queries * seen * passes * work.num_bytes / _bandwidth(gpu)
+
+
+def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
+    model, edges = work.model, (0, *work.model.cutoffs, work.vocab_size)
+    embed_width = model.embed_width_or_default()
+    seconds = table_numbers = logits = 0.0
+    for index, share in enumerate(work.shares):
+        table_width, size = embed_width // model.div_value**index, edges[index + 1] - edges[index]
+        rows = work.tokens * (1.0 if index == 0 else share)
+        seconds += Product(rows, table_width, size, 3).seconds(gpu, work)
+        if model.div_value > 1 or embed_width != model.width:
+            seconds += Product(rows + work.tokens * share, model.width, table_width, 3).seconds(gpu, work)
+        table_numbers += size * table_width
+        logits += rows * size
+    cuts = len(work.shares) if program.cuts_tables and model.div_value == 1 else 1
+    numbers = logits * program.logit_passes + table_numbers * program.table_passes * cuts
+    return seconds + numbers * work.num_bytes / _bandwidth(gpu)
+
+
+def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
+    own = work.parameters / (work.world_size if work.zero_stage else 1)
+    moved = program.state_bytes[work.num_bytes == 2]
+    if work.needs_whole_tensors and program is OURS:
+        moved += NORMS_EXTRA_BYTES
+    products = _newton_schulz_flops(work.model) / work.world_size if work.orthogonalizes else 0.0
+    return own * moved / _bandwidth(gpu) + products / (gpu.matmul_share * gpu.flops(work.precision))
+
+
+def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
+    """Of what Muon orthogonalizes."""
+    width, inner = model.width, model.num_heads * model.head_width
+    num_projections = 5 if model.scheme.sinusoids == "distances" else 4  # queries, keys, values, output, distances
+    shapes = [(width, inner)] * num_projections + [(width, model.ff_width)] * model.num_ff_matrices
+    return shapes * model.num_layers
+
+
+def _newton_schulz_flops(model: ModelSection) -> float:
+    """Of one update of all matrices."""
+    shapes = _matrix_shapes(model)
+    return 2.0 * NUM_ITERATIONS * sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
+
+
+def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:
+    """Of a micro-batch, beyond what the GPU needs for it."""
+    if work.graphed:
+        return 0.0
+    needed = program.host_factor * gpu.host_ms / 1e3 * work.model.num_layers * (1 + work.recomputed / 3)
+    if program.waits:
+        return needed
+    return max(0.0, needed * HOST_BY_STAGE[work.zero_stage] - computing)

@@ -1,0 +1,198 @@
+"""`txl compare`: several runs on one self-contained page, and a table for the terminal.
+
+Losses in nats per token can be compared only between runs of one tokenizer: a token of another is another amount of
+text. Unless checkpoints prove that all runs have the same, losses are in bits per byte of text; and where a run has no
+such numbers, because its tokenizer loses text, or a part of its held-out text alone is scored, no losses are put side
+by side. Runs are ranked only if they were scored on the same text, as far as sizes on record tell: with one tokenizer
+on as many tokens in every evaluation, else on whole texts of as many bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from txl_dist.console.formatting import aligned, bounded, counted, printable
+from txl_dist.errors import ConfigError
+from txl_dist.report.figures import Line
+from txl_dist.report.pictures import Axis, Kind, Picture, Row, picture_of, places, shortened
+from txl_dist.report.records import is_number
+from txl_dist.report.report import check_writable, setting_rows, write_page
+from txl_dist.report.summary import Run, best, facts_of, fixed, read_run
+from txl_dist.train.report.metric_table import METRICS
+
+MAX_RUNS = 16
+_FIGURES = {"step": "Step", "tokens": "Tokens seen", "work": "Working time", "speed": "Speed"}
+"""What a terminal has room for besides losses, by heading."""
+_FACTS = ("Corpus", "Tokenizer", "Model", "Memory", "Commit", "MFU", "Peak memory", "State")
+"""What the page tells of each run besides, as its own page does."""
+
+
+class Unit(NamedTuple):
+    """In which the losses of all runs are compared."""
+
+    column: str
+    """Of the records; empty: there is none in which they can be compared."""
+    label: str
+    sentence: str
+    """Which it is, and why."""
+    is_fair: bool = True
+    """Whether the runs may be ranked by it."""
+
+
+def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
+    """Write the page. Returns lines for people.
+
+    Raises ConfigError for fewer than two runs, too many, one twice, or a page that cannot be written; DataError for a
+    run without records.
+    """
+    _check_runs(run_dirs)
+    check_writable(out)
+    runs = [read_run(path) for path in run_dirs]
+    names = _names(run_dirs)
+    unit = unit_of(runs)
+    facts = [{fact.name: fact.value for fact in facts_of(run)} for run in runs]
+    figures = [["run", *_FIGURES, "train", "held-out", "best held-out"]]
+    for run, name, known in zip(runs, names, facts, strict=True):
+        lowest = best(run.history.held_out, unit.column)
+        losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
+        losses.append(f"{bounded(lowest[0])} at {lowest[1]:,}" if lowest else None)
+        figures.append([name, *(known.get(fact, "-") for fact in _FIGURES.values()), *(loss or "-" for loss in losses)])
+    ranks = ranking(runs, names, unit)
+    page = write_page(
+        out,
+        "compare.html.j2",
+        title=f"{counted(len(runs), 'run')} compared",
+        unit=unit,
+        ranking=ranks,
+        groups=_pictures(runs, names, unit),
+        figure_rows=[
+            *map(list, zip(*figures, strict=True)),
+            *([name, *(one.get(name, "-") for one in facts)] for name in _FACTS),
+        ],
+        setting_rows=setting_rows([run.settings | {"run.dir": ""} if run.settings else {} for run in runs], names),
+        without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
+    )
+    return [*aligned(figures), unit.sentence, *ranks, page]
+
+
+def _check_runs(run_dirs: Sequence[Path]) -> None:
+    if not 2 <= len(run_dirs) <= MAX_RUNS:
+        raise ConfigError(
+            f"{len(run_dirs)} run(s) to compare: name 2 to {MAX_RUNS} run directories. `txl report RUN` shows one."
+        )
+    places: dict[Path, Path] = {}
+    for path in run_dirs:
+        if (place := path.resolve()) in places:
+            raise ConfigError(f"{path} and {places[place]} are the same run. Name each run once.")
+        places[place] = path
+
+
+def _names(run_dirs: Sequence[Path]) -> list[str]:
+    """The folders' names; with as much of the path as tells them apart, where they are equal."""
+    places = [path.resolve() for path in run_dirs]
+    for depth in range(1, max(len(place.parts) for place in places) + 1):
+        names = [printable(os.path.join(*place.parts[-depth:])) for place in places]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def unit_of(runs: Sequence[Run]) -> Unit:
+    """Nats per token where that is fair, else bits per byte where all runs have them, else none."""
+    tokenizers = {run.tokenizer for run in runs}
+    is_one = len(tokenizers) == 1 and None not in tokenizers
+    differ = "It is not on record whether the runs have the same tokenizer"
+    if len(tokenizers - {None}) > 1:
+        differ = "The runs have different tokenizers"
+    # Of the held-out text, or where there is none, of the training text.
+    without = [run for run in runs if not run.history.evals.get("eval", run.history.train).has("bits_per_byte")]
+    if is_one:
+        unit = Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token")
+    elif not without:
+        sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
+        unit = Unit("bits_per_byte", "bits per byte", sentence)
+    else:
+        reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
+        listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
+        sentence = (
+            f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the "
+            "runs are not ranked. `txl report RUN` shows each in its own units."
+        )
+        return Unit("", "", sentence, is_fair=False)
+    if unfair := _unfair(runs, in_nats=is_one):
+        return unit._replace(sentence=f"{unit.sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
+    return unit._replace(sentence=f"{unit.sentence}.")
+
+
+def _unfair(runs: Sequence[Run], *, in_nats: bool) -> str:
+    """How it is known that the runs were not scored on the same text; empty if they may have been."""
+    sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
+    counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
+    # Older programs did not score the first tokens of documents with document masks.
+    scores_all = {run.settings.get("data.document_border") != "mask" or "no_bits" in run.start for run in runs}
+    unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
+    if len(sizes) > 1:
+        return f"their held-out texts are others, of {_listed(sizes)} bytes"
+    if in_nats and len(counts) > 1:
+        return f"held-out losses are over other tokens, {_listed(counts)} of them"
+    if in_nats and len(scores_all) > 1:
+        return "not all of them score the first tokens of documents"
+    if not in_nats and unknown:
+        names = ", ".join(printable(run.name) for run in unknown)
+        return f"it is not on record how much held-out text was scored ({names})"
+    return ""
+
+
+def _listed(numbers: Collection[float]) -> str:
+    return " and ".join(f"{number:,.0f}" for number in sorted(numbers))
+
+
+def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
+    """A line that orders the runs by their best held-out loss; none where that would not be fair, or is not known."""
+    lowest = [
+        (found[0], name)
+        for run, name in zip(runs, names, strict=True)
+        if (found := best(run.history.held_out, unit.column))
+    ]
+    if not unit.is_fair or len(lowest) < 2:
+        return []
+    return [
+        f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {bounded(loss)}" for loss, name in sorted(lowest))
+    ]
+
+
+def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
+    """A line per run that has the column."""
+    rows = [
+        Row("Loss", f"{title} loss against {word}", f"loss, {unit.label}", {"": unit.column}, kind, by, is_log=True)
+        for kind, title in _KINDS.items()
+        for by, word in _AXES.items()
+        if unit.column
+    ]
+    rows += [
+        Row("Speed", one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log)
+        for one in METRICS.values()
+        if one.curve and one.curve.compared
+    ]
+    hours = max(run.history.hours for run in runs)
+    labels = [shortened(name) for name in names]
+    if len(set(labels)) < len(labels):
+        labels = [f"{number}: {label}" for number, label in enumerate(labels, 1)]
+    groups: dict[str, list[Picture]] = {row.group: [] for row in rows}
+    for row in rows:
+        tables = [run.history.train if row.of == "train" else run.history.held_out for run in runs]
+        lines = [
+            Line(label, places(run, table, row, hours=hours), table[row.columns[""]])
+            for label, run, table in zip(labels, runs, tables, strict=True)
+        ]
+        groups[row.group].append(picture_of(row, lines, hours=hours))
+    return groups
+
+
+_KINDS: dict[Kind, str] = {"train": "Training", "eval": "Held-out"}
+_AXES: dict[Axis, str] = {"tokens": "tokens", "hours": "time"}

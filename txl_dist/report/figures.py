@@ -1,0 +1,195 @@
+"""Charts as inline SVG: small, deterministic, readable on light and dark ground, without a script.
+
+`draw` makes one chart from lines of numbers. Long lines are thinned: the horizontal axis is cut into bins, and a bin
+keeps its mean, its lowest and its highest value, so that a spike of one step in a million is still seen. Text stays
+text; ink and grid are CSS variables of the page (--ink, --grid), and the colours of lines are of a middling lightness
+that stands out from white and from black. The same numbers give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from txl_dist.console.formatting import compact
+from txl_dist.report.records import FloatArray
+
+COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
+"""Of the lines of a chart, in turn."""
+NUM_BINS = 250
+_STEPS = (1, 2, 2.5, 5, 10)
+_INK, _GRID = "#010101", "#020202"
+"""As the style sheet has them."""
+_SIZE_INCHES = (4.7, 2.9)
+_PNG_DPI = 200
+_MAX_MARKS = 120
+_MAX_DOTS = 60
+_STYLE = Path(__file__).with_name("figures.mplstyle")
+
+
+class Line(NamedTuple):
+    """One line of a chart; points without a finite value are left out."""
+
+    label: str
+    x: FloatArray
+    y: FloatArray
+
+
+class Mark(NamedTuple):
+    """A place on the horizontal axis where something happened."""
+
+    x: float
+    is_border: bool
+    """A dashed line over the whole height; else a small triangle on the axis."""
+
+
+class Chart(NamedTuple):
+    """What is to be drawn."""
+
+    name: str
+    """Unique on the page: it keeps the ids inside the pictures apart."""
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str
+    """With its unit."""
+    is_log: bool = False
+    """Whether the vertical axis is logarithmic, where all values allow it; else it begins at zero."""
+
+
+class Thinned(NamedTuple):
+    """Points of a line by increasing x; low and high are equal to mean where nothing was put together."""
+
+    x: FloatArray
+    mean: FloatArray
+    low: FloatArray
+    high: FloatArray
+
+
+def thinned(x: FloatArray, y: FloatArray) -> Thinned:
+    """The finite points of a line; of more than two per bin, each bin's means, its lowest and its highest value."""
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if (np.diff(x) < 0).any():
+        order = np.argsort(x, kind="stable")
+        x, y = x[order], y[order]
+    if len(x) <= 2 * NUM_BINS:
+        return Thinned(x, y, y, y)
+    width = (x[-1] - x[0]) / NUM_BINS or 1.0
+    bins = np.minimum((x - x[0]) // width, NUM_BINS - 1)
+    first = np.flatnonzero(np.diff(bins, prepend=-1.0))
+    count = np.diff(first, append=len(x))
+    return Thinned(
+        np.add.reduceat(x, first) / count,
+        np.add.reduceat(y, first) / count,
+        np.minimum.reduceat(y, first),
+        np.maximum.reduceat(y, first),
+    )
+
+
+def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
+    """An <svg> element for a page, with `alt` as its text for those who do not see it."""
+    return _for_page(_drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None}).decode(), alt=alt)
+
+
+def draw_png(chart: Chart) -> bytes:
+    """The same as a PNG file, on white."""
+    return _drawn(chart, (), grid="#dddddd", format="png", dpi=_PNG_DPI, metadata={"Software": None})
+
+
+def _drawn(chart: Chart, marks: Sequence[Mark], *, grid: str = _GRID, **options: Any) -> bytes:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rc_file(_STYLE)  # and else the defaults: the user's own settings would make other pictures
+        matplotlib.rcParams.update({"svg.hashsalt": chart.name, "grid.color": grid})
+        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        for index, line in enumerate(chart.lines):
+            _draw_line(axes, line, colour=COLOURS[index % len(COLOURS)])
+        _set_axes(axes, chart)
+        _draw_marks(axes, marks)
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 1:
+            figure.legend(loc="outside upper left", ncols=min(len(labels), 4), handlelength=1.2, columnspacing=1.0)
+        stream = io.BytesIO()
+        with warnings.catch_warnings():  # letters that its own font lacks, the reader's has
+            warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+            figure.savefig(stream, **options)
+    return stream.getvalue()
+
+
+def _draw_line(axes: Any, line: Line, *, colour: str) -> None:
+    """Points while they are few, and a line without a value not even in the legend."""
+    x, mean, low, high = thinned(line.x, line.y)
+    if not len(x):
+        return
+    if not np.array_equal(low, high):
+        axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
+    style = {"marker": "o", "markersize": 3.0, "linewidth": 0.8} if len(x) <= _MAX_DOTS else {}
+    axes.plot(x, mean, color=colour, label=line.label or None, **style)
+
+
+def _set_axes(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    plain = FuncFormatter(lambda value, _: compact(value, digits=6))  # of ticks that lie close together, too
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+    values = np.concatenate([line.y[np.isfinite(line.x + line.y)] for line in chart.lines])
+    low, high = values.min(), values.max()
+    ticks: Any = MaxNLocator(6, steps=_STEPS)
+    if chart.is_log and low > 0:
+        axes.set_yscale("log")
+        if high > 5 * low:  # else ticks in even steps are more, and rounder
+            ticks = LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,))
+    else:
+        bottom, top = 1.08 * min(low, 0.0), 1.08 * max(high, 0.0)
+        axes.set_ylim(bottom, top if top > bottom else 1.0)
+    axes.yaxis.set_major_locator(ticks)
+    axes.yaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(plain)
+
+
+def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
+    left, right = axes.get_xlim()
+    shown = [mark for mark in marks if left <= mark.x <= right]  # which NaN is not
+    places = {(round(_MAX_MARKS * (mark.x - left) / (right - left)), mark.is_border): mark.x for mark in shown}
+    for (_, is_border), x in sorted(places.items()):
+        if is_border:
+            axes.axvline(x, color=_INK, linewidth=0.8, linestyle=(0, (3, 3)), alpha=0.55)
+        else:
+            axes.plot([x], [0], marker="^", markersize=5, color=COLOURS[4], transform=axes.get_xaxis_transform(),
+                      clip_on=False, zorder=5)  # fmt: skip
+
+
+def _for_page(svg: str, *, alt: str) -> str:
+    """Only what a page needs of the file: no headers, metadata or unused ids; colours by variables."""
+    from markupsafe import escape
+
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style type=.*?</style>", "", svg, flags=re.S)
+    svg = re.sub(r"<defs>\s*</defs>", "", svg)
+    used = set(re.findall(r'#([\w-]+)[")]', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
+    svg = re.sub(r' d="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
+    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)  # the page's
+    svg = svg.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
+    svg = re.sub(r">\s+<", "><", svg)
+    return re.sub(
+        r'<svg[^>]*?viewBox="([^"]+)"[^>]*>',
+        lambda match: (
+            f'<svg role="img" aria-label="{escape(alt)}" viewBox="{match[1]}" xmlns="http://www.w3.org/2000/svg" '
+            'xmlns:xlink="http://www.w3.org/1999/xlink">'
+        ),
+        svg,
+        count=1,
+    ).strip()

@@ -1,0 +1,133 @@
+"""`txl report` of a checkpoint or a bundle: its run's page where it lies in a run, else a page of what it holds itself.
+
+A bundle's page is its model card: what the model is, how it was trained, scores, a sample, how to use it. A checkpoint
+without its run shows how far it is, and its settings. The page is written next to the folder, not into it, where a
+file that the manifest does not list is damage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from txl_dist.artifacts import RECORDS, STATE, Kind, kind_of
+from txl_dist.config.schema import ModelSection
+from txl_dist.console.formatting import counted, printable
+from txl_dist.errors import CheckpointError, ConfigError, TxlError
+from txl_dist.inference.card import Model, model_rows, protocols, read_card, score_rows, training_rows, usage
+from txl_dist.io.files import parse_object, read_bytes
+from txl_dist.report.records import history_of
+from txl_dist.report.report import check_writable, cut, setting_rows, write_page, write_report
+from txl_dist.report.summary import Fact, Run, defaults, fact_lines, facts_of, read_settings
+from txl_dist.tokenizers.tokenizer import load_tokenizer
+
+_WEIGHTS = "model.safetensors"
+_SCALE = ".scale"
+"""End of the names of the scales of int8 weights, which are not counted as parameters."""
+
+
+def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
+    """Write the page of a run, a checkpoint or a bundle. Returns lines for people. Raises TxlError."""
+    run = path.resolve().parent.parent
+    if kind is Kind.CHECKPOINT and kind_of(run) is Kind.RUN and (run / RECORDS).exists():
+        return [printable(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
+    return write_report(path, out=out) if kind is Kind.RUN else _write_model_page(path, kind, out=out)
+
+
+def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str]:
+    page = out or folder.resolve().with_name(folder.resolve().name + ".html")
+    if page.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"a page in {folder} would be damage there: its manifest lists every file. Name another --out."
+        )
+    check_writable(page)
+    try:
+        content = _bundle(folder) if kind is Kind.BUNDLE else _checkpoint(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, TxlError):
+            raise
+        raise CheckpointError(f"{folder} cannot be read: {error!r}. `txl verify {folder}` lists its damage.") from error
+    return [content["lead"], *fact_lines(content["facts"]), write_page(page, "model.html.j2", **content)]
+
+
+def _bundle(folder: Path) -> dict[str, Any]:
+    """The content of a bundle's page: its card."""
+    config = parse_object(read_bytes(folder / "config.json"))
+    own_settings = dict(config["model"])
+    model = Model(
+        section=ModelSection.model_validate_json(json.dumps(own_settings)),
+        vocab_size=int(config["vocab_size"]),
+        segment_len=int(config["segment_len"]),
+        memory_len=int(config["memory_len"]),
+        memory_lens=tuple(config.get("memory_lens", ())),
+        document_border=config["document_border"],
+        dtype=str(config["dtype"]),
+        tokenizer=_tokenizer_kind(folder),
+        num_parameters=_num_parameters(folder),
+        num_bytes=_num_bytes(folder),
+        source=dict(config["source"]),
+        card=read_card(folder),
+    )
+    settings = {f"model.{name}": value for name, value in own_settings.items()}
+    settings |= {f"train.{name}": config[name] for name in ("segment_len", "memory_len")}
+    settings |= {"data.document_border": config["document_border"]}
+    card = model.card
+    return {
+        "title": model.title,
+        "lead": f"Model card of {printable(str(folder))}. The page of its run, if you have it, shows the training.",
+        "facts": [Fact(name, printable(value)) for name, value in (*model_rows(model), *training_rows(model))],
+        "score_rows": score_rows(card.scores),
+        "protocols": protocols(card.scores),
+        "sample": card.sample and card.sample.model_copy(update={"text": cut(card.sample.text)}),
+        "usage": usage(model, Kind.BUNDLE, str(folder)),
+        "setting_rows": setting_rows([settings, defaults()], ["this model", "default"]),
+        "settings_problem": "",
+        "is_bundle": True,
+    }
+
+
+def _tokenizer_kind(folder: Path) -> str | None:
+    with suppress(TxlError):
+        return load_tokenizer(folder / "tokenizer.json").kind
+    return None
+
+
+def _num_parameters(folder: Path) -> int | None:
+    """From the header of the file of weights, which is read without torch."""
+    with suppress(OSError, SafetensorError), safe_open(folder / _WEIGHTS, framework="numpy") as file:
+        slices = [file.get_slice(name) for name in file.keys() if not name.endswith(_SCALE)]  # noqa: SIM118
+        return int(sum(math.prod(one.get_shape()) for one in slices))
+    return None
+
+
+def _num_bytes(folder: Path) -> int | None:
+    with suppress(OSError):
+        return (folder / _WEIGHTS).stat().st_size
+    return None
+
+
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's page: the page of a run whose only record is its step."""
+    state = parse_object(read_bytes(folder / STATE))
+    settings, problem = read_settings(folder)
+    record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
+    ranks = f"saved by {counted(state['world_size'], 'rank')}"
+    run = Run(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
+    lead = "Checkpoint without the records of its training: txl report of its run has those."
+    return {
+        "title": printable(run.name),
+        "lead": lead,
+        "facts": facts_of(run),
+        "score_rows": [],
+        "protocols": [],
+        "sample": None,
+        "usage": [],
+        "setting_rows": setting_rows([settings, defaults()], ["this model", "default"]) if settings else [],
+        "settings_problem": problem,
+        "is_bundle": False,
+    }

@@ -1,0 +1,334 @@
+"""What a run wrote down, as it holds: `metrics.jsonl` read back into columns of numbers, one row per step.
+
+A run crashes, goes on and is rewound, so its file tells some steps twice and some that were given up. Here the later
+record of a step holds, and what lies behind the step at which a start or a rewind took the run up again is left out.
+Hours are hours of work: the clock from record to record, without the pauses before a start. A list of numbers is a
+column per place in it, NAME_0, NAME_1 ...; of times per rank the fastest, the median and the slowest are kept. A line
+that a crash tore is counted and passed over; null is NaN, as is what no training comes to (`is_number`); unknown kinds
+and fields do no harm, and names hold nothing that cannot be drawn. A million records take half a minute and less than a
+gigabyte: numbers are kept as arrays, not objects.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from txl_dist.artifacts import RECORDS
+from txl_dist.console.formatting import printable
+from txl_dist.errors import DataError
+from txl_dist.io.files import open_regular, parse_object, read_bytes
+
+FloatArray = NDArray[np.float64]
+SCORES = "evaluation.json"
+MOST = 1e15
+"""Larger numbers are no measurements, and overflow what is computed with them."""
+_MAX_SCORES = _MAX_LIST = 4096
+_MAX_NAME = 200
+BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
+"""Of the text, for people. Older programs, whose start does not say where there are none and why (`no_bits`), recorded
+them without a look at whether they are a cost of the text; those are not kept."""
+_NOT_KEPT = ("time_s", "eta_s", "ppl")
+
+
+class Event(NamedTuple):
+    """Something that happened, in the order of the file."""
+
+    name: str
+    step: int
+    hours: float
+    """Hours of work until then."""
+    fields: dict[str, Any]
+    """What else was recorded."""
+
+
+class Sample(NamedTuple):
+    """Text that the model wrote during training."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The records of one kind that hold, by step; every column has a value per row, NaN where there is none."""
+
+    columns: dict[str, FloatArray]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> FloatArray:
+        """A column; all NaN if no record has it."""
+        return self.columns.get(name, np.full(len(self), np.nan))
+
+    def has(self, name: str) -> bool:
+        """Whether a record has a number of this name."""
+        return bool(np.isfinite(self[name]).any())
+
+    def last(self, name: str) -> float | None:
+        """The newest number of a column."""
+        finite = self[name][np.isfinite(self[name])]
+        return float(finite[-1]) if len(finite) else None
+
+    def numbered(self, prefix: str) -> list[str]:
+        """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
+        names = [name for name in self.columns if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
+        return sorted(names, key=lambda name: int(name.removeprefix(prefix)))
+
+    def newest(self, prefix: str) -> FloatArray:
+        """Those of the last record."""
+        return np.array([self[name][-1] for name in self.numbered(prefix)])
+
+
+@dataclass(frozen=True)
+class History:
+    """All that `metrics.jsonl` tells."""
+
+    train: Table
+    evals: dict[str, Table]
+    """By kind: `eval`, and `eval_NAME` for further corpora."""
+    look: Table
+    layers: Table
+    events: list[Event]
+    samples: list[Sample]
+    hosts: dict[int, str]
+    """Host of each rank that was ever the slowest."""
+    hours: float
+    """Hours of work on record."""
+    last_time_s: float
+    num_records: int
+    """Whole lines."""
+    num_damaged: int
+    """Lines that are no record: torn by a crash."""
+    num_superseded: int
+    """Train records of steps that were made again or given up."""
+
+    @property
+    def held_out(self) -> Table:
+        """The evaluations of the first corpus, if there are any."""
+        return self.evals.get("eval", Table({"step": np.empty(0), "hours": np.empty(0)}))
+
+    @property
+    def step(self) -> int:
+        """The newest step on record."""
+        ends = [table.last("step") or 0.0 for table in (self.train, self.look, *self.evals.values())]
+        starts = [event.step for event in self.events[-1:]]
+        return int(max([*ends, *starts]))
+
+
+def read_history(run_dir: Path) -> History:
+    """Read a run's records. Raises DataError if there is no such file, or no whole record in it."""
+    path = run_dir / RECORDS
+    try:
+        with open_regular(path) as stream:
+            history = history_of(stream)
+    except OSError as error:
+        what = "there is no such folder" if not run_dir.is_dir() else f"{path.name}: {error.strerror}"
+        raise DataError(
+            f"{run_dir} is no run with records: {what}. Name what `txl train` wrote (--run.dir)."
+        ) from error
+    if not history.num_records:
+        raise DataError(
+            f"{path} holds no whole record yet. A run writes its first when it starts; wait for it, or name another."
+        )
+    return history
+
+
+def history_of(lines: Iterable[bytes]) -> History:
+    """What records say together, a line of JSON each."""
+    reader = _Reader()
+    for line in lines:
+        reader.take(line)
+    return reader.history()
+
+
+Scores = dict[str, dict[str, float]]
+"""What `txl evaluate --json` wrote: numbers by the name of what was scored."""
+
+
+class Part(NamedTuple):
+    """What some of the targets cost."""
+
+    first: float
+    last: float
+    """Of the ids of a cluster, or of the positions in a segment."""
+    loss: float
+    """Nats per token; NaN where there was no target."""
+
+
+PartName = Literal["by_cluster", "by_position"]
+Parts = dict[PartName, dict[str, list[Part]]]
+"""By the name of what was scored, where it has any."""
+
+
+def read_scores(run_dir: Path) -> Scores:
+    """Those beside the records of a run; none if there are none, or they cannot be read."""
+    return {
+        name: {key: float(value) for key, value in values.items() if is_number(value)}
+        for name, values in _scored(run_dir)
+    }
+
+
+def read_parts(run_dir: Path) -> Parts:
+    """Of the same file."""
+    rows = _scored(run_dir)
+    return {
+        key: {name: parts for name, values in rows if (parts := _parts_of(values.get(key)))}
+        for key in get_args(PartName)
+    }
+
+
+def _parts_of(listed: object) -> list[Part]:
+    known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)] if isinstance(listed, list) else []
+    rows = [[one.get(field) for field in Part._fields] for one in known]
+    return [Part(*(float(one) if is_number(one) else math.nan for one in row)) for row in rows]
+
+
+def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        found = parse_object(read_bytes(run_dir / SCORES))
+    except (OSError, ValueError):
+        return []
+    rows = [(printable(name[:_MAX_NAME]), values) for name, values in found.items() if isinstance(values, dict)]
+    return rows[:_MAX_SCORES]
+
+
+class _Rows:
+    """Columns that grow by a record; those that lack a value are filled up with NaN later."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._columns: dict[str, array[float]] = {}
+
+    def append(self, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            column = self._columns.setdefault(name, array("d"))
+            column.extend([math.nan] * (self.num - len(column)))
+            column.append(value)
+        self.num += 1
+
+    def table(self, reached: list[tuple[int, int]]) -> Table:
+        """The rows that hold. `reached`: (number of rows then, step) of each start and rewind."""
+        columns = {"step": np.empty(0), "hours": np.empty(0)}
+        for name, column in self._columns.items():
+            column.extend([math.nan] * (self.num - len(column)))
+            columns[name] = np.frombuffer(column, dtype=np.float64)
+        step = columns["step"]
+        limit = np.full(len(step) + 1, np.inf)
+        for rows, at in reached:  # what was written before, of later steps, was given up
+            limit[rows] = min(limit[rows], at)
+        limit = np.minimum.accumulate(limit[::-1])[::-1][1:]
+        kept = np.flatnonzero(step <= limit)
+        _, newest = np.unique(step[kept][::-1], return_index=True)  # sorted by step; of equal ones the later
+        kept = kept[::-1][newest]
+        return Table({name: values[kept] for name, values in columns.items()})
+
+
+class _Reader:
+    """Takes lines in the order of the file."""
+
+    def __init__(self) -> None:
+        self.num_records = self.num_damaged = 0
+        self._rows = {kind: _Rows() for kind in ("train", "eval", "look", "layers")}
+        self._reached: list[tuple[dict[str, int], int]] = []
+        self._events: list[Event] = []
+        self._samples: dict[tuple[int, str], Sample] = {}
+        self._hosts: dict[int, str] = {}
+        self._hours, self._time_s, self._not_kept = 0.0, math.nan, {*_NOT_KEPT, *BITS}
+        self._last_step = 0
+
+    def take(self, line: bytes) -> None:
+        """One line, whole or not."""
+        try:
+            record = parse_object(line)
+            kind, step = record["kind"], record["step"]
+            if not (isinstance(kind, str) and type(step) is int and 0 <= step <= MOST):
+                raise ValueError(line)
+        except (ValueError, KeyError):
+            self.num_damaged += bool(line.strip())
+            return
+        self.num_records += 1
+        record["kind"] = kind = printable(kind[:_MAX_NAME])
+        self._advance_clock(record, step)
+        if kind == "event":
+            self._take_event(record, step)
+        elif kind == "sample":
+            prompt, text = str(record.get("prompt", "")), str(record.get("text", ""))
+            self._samples.pop((step, prompt), None)
+            self._samples[step, prompt] = Sample(step, prompt, text)
+        elif kind in ("train", "look", "layers") or kind.startswith("eval"):
+            self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
+
+    def history(self) -> History:
+        """What all lines say together."""
+        tables = {
+            kind: rows.table([(counts.get(kind, 0), step) for counts, step in self._reached])
+            for kind, rows in self._rows.items()
+        }
+        return History(
+            train=tables["train"],
+            evals={kind: table for kind, table in tables.items() if kind.startswith("eval") and len(table)},
+            look=tables["look"],
+            layers=tables["layers"],
+            events=self._events,
+            samples=sorted(self._samples.values(), key=lambda sample: sample.step),
+            hosts=self._hosts,
+            hours=self._hours,
+            last_time_s=self._time_s,
+            num_records=self.num_records,
+            num_damaged=self.num_damaged,
+            num_superseded=self._rows["train"].num - len(tables["train"]),
+        )
+
+    def _advance_clock(self, record: dict[str, Any], step: int) -> None:
+        """By the times of records; of versions that wrote none, by the times of steps."""
+        time_s, is_start = record.get("time_s"), record.get("event") == "start"
+        spent_s = 0.0
+        if is_number(time_s) and math.isfinite(self._time_s):
+            spent_s = max(time_s - self._time_s, 0.0)
+        elif record["kind"] == "train" and is_number(record.get("step_ms")):
+            spent_s = max(step - self._last_step, 0) * record["step_ms"] / 1000
+        self._hours += 0.0 if is_start else spent_s / 3600
+        self._time_s = float(time_s) if is_number(time_s) else self._time_s
+        if record["kind"] == "train" or is_start or record.get("event") == "rewound":
+            self._last_step = step
+
+    def _take_event(self, record: dict[str, Any], step: int) -> None:
+        name = printable(str(record.get("event", "?"))[:_MAX_NAME])
+        known = ("kind", "event", "step", "time_s")
+        fields = {key: value for key, value in record.items() if key not in known}
+        self._events.append(Event(name, step, self._hours, fields))
+        if "no_bits" in fields:
+            self._not_kept -= BITS.keys()
+        if name in ("start", "rewound"):
+            self._reached.append(({kind: rows.num for kind, rows in self._rows.items()}, step))
+            self._samples = {key: sample for key, sample in self._samples.items() if sample.step <= step}
+
+    def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+        for name, value in record.items():
+            if is_number(value) and name not in self._not_kept and len(name) <= _MAX_NAME:
+                yield name, value
+            elif name == "rank_ms" and isinstance(value, list):
+                if len(known := sorted(filter(is_number, value))) > 1:
+                    yield "fastest_rank_ms", known[0]
+                    yield "median_rank_ms", known[len(known) // 2]
+                    yield "slowest_rank_ms", known[-1]
+            elif isinstance(value, list):
+                for index, one in enumerate(value[:_MAX_LIST]):
+                    yield f"{name}_{index}", one if is_number(one) else math.nan
+            elif name == "slowest_host" and type(record.get("slowest_rank")) is int:
+                self._hosts[record["slowest_rank"]] = printable(str(value)[:_MAX_NAME])
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is one that can be measured and computed with: finite, and at most `MOST` from 0."""
+    return type(value) in (float, int) and abs(value) <= MOST  # type: ignore[arg-type]

@@ -1,0 +1,170 @@
+"""`txl report`: a run as one self-contained page, and a few lines for the terminal.
+
+The page needs no network and no script; everything that comes from the run is escaped, and a content policy forbids
+the rest. Pictures are inline SVG (`figures`), the form is in the templates beside this file. It is written at once or
+not at all, and a run that has not changed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from txl_dist.artifacts import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
+from txl_dist.console.formatting import counted, duration, printable
+from txl_dist.errors import ConfigError
+from txl_dist.io.files import replace_file
+from txl_dist.report.pictures import marks_explained, memory_sweep, part_pictures, pictures_of, spread
+from txl_dist.report.records import SCORES, Event, Scores, read_parts, read_scores
+from txl_dist.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
+from txl_dist.train.report.event_text import event_details
+
+_MAX_EVENTS = 300
+_MAX_SAMPLES = 12
+_MAX_TEXT = 4000
+"""Characters of a sample that the page shows."""
+_ORDINARY = ("saved", "replicas_agree")
+_FILES = (SETTINGS, RECORDS, LOG, SCORES, TENSORBOARD, CHECKPOINTS, PROFILE, STACKS)
+
+
+def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
+    """Write the page of a run, to RUN/report.html if not told otherwise. Returns lines for people.
+
+    Raises DataError if the run has no records, ConfigError if the page cannot be written.
+    """
+    path = out or run_dir / "report.html"
+    if run_dir.is_dir() or out is not None:
+        check_writable(path)
+    run = read_run(run_dir)
+    facts = facts_of(run)
+    return [*fact_lines(facts), write_page(path, "report.html.j2", **_content(run, facts, folder=path.parent))]
+
+
+def check_writable(path: Path) -> None:
+    """Before the work, not after it. Raises ConfigError."""
+    target = _target(path)
+    folder = target.parent
+    if os.path.isdir(path):
+        reason = "it is a folder"
+    elif not os.path.isfile(path) and (os.path.exists(path) or target.is_symlink()):
+        reason = "it is no regular file"  # a device, a pipe, or a link to itself: the page would take its place
+    elif not os.path.isdir(folder):
+        reason = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"no permission to write to {folder}"
+    else:
+        return
+    raise ConfigError(f"cannot write the page {path}: {reason}. Name another file with --out.")
+
+
+def write_page(path: Path, template: str, **content: Any) -> str:
+    """Fill in a template and write it, whole or not at all. Returns a line for people. Raises ConfigError."""
+    html = render(template, **content)
+    try:
+        replace_file(_target(path), html.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
+        ) from error
+    return printable(f"page: {path}")
+
+
+def _target(path: Path) -> Path:
+    """Where links lead: what is there is replaced, and they stay."""
+    return Path(os.path.realpath(path))
+
+
+_NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?[kMGT]?( [\w/%]+| at [\d,]+)?")
+
+
+def render(template: str, **content: Any) -> str:
+    """A page from a template beside this file; all text is escaped, and rid of what no page may hold."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.tests["a_number"] = lambda cell: bool(_NUMBER.fullmatch(str(cell)))
+    html = environment.get_template(template).render(**content)
+    return "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in html)
+
+
+def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
+    samples, scores = run.history.samples, read_scores(run.path)
+    return {
+        "title": f"Run {run.name}",
+        "run": run,
+        "lead": lead(run),
+        "facts": [fact for fact in facts if fact.name != "State"],
+        "marks": marks_explained(run),
+        "groups": pictures_of(run),
+        "score_rows": _score_rows(scores),
+        "score_pictures": memory_sweep(scores) + part_pictures(read_parts(run.path)),
+        "event_rows": _event_rows(run.history.events),
+        "event_counts": Counter(event.name for event in run.history.events),
+        "samples": [
+            one._replace(text=cut(one.text), prompt=cut(one.prompt))
+            for one in reversed(spread(samples, most=_MAX_SAMPLES))
+        ],
+        "num_samples": len(samples),
+        "setting_rows": setting_rows([run.settings, defaults()], ["this run", "default"]),
+        "files": _links(run.path, folder=folder),
+    }
+
+
+def cut(text: str, *, most: int = _MAX_TEXT) -> str:
+    """The beginning of a text that is too long for a page."""
+    return text if len(text) <= most else f"{text[:most]}... ({counted(len(text) - most, 'character')} more)"
+
+
+def _event_rows(events: Sequence[Event]) -> list[list[str]]:
+    """As many as a page may have: those of note before the ordinary, the newest before the old."""
+    by_weight = sorted(range(len(events)), key=lambda index: (events[index].name in _ORDINARY, -index))
+    shown = [events[index] for index in sorted(by_weight[:_MAX_EVENTS])]
+    rows = [
+        [
+            one.name.replace("_", " "),
+            f"{one.step:,}",
+            duration(3600 * one.hours),
+            cut(event_details(one.name, one.fields), most=300),
+        ]
+        for one in shown
+    ]
+    return [["event", "step", "after", "details"], *rows]
+
+
+def _score_rows(scores: Scores) -> list[list[str]]:
+    columns = {"loss": "nats/token", "ppl": "perplexity", "bits_per_byte": "bits/byte", "tokens": "tokens"}
+    columns |= {"accuracy_pct": "accuracy, %"} if any("accuracy_pct" in values for values in scores.values()) else {}
+    rows = [
+        [name, *(fixed(values.get(key), 0 if key == "tokens" else 4) or "-" for key in columns)]
+        for name, values in scores.items()
+    ]
+    return [["", *columns.values()], *rows]
+
+
+def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """Settings in which some differ, a column for each; one that a version did not have counts as its default."""
+    usual = defaults()
+    rows = [["setting", *names]]
+    for key in [*usual, *sorted({key for settings in known for key in settings} - set(usual))]:
+        values = [
+            settings.get(key, usual.get(key, "unknown to this version")) if settings else "unknown"
+            for settings in known
+        ]
+        if len({json.dumps(value, default=str) for value in values}) > 1:
+            rows.append([key, *(cut(str(value), most=200) for value in values)])
+    return rows
+
+
+def _links(run_dir: Path, *, folder: Path) -> list[tuple[str, str]]:
+    """(name, relative address) of what the run directory has."""
+    base = os.path.relpath(run_dir.resolve(), folder.resolve())
+    found = [name for name in _FILES if (run_dir / name).exists()]
+    return [(name, quote(os.path.join(base, name).removeprefix("./"))) for name in found]

@@ -1,0 +1,315 @@
+"""When to save, and what to keep: one save in flight, failed ones tried again, old ones removed behind a new one.
+
+`write` writes; this decides. All methods are called by all ranks together.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from txl_dist.artifacts import checkpoint_folder, list_checkpoints, retained, step_of
+from txl_dist.config.phases import whole
+from txl_dist.console.logging import warn_for_all
+from txl_dist.distributed.collectives import Votes, gather_objects, on_first, poll, together
+from txl_dist.errors import CheckpointError, TrainingError, of_all
+from txl_dist.fault_injection import fault_point
+from txl_dist.io.files import is_gone
+from txl_dist.train.batch import BatchMaker
+from txl_dist.train.callbacks import Callbacks, SaveEnd
+from txl_dist.train.checkpoint.callback_states import CallbackStates, packed_states
+from txl_dist.train.checkpoint.probe import make_probes
+from txl_dist.train.checkpoint.writer import Saver
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.report.metrics import check_finite
+from txl_dist.train.state import TrainState
+
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
+_POLL_S = 0.2
+
+
+class Saving:
+    """The checkpoints of one run."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        engine: Engine,
+        maker: BatchMaker,
+        reporter: Reporter,
+        *,
+        newest: Path | None,
+        evaluated: Mapping[int, float],
+        callbacks: Callbacks,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`newest` is the checkpoint that the run began with; `evaluated` has the validation loss of steps as the run
+        goes on. `clock_s` counts the minutes between checkpoints."""
+        self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
+        self._job, self._watch, self._run_dir = saver.job, saver.watch, saver.job.run_dir
+        self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
+        self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
+        self._retry_at = 0
+        self._clock_s, self._counts_from_s = clock_s, clock_s()
+        self._stall_s = self._waited_s = 0.0
+        self._removal: threading.Thread | None = None
+        self._heeded: int | None = None
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is complete."""
+        return self._newest
+
+    @property
+    def is_written(self) -> bool:
+        """A save is in flight, and this rank has written its part."""
+        return self._saver.in_flight and self._saver.is_written
+
+    def seconds(self) -> dict[str, float]:
+        """`save_s`, what steps waited for the checkpoints that were committed since the last call, if any were."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return {"save_s": waited_s} if waited_s else {}
+
+    def is_due(self, step: int) -> bool:
+        """By the interval, or because a save has failed."""
+        every = self._job.config.checkpoint.every_steps
+        return step == self._retry_at or (every > 0 and step % every == 0)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed since the last checkpoint began. Only rank 0 answers:
+        elsewhere it is False."""
+        interval_s = 60 * self._job.config.checkpoint.every_minutes
+        return self._job.ranks.is_first and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
+
+    def begin(self, state: TrainState) -> None:
+        """Begin to save the state, unless it is saved; the save before it is finished first."""
+        self.finish(state.step)
+        self._retry_at, self._counts_from_s = 0, self._clock_s()
+        if checkpoint_folder(self._run_dir, state.step) == self._newest:
+            return
+        start_s = time.perf_counter()
+        self._watch.beat("save")
+        self._wait_for_removal()  # the room that it makes may be needed
+        probe = make_probes(self._engine, self._maker, config=whole(self._job.config))
+        # A last update that went wrong shows here, though its own loss was still finite.
+        check_finite(
+            gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
+        )
+        together(self._check_buffers)
+        states = self._callbacks.states(step=state.step)
+        packed = together(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
+        self._saver.begin(state, self._engine, probe=probe, callbacks=packed)
+        self._stall_s = time.perf_counter() - start_s
+        if not self._job.config.checkpoint.asynchronous:
+            self.finish(state.step)
+
+    def _check_buffers(self) -> None:
+        """Raises TrainingError for a buffer that training has changed: a checkpoint holds parameters only."""
+        for name, buffer in _buffers_of(self._engine):
+            if not torch.equal(buffer, self._buffers[name]):
+                raise TrainingError(
+                    f"training has changed the buffer {name} of the model, which a checkpoint does not hold: a resume "
+                    "or an export would lose it. Make it a parameter, or compute it in forward."
+                )
+
+    def finish(self, step: int) -> bool:
+        """Commit what is in flight, if anything is. Returns False if that failed: it is tried again, behind `step`."""
+        if not self._saver.in_flight:
+            return True
+        self._watch.beat("commit")
+        start_s = time.perf_counter()
+        result = self._saver.finish()
+        if result.error:
+            self._plan_retry(step)
+            warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
+            self._reporter.write("event", {"event": "save_failed", "step": result.step})
+            if self._job.ranks.is_first and self._newest is not None:
+                self._prune(self._newest)  # who has lowered what is kept wants the room now
+            return False
+        self._newest = result.folder
+        if self._job.ranks.is_first:
+            self._prune(result.folder)
+        fault_point("saved", step=result.step)
+        stall_s = self._stall_s + time.perf_counter() - start_s
+        self._waited_s += stall_s
+        record = {"event": "saved", "step": result.step, "path": result.folder.name}
+        self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
+        self._callbacks.end_save(SaveEnd(result.step, result.folder))
+        return True
+
+    def _plan_retry(self, step: int) -> None:
+        """Try again after a tenth of the interval: of steps after `step`, or of minutes if only those are set."""
+        checkpoint = self._job.config.checkpoint
+        if checkpoint.every_minutes and not checkpoint.every_steps:
+            self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
+        else:
+            self._retry_at = step + max(1, checkpoint.every_steps // 10)
+
+    def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
+        """Before the run ends: the state is saved. A save that fails is tried again for so long; whoever asks to stop
+        meanwhile (where the run was `stopped` already: asks once more) gets one last try at once.
+
+        Raises CheckpointError on every rank if it could not be saved, or the run directory is gone.
+        """
+        self._heeded = None if stopped else 0
+        is_saved, is_asked = self._save(state), False
+        # What has led here, and what the launcher repeats of it.
+        self._heeded = self._watch.stops.count if stopped else 0
+        for number, rest_s in enumerate(_rests(patience_s)):
+            if is_saved or is_asked:
+                break
+            if number == 0:
+                self._announce(state.step, patience_s=patience_s, stopped=stopped)
+            is_asked = self._rest(rest_s)
+            is_saved = self._save(state)
+        if is_saved:
+            self._wait_for_removal()
+            return
+        reasons = dict.fromkeys(reason for reason in gather_objects(self._watch.stops.reason) if reason)
+        when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
+        if self._job.ranks.is_first:
+            with suppress(OSError):
+                self._watch.stops.clear()  # it was obeyed
+        raise of_all(
+            CheckpointError(
+                f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
+                f"{self._goes_on()}."
+            )
+        )
+
+    def _save(self, state: TrainState) -> bool:
+        on_first(lambda: _check_is_there(self._run_dir))
+        self.begin(state)
+        self.finish(state.step)
+        return self._newest == checkpoint_folder(self._run_dir, state.step)
+
+    def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
+        limit = f"{patience_s / 60:g} min" if patience_s >= 60 else f"{patience_s:g} s"
+        how = "a second SIGTERM or Ctrl-C" if stopped else f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
+        warn_for_all(
+            "step %d, the last, is not saved yet: it is tried for up to %s more. To leave earlier: %s; it is then "
+            "tried once more. Where that fails, the same command %s.",
+            *(step, limit, how, self._goes_on()),
+        )
+
+    def _goes_on(self) -> str:
+        return f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait, all ranks equally long. Returns whether any was asked to leave (`_is_asked_to_leave`)."""
+        end_s, is_over, is_asked = time.monotonic() + seconds, False, False
+        while not is_over and not is_asked:
+            self._watch.beat("wait for the disk")
+            time.sleep(min(_POLL_S, seconds))
+            own = Votes(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
+            is_asked, is_over, _ = poll(own, world_size=self._job.ranks.world_size)
+        return is_asked
+
+    def newest_is(self, folder: Path) -> None:
+        """After a rewind: that one is saved, and steps that are made again have to be."""
+        self._newest = folder
+
+    def _is_asked_to_leave(self) -> bool:
+        """Whether this rank was asked to stop in the last save, more often than what led to it."""
+        return self._heeded is not None and self._watch.stops.count > self._heeded
+
+    def _wait_for_removal(self) -> bool:
+        """Of older checkpoints, on rank 0. Returns whether it is done: in the last save not for whoever asks to stop,
+        since the next start removes what is left."""
+        while self._removal is not None and self._removal.is_alive():
+            self._watch.beat("prune")
+            if self._is_asked_to_leave():
+                return False
+            self._removal.join(_POLL_S)
+        return True
+
+    def _prune(self, newest: Path) -> None:
+        """On rank 0. A file system that cannot is no reason to stop."""
+        checkpoint = self._job.config.checkpoint
+        if not self._wait_for_removal():
+            return
+        try:
+            steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
+            losses = {step: loss for step, loss in self._evaluated.items() if step in steps and checkpoint.keep_best}
+            best = {min(losses, key=losses.__getitem__)} if losses else ()
+            keep = retained(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
+            leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
+        except OSError as error:
+            warn_for_all("older checkpoints cannot be removed: %s", error)
+            return
+        # To free hundreds of gigabytes takes a file system minutes.
+        self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
+        self._removal.start()
+
+
+def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Those of the network, which our own layers have none of."""
+    return engine.model.named_buffers()
+
+
+def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
+    """Take away checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
+
+    Returns the folders that are left to be removed. They are renamed, so they are no checkpoints any more, and what a
+    crash leaves of them is collected at the next start. What somebody reads (`kept`) stays until the next time.
+    """
+    leaving = []
+    for path in list_checkpoints(run_dir):
+        if path == newest or step_of(path) in keep:
+            continue
+        fault_point("prune", step=step_of(newest))
+        renamed = path.with_name(f"{path.name}.tmp-pruned")
+        shutil.rmtree(renamed, ignore_errors=True)
+        with suppress(OSError):  # then it stays until the next time; that is no reason to stop
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                if _may_be_taken(descriptor):
+                    path.rename(renamed)
+                    leaving.append(renamed)
+            finally:
+                os.close(descriptor)
+    return leaving
+
+
+def _may_be_taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without such locks
+        pass
+    return True
+
+
+def _remove(folders: list[Path], step: int) -> None:
+    for folder in folders:
+        fault_point("prune-half", step=step)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rests(patience_s: float) -> Iterator[float]:
+    """Seconds between attempts, growing, that make up the patience."""
+    rest_s = _FIRST_RETRY_S
+    while patience_s > 0:
+        yield min(rest_s, patience_s)
+        rest_s, patience_s = min(2 * rest_s, _LONGEST_RETRY_S), patience_s - rest_s
+
+
+def _check_is_there(run_dir: Path) -> None:
+    if is_gone(run_dir):
+        raise CheckpointError(
+            f"the run directory {run_dir} was removed or moved while the run was going on, and is not made anew: "
+            "nothing more can be saved. Bring it back, or name its new place with --run.dir: the same command goes on "
+            "from its newest whole checkpoint."
+        )

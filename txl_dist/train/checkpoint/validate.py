@@ -1,0 +1,297 @@
+"""Whether a checkpoint is one: whole by its manifest, each file of the form it must have, and all of one save.
+
+A manifest proves that no byte has changed since it was written; it cannot know that it was written over files of two
+saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), which in turn
+names those of the settings and of `tokenizer.json`; a file of memories its lanes (`LANES_KEY`); and file names and
+shapes must cover each lane and each parameter once. What an older program did not name is not compared; it always named
+the tokenizer, and its files of tensors name their state all or none. Only headers of tensors are read here: what the
+values are worth, the probe tells (`probe.check_probe`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+
+from txl_dist.artifacts import (
+    CHECKPOINT_NAME,
+    FORMAT_VERSION,
+    PER_LAYER_VERSION,
+    PROBE,
+    SETTINGS,
+    STATE,
+    list_checkpoints,
+    step_of,
+)
+from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.errors import CheckpointError, explained
+from txl_dist.io.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
+from txl_dist.io.manifest import problems_of
+from txl_dist.io.tensor_files import open_tensors
+from txl_dist.train.engine.partitions import WEIGHT
+from txl_dist.train.stability import Health
+
+STATE_KEY = "state"
+"""In the metadata of every file of tensors: sha256 of the state.json of its save."""
+
+CALLBACKS = "callbacks.safetensors"
+"""States of callbacks, in checkpoints of runs that have such (`callback_states`)."""
+
+LANES_KEY = "lanes"
+"""In the metadata of a file of memories: its name without the suffix."""
+
+_LANES = re.compile(r"(\d{5,9})-(\d{5,9})\.safetensors")
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+_Size = Annotated[int, Field(gt=0, lt=2**62)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Corpus(_Section):
+    name: str
+    fingerprint: str
+    split: str
+    num_lanes: _Count
+    position: _Count
+    epoch: _Count
+    rest: str
+    skips: str = ""
+
+
+class _Stream(_Section):
+    seed: int
+    corpora: tuple[_Corpus, ...]
+    version: int
+
+
+class _Plugin(_Section):
+    name: str
+    version: str
+    sha256: str
+
+
+class _State(_Section):
+    """The form of state.json; what its parts mean stands where they are made, in `saver`."""
+
+    format_version: int
+    code_version: str
+    step: Annotated[int, Field(ge=0, lt=10**9)]
+    tokens_seen: _Count
+    health: Health
+    stream: _Stream
+    world_size: _Size
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: dict[str, float]
+    parameters: dict[str, tuple[_Size, ...]]
+    vocab_size: _Size
+    tokenizer_fingerprint: str
+    config_fingerprint: str
+    config_sha256: str = ""
+    scores_first_tokens: bool = False
+    corpora: tuple[str, ...] = ()
+    plugins: tuple[_Plugin, ...] = ()
+
+
+class SavedState(NamedTuple):
+    """What the state.json of a checkpoint says: read once, and handed on."""
+
+    folder: Path
+    """Of the checkpoint."""
+    step: int
+    stream: StreamState
+    health: Health
+    values: dict[str, Any]
+    """All of it, by name."""
+
+
+def read_state(folder: Path) -> SavedState:
+    """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
+    path = folder / STATE
+    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=(OSError, ValueError)):
+        data = read_bytes(path)
+        state = parse_object(data)
+    if (version := state.get("format_version")) not in (FORMAT_VERSION, PER_LAYER_VERSION):
+        raise _OtherVersionError(
+            f"{folder} has format version {version}; this program reads {FORMAT_VERSION} and {PER_LAYER_VERSION}. "
+            "Use the version of txl_dist that wrote it."
+        )
+    try:
+        _State.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}. Use another checkpoint.") from error
+    stream, health = StreamState.from_dict(state["stream"]), Health.from_dict(state["health"])
+    return SavedState(folder, state["step"], stream, health, state)
+
+
+class _OtherVersionError(CheckpointError):
+    """No damage: another program can read it."""
+
+
+def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Why a folder is no sound checkpoint, one line each; empty if it is one.
+
+    Several processes may share the hashing, as in `problems_of`; the first one looks at the rest. A checkpoint of
+    another format version is not damaged: `read_state` refuses it.
+    """
+    found = problems_of(folder, part=part, num_parts=num_parts)
+    if found or part:
+        return found
+    try:
+        return list(_contradictions(read_state(folder)))
+    except _OtherVersionError:
+        return []
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def run_problems(run_dir: Path) -> Iterator[str]:
+    """The same of every checkpoint of a run, each with its folder in front; that there is none is a problem too."""
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        yield f"{run_dir} is a run without checkpoints"
+    for checkpoint in checkpoints:
+        problems = checkpoint_problems(checkpoint)
+        if checkpoint.is_dir():  # a run may remove it meanwhile
+            yield from (f"{checkpoint}: {problem}" for problem in problems)
+
+
+def _contradictions(saved: SavedState) -> Iterator[str]:
+    folder, state = saved.folder, saved.values
+    if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
+        yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
+    if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / SETTINGS)):
+        yield "config.toml is not the one of this state.json"
+    if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
+        yield "tokenizer.json is not the one of this state.json"
+    engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
+    lanes = [_header(path) for path in lane_files(folder)]
+    probe = _header(folder / PROBE)
+    callbacks = [_header(path) for path in (folder / CALLBACKS,) if path.is_file()]
+    signed = {header.state for header in (*engine, *lanes, probe, *callbacks)}
+    if signed != {""}:
+        expected = _sha256_of(folder / STATE)
+        for header in (*engine, *lanes, probe, *callbacks):
+            if header.state != expected:
+                yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
+    held: Counter[str] = Counter()
+    for header in engine:
+        for name, shape in header.shapes.items():
+            if name.startswith(f"{WEIGHT}/"):
+                held[name.removeprefix(f"{WEIGHT}/")] += math.prod(shape)
+    wanted = {name: math.prod(shape) for name, shape in state["parameters"].items()}
+    for name in sorted(held.keys() | wanted.keys()):
+        if held[name] != wanted.get(name, 0):
+            yield f"engine/ has {held[name]} values of {name} instead of {wanted.get(name, 0)}"
+    yield from _problems_of_lanes(lanes, saved.stream.num_lanes)
+
+
+def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
+    next_lane, forms = 0, set()
+    for header in headers:
+        held, shapes = lanes_of(header.path), header.shapes
+        form = memory_form(shapes)
+        if not held or form is None:
+            yield f"lanes/{header.path.name} is no file of memories"
+            continue
+        if form.num_lanes != len(held) or shapes["document"] != [form.num_lanes, max(form.memory_lens)]:
+            yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"
+        if header.lanes not in ("", header.path.stem):
+            yield f"lanes/{header.path.name} holds other memories than its name says: of lanes {header.lanes}"
+        if held.start != next_lane:
+            yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
+        next_lane = held.stop
+        forms.add(form._replace(num_lanes=0))
+    if next_lane != num_lanes or len(forms) > 1:
+        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
+
+
+class _Header(NamedTuple):
+    """What a file of tensors says of itself."""
+
+    path: Path
+    state: str
+    """sha256 of the state.json that it was saved with; empty if it says none."""
+    lanes: str
+    """The lanes that it was saved with; empty if it says none."""
+    shapes: dict[str, list[int]]
+
+
+class MemoryForm(NamedTuple):
+    """Of a file of memories."""
+
+    num_lanes: int
+    memory_lens: tuple[int, ...]
+    """Of each layer."""
+    width: int
+
+
+def memory_form(shapes: Mapping[str, Sequence[int]]) -> MemoryForm | None:
+    """By the shapes of its tensors (`memories`); None if it is none."""
+    names = hidden_names(shapes)
+    if shapes.keys() == {"hidden", "document"} and len(shapes["hidden"]) == 4:
+        layers, num_lanes, memory_len, width = shapes["hidden"]
+        return MemoryForm(num_lanes, (memory_len,) * layers, width)
+    if not names or shapes.keys() != {*names, "document"} or any(len(shapes[name]) != 3 for name in names):
+        return None
+    sizes = {(shapes[name][0], shapes[name][2]) for name in names}
+    if len(sizes) > 1:
+        return None
+    num_lanes, width = sizes.pop()
+    return MemoryForm(num_lanes, tuple(shapes[name][1] for name in names), width)
+
+
+def hidden_names(names: Iterable[str]) -> list[str]:
+    """Of the tensors of a file of memories whose layers remember differently, by layer; none where they are alike."""
+    num_layers = sum(name.startswith("hidden.") for name in names)
+    return [f"hidden.{layer}" for layer in range(num_layers)]
+
+
+def lane_files(folder: Path) -> list[Path]:
+    """What lies in a checkpoint's lanes/, by number: from lane 100,000 on names are longer."""
+    return sorted((folder / "lanes").glob("*"), key=lambda path: lanes_of(path).start)
+
+
+def lanes_of(path: Path) -> range:
+    """The global lanes of a file of memories, by its name; none if that is no such name."""
+    named = _LANES.fullmatch(path.name)
+    return range(int(named[1]), int(named[2]) + 1) if named else range(0)
+
+
+def settings_hash(data: bytes) -> str:
+    """sha256 of the settings in a config.toml but for where the run lies, so that equal runs have equal states.
+
+    Raises ValueError or TypeError if it holds none.
+    """
+    values = parse_toml(data)
+    run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}
+    return canonical_hash({**values, "run": run})
+
+
+def _settings_hash_of(path: Path) -> str:
+    with explained(CheckpointError, f"{path} cannot be read", of=(OSError, ValueError, TypeError)):
+        return settings_hash(read_bytes(path))
+
+
+def _sha256_of(path: Path) -> str:
+    with explained(CheckpointError, f"{path} cannot be read"):
+        return sha256_of_file(path)
+
+
+def _header(path: Path) -> _Header:
+    with explained(CheckpointError, f"{path} cannot be read", of=(OSError, RuntimeError, SafetensorError)):
+        file = open_tensors(path)
+        shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+        metadata = file.metadata() or {}
+        return _Header(path, metadata.get(STATE_KEY, ""), metadata.get(LANES_KEY, ""), shapes)

@@ -1,0 +1,299 @@
+"""Writing checkpoints behind the training: whole or not at all, one at a time.
+
+    step boundary   state is copied into host memory                   `begin`, all ranks; the step waits for this
+    behind steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives
+    step boundary   all ranks have written: manifest and rename        `finish`, all ranks; the rename commits
+
+Files go to `step_N.tmp-NONCE`. A crash anywhere leaves that folder, which nobody reads and the next start removes, or
+the committed one. A file system that fails never ends a run here: what was written is removed, `finish` says why on
+every rank, and the loop tries again later.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+import txl_dist
+from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PER_LAYER_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
+from txl_dist.config.load import config_fingerprint, config_to_toml
+from txl_dist.config.phases import whole
+from txl_dist.config.registry import loaded_plugins
+from txl_dist.console.formatting import size
+from txl_dist.distributed.collectives import from_first, gather_objects, on_first, together
+from txl_dist.errors import CheckpointError
+from txl_dist.fault_injection import fault_point
+from txl_dist.io.files import flush_folder, sha256_of_bytes, write_bytes
+from txl_dist.io.manifest import commit_folder, write_manifest
+from txl_dist.io.tensor_files import file_bytes, write_tensors
+from txl_dist.train.checkpoint.fragments import fragment_tensors
+from txl_dist.train.checkpoint.memories import memory_tensors
+from txl_dist.train.checkpoint.read import absolute_paths
+from txl_dist.train.checkpoint.validate import CALLBACKS, LANES_KEY, STATE_KEY, settings_hash
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.monitoring.watch import Watch
+from txl_dist.train.state import Job, TrainState
+
+Content = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors and metadata of one file."""
+
+Write = Callable[[Path], dict[str, Any]]
+"""Write one file; returns its bytes and sha256."""
+
+
+_POLL_S = 0.05
+
+
+class Saved(NamedTuple):
+    """How a save ended; the same on every rank."""
+
+    step: int
+    folder: Path
+    gib: float
+    error: str
+    """Why there is none; empty if there is one."""
+
+
+class Saver:
+    """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
+
+    def __init__(self, job: Job, watch: Watch) -> None:
+        self.job, self.watch = job, watch
+        on_gpu = job.ranks.device.type == "cuda"
+        # A GPU's state must be copied anyway before it can be written.
+        self._host = HostCopy(pin=on_gpu) if job.config.checkpoint.asynchronous or on_gpu else None
+        self._thread: threading.Thread | None = None
+        self._step = -1
+        self._needed = 0
+        self._written: dict[str, dict[str, Any]] = {}
+        self._num_bytes = 0
+        self._error: Exception | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """A save was begun and not finished. The same on every rank."""
+        return self._step >= 0
+
+    @property
+    def is_written(self) -> bool:
+        """This rank has nothing left to write of the save in flight."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def begin(
+        self, state: TrainState, engine: Engine, *, probe: dict[str, Tensor], callbacks: Content | None = None
+    ) -> None:
+        """Copy the state and start to write it; `callbacks` are their states, on rank 0. No save may be in flight."""
+        assert not self.in_flight
+        fault_point("save-begin", step=state.step)
+        self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
+        tensors = self._tensors(state, engine, probe)
+        own = self._own_files(state, engine) if self.job.ranks.is_first else {}
+        # All files of this save name its state.json, so that none is ever taken for one of another save.
+        saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get(STATE, b"")))}
+        if callbacks is not None:
+            states, metadata = callbacks
+            own[CALLBACKS] = save(states, metadata | saved_with)
+        needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
+        self._needed = sum(gather_objects(needed))
+        try:
+            on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
+        except CheckpointError as error:
+            self._error = error
+            return
+        tensors = self._on_host(tensors)
+        fault_point("save-copied", step=state.step)
+        files: dict[str, Write] = {
+            name: self._tensor_writer(content, metadata | saved_with) for name, (content, metadata) in tensors.items()
+        }
+        files |= {name: _bytes_writer(data) for name, data in own.items()}
+        self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> Saved:
+        """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
+        self._wait()
+        step, self._step, self._thread = self._step, -1, None
+        final, temporary = checkpoint_folder(self.job.run_dir, step), self._temporary(step)
+        parts = gather_objects(
+            (self._written, None if self._error is None else _explained(self._error, temporary, needed=self._needed))
+        )
+        reasons = [reason for _, reason in parts if reason is not None]
+
+        def commit() -> None:
+            if reasons:
+                raise CheckpointError(reasons[0])
+            self.watch.confirm_lock()
+            fault_point("save-manifest", step=step)
+            write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
+            fault_point("save-manifest-done", step=step)
+            fault_point("save-rename", step=step)
+            commit_folder(temporary, final)
+            fault_point("save-renamed", step=step)
+
+        try:
+            on_first(lambda: _in_file_system(commit, temporary, needed=self._needed))
+        except CheckpointError as error:
+            together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self.job.ranks.is_first else None)
+            return Saved(step, final, self._needed / 2**30, str(error))
+        return Saved(step, final, self._needed / 2**30, "")
+
+    def _wait(self) -> None:
+        """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs; and beating
+        while this rank's own part grows or is done, so that the one is named whose disk stands still."""
+        seen = -1
+        while not all(gather_objects(self.is_written)):
+            if self.is_written or self._num_bytes > seen:
+                seen = self._num_bytes
+                self.watch.beat("commit")
+            if self._thread is not None and self._thread.is_alive():
+                self._thread.join(_POLL_S)
+            else:
+                time.sleep(_POLL_S)
+
+    def _temporary(self, step: int) -> Path:
+        final = checkpoint_folder(self.job.run_dir, step)
+        return final.with_name(f"{final.name}.tmp-{self.watch.nonce}")
+
+    def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
+        """(tensors, metadata) of each file of this rank, as views where they can be."""
+        memories = memory_tensors(state.memories)
+        ranks, lanes = self.job.ranks, f"{self.job.lanes.start:05d}-{self.job.lanes.stop - 1:05d}"
+        files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
+        # At stage 0 all ranks hold the same.
+        if self.job.config.engine.zero_stage > 0 or ranks.is_first:
+            files[f"engine/{ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
+        if ranks.is_first:
+            files[PROBE] = (probe, {})
+        return files
+
+    def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
+        if self._host is None:
+            return {name: ({k: t.detach().contiguous() for k, t in ts.items()}, m) for name, (ts, m) in files.items()}
+        return self._host.copy(files)
+
+    def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
+        """What rank 0 writes besides tensors."""
+        config, tokenizer = whole(self.job.config), self.job.tokenizer
+        settings = config_to_toml(config).encode()
+        content = {
+            "format_version": PER_LAYER_VERSION if config.train.memory_lens else FORMAT_VERSION,
+            "code_version": txl_dist.__version__,
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "health": state.health.to_dict(),
+            "stream": state.stream.to_dict(),
+            "world_size": self.job.ranks.world_size,
+            "zero_stage": config.engine.zero_stage,
+            "precision": config.engine.dtype,
+            "loss_scale": engine.loss_scale(),
+            "parameters": engine.shapes,
+            "corpora": absolute_paths(config.data.paths),
+            "vocab_size": self.job.vocab_size,
+            "tokenizer_fingerprint": self.job.corpora.first.tokenizer_sha256,
+            "config_fingerprint": config_fingerprint(config),
+            "config_sha256": settings_hash(settings),
+            "scores_first_tokens": True,
+        }
+        if plugins := loaded_plugins():
+            content["plugins"] = [plugin._asdict() for plugin in plugins]
+        return {
+            SETTINGS: settings,
+            "tokenizer.json": tokenizer.to_json().encode(),
+            STATE: json.dumps(content, indent=1).encode() + b"\n",
+        }
+
+    def _check_space(self) -> None:
+        folder = self.job.run_dir / CHECKPOINTS
+        if not folder.is_dir():
+            folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
+            flush_folder(self.job.run_dir)
+        free = shutil.disk_usage(folder).free
+        if free < self._needed:
+            raise CheckpointError(
+                f"no room for a checkpoint in {folder}: it needs {size(self._needed)}, {size(free)} are free. "
+                "Free space, lower checkpoint.keep_last, or move the run to another file system."
+            )
+
+    def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:
+        step = self._step
+
+        def on_progress(num_bytes: int) -> None:
+            self._num_bytes += num_bytes
+            fault_point("save-file-half", step=step)
+
+        return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
+
+    def _write(self, files: dict[str, Write]) -> None:
+        """Runs in the thread."""
+        temporary, step = self._temporary(self._step), self._step
+        try:
+            for name, write in files.items():
+                path = temporary / name
+                for folder in (temporary.parent, temporary, path.parent):  # all but the run directory
+                    folder.mkdir(exist_ok=True)
+                fault_point("save-file", step=step)
+                self._written[name] = write(path)
+                fault_point("save-file-done", step=step)
+            fault_point("save-written", step=step)
+        except Exception as error:  # noqa: BLE001  whatever it is, `finish` tells all ranks
+            self._error = error
+
+
+class HostCopy:
+    """Host memory that a rank's tensors are copied into; kept from save to save, so that only the first one pays for
+    making it."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, files: dict[str, Content]) -> dict[str, Content]:
+        """The same with tensors on the host, which stay as they are until the next call."""
+        copies = {
+            name: ({key: self._copy((name, key), tensor) for key, tensor in tensors.items()}, metadata)
+            for name, (tensors, metadata) in files.items()
+        }
+        if self._pin:
+            torch.cuda.synchronize()
+        return copies
+
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def _bytes_writer(data: bytes) -> Write:
+    def write(path: Path) -> dict[str, Any]:
+        write_bytes(path, data)
+        return {"bytes": len(data), "sha256": sha256_of_bytes(data)}
+
+    return write
+
+
+def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(_explained(error, path, needed=needed)) from error
+
+
+def _explained(error: Exception, path: Path, *, needed: int) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = error.filename or path
+        reason = f"cannot write {where}: {error.strerror or error}"
+        return f"{reason}. A checkpoint needs {size(needed)}; free space or mend permissions in {path.parent}."
+    return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."

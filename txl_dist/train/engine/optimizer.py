@@ -1,0 +1,101 @@
+"""Parameter groups and the optimizer.
+
+adam, adamw and sgd are torch's in fused form: DeepSpeed's own CPU Adam would be compiled at the first start and brings
+nothing here, the fused torch kernels are as fast, exist on every device, and ZeRO accepts them. lamb is
+pytorch_optimizer's, set so that a step is NVIDIA's (DeepLearningExamples, lamb.py), with g the clipped gradient:
+
+    m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    s = m / (sqrt(v) + eps) + decay w    no bias correction
+    w = w - lr s min(|w|, 10) / (|s| + eps)             the ratio is 1 where |w| or |s| is 0
+
+The norms are those of whole tensors, so lamb depends on which weights share a tensor: our queries have one of their
+own, NVIDIA's share it with keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from txl_dist.config.registry import plugin_errors
+from txl_dist.config.schema import OPTIMIZERS, OptimSection
+from txl_dist.errors import ConfigError, of_all
+from txl_dist.train.engine.muon import Muon
+
+
+def is_decayed(name: str) -> bool:
+    """Whether a parameter of the model is one of the matrices; biases, norms, scalars and attention biases are not
+    decayed."""
+    leaf = name.rpartition(".")[2]
+    return "bias" not in leaf and "norm." not in name and leaf not in ("scales", "value_share")
+
+
+def build_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSection, *, matrices: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer over groups: decayed and not, and before both `matrices`, the names of what muon orthogonalizes.
+
+    A parameter that holds many goes by the name of any of them.
+    """
+    orthogonal: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        (orthogonal if name in matrices else decayed if is_decayed(name) else kept).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
+    if orthogonal:
+        groups.insert(0, {"params": orthogonal, "decays": True, "is_orthogonal": True})
+    # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
+    # 0; at a rate of 0 that moves no weight, and `ZeroEngine` forgets it.
+    build = optim.kind.build or BUILDERS[optim.name]
+    with plugin_errors(OPTIMIZERS, optim.name, what="optimizer"):
+        optimizer: torch.optim.Optimizer = build(groups, lr=0.0)
+    _check_built(optimizer, optim.name)
+    apply_settings(optimizer.param_groups, optim)
+    return optimizer
+
+
+def _check_built(optimizer: object, name: str) -> None:
+    """Raises ConfigError for what is no optimizer, or one that has state: ZeRO replaces the parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise of_all(
+            ConfigError(
+                f"optim.name = {name!r}: the build function returned a {type(optimizer).__name__}. It must return a "
+                "torch.optim.Optimizer of the groups."
+            )
+        )
+    if optimizer.state:
+        raise of_all(
+            ConfigError(
+                f"optim.name = {name!r}: {type(optimizer).__name__} makes its state before the first step, for tensors "
+                "that ZeRO replaces. Make the state in step()."
+            )
+        )
+
+
+def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
+    """Put the settings into parameter groups."""
+    settings = {name: getattr(optim, name) for name in optim.kind.settings}
+    for group in groups:
+        group |= settings | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}
+
+
+def _lamb(groups: list[dict[str, Any]], *, lr: float) -> torch.optim.Optimizer:
+    # It brings a hundred optimizers and takes half a second to import: only who asks for it waits.
+    from pytorch_optimizer import Lamb
+
+    # adam_debias is the library's name for a step that is not divided by 1 - b1^t.
+    return Lamb(groups, lr=lr, weight_decouple=False, grad_averaging=True, pre_norm=False, adam_debias=True)
+
+
+BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, fused=True),
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "lamb": _lamb,
+    "muon": Muon,
+    "sgd": partial(torch.optim.SGD, fused=True),
+}
+"""By `optim.name`; each takes groups and a learning rate. What else it must know stands in `sections.OPTIMIZERS`."""

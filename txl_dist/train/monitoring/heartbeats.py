@@ -1,0 +1,220 @@
+"""How ranks know of each other while their main threads may be stuck: each says once a second where it stands.
+
+    rank 1 .. n --(JSON lines over TCP)--> hub on rank 0: answers each with its own beat, passes notices to all
+
+Not the TCPStore of torch: its calls wait for ever on a server that stands still (measured: torch 2.13, SIGSTOP; the
+timeout does not apply), and print C++ stacks when it is gone. A socket of our own knows silence from death: a process
+that dies closes its connections at once, one that is frozen only stops to talk. Lines carry a random word that the
+hub shares over the process group; others are dropped. Two such threads exchange about 200 bytes per rank and second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from txl_dist.distributed.processes import ProcessId, process_of
+from txl_dist.io.files import parse_object, typed
+
+EXCHANGE_EVERY_S = 1.0
+TICK_S = 0.25
+"""The hub looks at its connections so often."""
+CONNECT_S = 5.0
+MAX_LINE_BYTES = 1 << 16
+
+Message = dict[str, Any]
+
+
+class Beat(NamedTuple):
+    """What a rank says of itself. JSON keeps it as a list."""
+
+    process: ProcessId
+    step: int
+    phase: str
+    where: str
+    """Line that its main thread runs."""
+    is_waiting: bool
+    """The main thread is inside a collective."""
+    is_stalled: bool
+    """The main thread made no progress for longer than the limit."""
+    asks: bool
+    """The main thread met an error that another rank may have caused."""
+    is_idle: bool = False
+    """The main thread made no progress for longer than half the limit."""
+
+
+@dataclass
+class Seen:
+    """What is known of a rank, on the clock of whoever knows it."""
+
+    beat: Beat
+    heard_s: float
+    closed_s: float | None = None
+    """When its connection broke."""
+    has_left: bool = False
+    """It said goodbye, or reported an error of its own."""
+
+
+class Connection:
+    """JSON lines over a socket; never waits."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        self.peer = peer
+        self._rest = b""
+
+    def send(self, message: Message) -> None:
+        """Raises OSError if the peer is gone, or has not read for long."""
+        self.peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived. Raises OSError if the peer is gone, ValueError if it talks nonsense."""
+        try:
+            data = self.peer.recv(MAX_LINE_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise ValueError("a line without end")
+        return [parse_object(line) for line in lines]
+
+
+class Hub:
+    """Rank 0's end: hears every rank, tells all."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_hex(8)
+        self.seen: dict[int, Seen] = {}
+        if socket.has_dualstack_ipv6():
+            self._server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._server = socket.create_server(("", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._connections: dict[Connection, int] = {}
+
+    def exchange(self, own: Beat) -> list[Message]:
+        """Hear what has arrived since the last time, or arrives within a tick. Returns notices of other ranks."""
+        self.seen[0] = Seen(own, time.monotonic())
+        notices: list[Message] = []
+        for key, _ in self._selector.select(TICK_S):
+            if key.fileobj is self._server:
+                with suppress(OSError):  # who knocked has gone, or there is no descriptor left
+                    peer, _ = self._server.accept()
+                    connection = Connection(peer)
+                    self._connections[connection] = -1
+                    self._selector.register(peer, selectors.EVENT_READ, connection)
+            else:
+                notices += self._hear(key.data, own)
+        return notices
+
+    def tell(self, notice: Message) -> None:
+        """Send a notice to all who can hear."""
+        for connection in list(self._connections):
+            try:
+                connection.send(notice)
+            except OSError:
+                self._drop(connection)
+
+    def _hear(self, connection: Connection, own: Beat) -> list[Message]:
+        notices = []
+        try:
+            for message in connection.receive():
+                if message.get("key") != self.key:
+                    raise ValueError("a stranger")
+                rank = self._connections[connection] = int(message["rank"])
+                self.seen[rank] = Seen(_beat(message["beat"]), time.monotonic(), has_left="left" in message)
+                connection.send({"beat": own})
+                if "notice" in message:
+                    notices.append(message["notice"])
+        except (OSError, ValueError, TypeError, KeyError):
+            self._drop(connection)
+        return notices
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection.peer)
+        connection.peer.close()
+        seen = self.seen.get(self._connections.pop(connection))
+        if seen is not None and seen.closed_s is None:
+            seen.closed_s = time.monotonic()
+
+
+class Spoke:
+    """The end of every other rank: talks to the hub, and knows only it."""
+
+    def __init__(self, *, rank: int, key: str, port: int) -> None:
+        self.seen: dict[int, Seen] = {}
+        self._rank, self._key = rank, key
+        self._address = (os.environ["MASTER_ADDR"], port)
+        self._connection: Connection | None = None
+        self._selector = selectors.DefaultSelector()
+        self._is_answered = True
+
+    def exchange(self, own: Beat) -> list[Message]:
+        """Say where this rank stands and hear what the hub says, for about a second. Returns its notices."""
+        end_s = time.monotonic() + EXCHANGE_EVERY_S
+        self._say({"beat": own})
+        notices: list[Message] = []
+        while self._connection is not None and not notices and (rest_s := end_s - time.monotonic()) > 0:
+            if self._selector.select(rest_s):
+                notices += self._hear()
+        if self._connection is None:
+            time.sleep(max(0.0, min(TICK_S, end_s - time.monotonic())))
+        self.seen[self._rank] = Seen(own, time.monotonic())
+        return notices
+
+    def tell(self, notice: Message) -> None:
+        """Send a notice to the hub, which passes it on."""
+        own = self.seen[self._rank].beat
+        self._is_answered = True  # even if the last beat was not answered: this is the last chance
+        self._say({"beat": own, "notice": notice, "left": True})
+
+    def _say(self, message: Message) -> None:
+        """A hub that did not answer the last beat hears no other: what it does not read would pile up."""
+        try:
+            if self._connection is None:
+                peer = socket.create_connection(self._address, timeout=CONNECT_S)
+                self._connection = Connection(peer)
+                self._selector.register(peer, selectors.EVENT_READ)
+                self._is_answered = True
+            if self._is_answered:
+                self._connection.send({"key": self._key, "rank": self._rank, **message})
+                self._is_answered = False
+        except OSError:
+            self._drop()
+
+    def _hear(self) -> list[Message]:
+        notices = []
+        try:
+            assert self._connection is not None
+            for message in self._connection.receive():
+                if "beat" in message:
+                    self._is_answered = True
+                    self.seen[0] = Seen(_beat(message["beat"]), time.monotonic())
+                else:
+                    notices.append(message)
+        except (OSError, ValueError, TypeError):
+            self._drop()
+        return notices
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection.peer)
+            self._connection.peer.close()
+            self._connection = None
+        if 0 in self.seen and self.seen[0].closed_s is None:
+            self.seen[0].closed_s = time.monotonic()
+
+
+def _beat(values: list[Any]) -> Beat:
+    return typed(Beat, [process_of(values[0]), *values[1:]])

@@ -1,0 +1,180 @@
+"""Why this process was asked to stop. Nothing here stops it: the loop reads `reason` once a step and all ranks agree.
+
+Asked by: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP that a person makes; a time limit; the loss of the run
+directory; the death of the launcher. The last one matters because `deepspeed` dies of a SIGTERM at once and leaves its
+ranks running, and so does its node launcher when it is killed: every rank watches the launchers among its ancestors. A
+shell that ends is none.
+
+A signal is acknowledged in the log at once, by a thread: Python calls a handler between two operations of the main
+thread only, and one operation of a large step can take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from types import FrameType
+
+from txl_dist.console.logging import logger
+from txl_dist.distributed.processes import ProcessId, command_of, parent_of, process_id, process_of
+from txl_dist.errors import ConfigError
+from txl_dist.io.files import is_gone, parse_json
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LOOK_EVERY_S = 1.0
+"""File, clock and launchers are looked at so often, signals at every step."""
+LAUNCHED_BY = "TXL_LAUNCHED_BY"
+"""Variable in which `txl launch` names its own process, so that its death is seen even if it comes early."""
+MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+"""Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
+
+
+class StopRequests:
+    """Watches for all that asks for a stop. Made and read by the main thread.
+
+    `stop_file`, in the run directory, and `max_time_s` (from the start of this process; 0 means none) are for rank 0
+    only.
+    """
+
+    def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
+        self._stop_file, self._max_time_s = stop_file, max_time_s
+        self._reason = ""
+        self._signals: list[int] = []
+        self._others: list[str] = []  # reasons besides signals
+        self._next_look_s = 0.0
+        self._start_s = time.monotonic() - _age_s()
+        self._launchers = launchers()
+        self._is_orphan = (
+            not self._launchers and os.getppid() == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
+        )
+        self._restore = ExitStack()
+        for number in SIGNALS:
+            self._restore.callback(signal.signal, number, signal.signal(number, self._note))
+        self._restore.callback(_Acknowledgement().close)
+
+    @property
+    def reason(self) -> str:
+        """Empty until asked to stop; then the first reason, for instance "SIGTERM"."""
+        self._notice()
+        return self._reason
+
+    @property
+    def count(self) -> int:
+        """How often this process was asked so far, each signal counted: who waits sees whether it grows."""
+        self._notice()
+        return len(self._signals) + len(self._others)
+
+    def clear(self) -> None:
+        """Take the stop file away once it was obeyed, so that the next start is not stopped by it."""
+        if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
+            self._stop_file.rmdir()  # somebody's mkdir
+        elif self._stop_file is not None:
+            self._stop_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        self._restore.close()
+
+    def _notice(self) -> None:
+        if self._signals and not self._reason:
+            self._reason = signal.Signals(self._signals[0]).name
+        if time.monotonic() < self._next_look_s:
+            return
+        self._next_look_s = time.monotonic() + LOOK_EVERY_S
+        for reason in self._look():
+            if reason not in self._others:
+                self._others.append(reason)
+                self._reason = self._reason or reason
+                logger.info("asked to stop by %s", reason)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
+
+    def _look(self) -> Iterator[str]:
+        if self._stop_file is not None and os.path.exists(self._stop_file):
+            yield f"the file {self._stop_file}"
+        if self._stop_file is not None and is_gone(self._stop_file.parent):
+            yield f"the loss of its directory {self._stop_file.parent}"
+        if self._max_time_s and time.monotonic() - self._start_s >= self._max_time_s:
+            yield f"the time limit of {self._max_time_s:g} s"
+        if self._is_orphan or any(launcher.lives() is False for launcher in self._launchers):
+            yield "the end of its launcher"
+
+
+class _Acknowledgement:
+    """Logs each stop signal when it arrives, whatever the main thread does. Made and closed by the main thread."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        # Python's handler in C writes the number of each signal there, without waiting for the main thread.
+        self._before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._thread = Thread(target=self._log_signals, name="stop signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after it has logged what has arrived."""
+        signal.set_wakeup_fd(self._before)
+        self._sender.shutdown(socket.SHUT_RDWR)  # to close it is not enough where a child holds a copy
+        self._thread.join()
+        self._sender.close()
+        self._receiver.close()
+
+    def _log_signals(self) -> None:
+        """A launcher may repeat what the terminal sent already: only one repeat is mentioned."""
+        num_logged = 0
+        while numbers := self._receiver.recv(64):
+            for name in [signal.Signals(number).name for number in numbers if number in SIGNALS]:
+                if num_logged == 0:
+                    logger.info("asked to stop by %s: the run saves after the current step, then exits", name)
+                elif num_logged == 1:
+                    logger.info("%s again: the run is already stopping", name)
+                num_logged += 1
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "90", "90s", "15m", "2h30m", "1d" or "1:30:00". Raises ConfigError for anything else, and for 0."""
+    match = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text) or re.fullmatch(
+        r"()(\d{1,9}):([0-5]\d):([0-5]\d)", text
+    )
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not duration_s:
+        raise ConfigError(f"{text!r} is no duration above 0. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
+    return duration_s
+
+
+def launchers() -> list[ProcessId]:
+    """Return the launchers that this process descends from."""
+    named = os.environ.get(LAUNCHED_BY)
+    found, pid = [process_of(parse_json(named))] if named else [], os.getppid()
+    while pid > 1:
+        if _is_launcher(command_of(pid)):
+            found.append(process_id(pid))
+        pid = parent_of(pid)
+    return found
+
+
+def _is_launcher(command: list[str]) -> bool:
+    """python .../bin/deepspeed, python -u -m deepspeed.launcher.launch, python .../bin/torchrun, and the like."""
+    names = {Path(word).name for word in command[:2]}
+    modules = {
+        command[index + 1] for index, word in enumerate(command[:4]) if word == "-m" and index + 1 < len(command)
+    }
+    return bool(
+        names & {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
+        or modules & {"deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
+    )
+
+
+def _age_s() -> float:
+    """Seconds since this process started; 0 where that cannot be known."""
+    start_ticks = process_id().start_ticks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK") if start_ticks else 0.0

@@ -1,0 +1,116 @@
+"""What a step does to each layer, and how often it is right: norms and accuracy, where they are asked for.
+
+They are measured behind the backward pass, before the update: gradients as they are before clipping, weights as they
+made these, activations and accuracy by one more pass over the step's text with the memory that it was given, without
+dropout. Nothing of the training changes by it, and a step that is not asked runs nothing of it.
+
+Layer 0 is nearest the text. What belongs to no layer stands apart: the embedding (with the softmax's weights, where
+they are tied) and the softmax; what layers share counts to the first of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.distributed.collectives import all_reduce_sum
+from txl_dist.model.memory import Memory
+from txl_dist.train.batch import to_device
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.loggers import Record
+from txl_dist.train.state import Job
+
+
+class Signals(NamedTuple):
+    """Of one step."""
+
+    accuracy: float | None
+    """Share of the step's scored tokens whose most probable token was the target; None if not asked for."""
+    layers: Record | None
+    """The record of the norms; None if not asked for."""
+
+
+NOTHING = Signals(None, None)
+
+
+def signals(engine: Engine, job: Job, batches: Sequence[Any], memories: Sequence[Memory], *, step: int) -> Signals:
+    """What is due at this step, of its micro-batches and the memories that they were given. All ranks call it together,
+    between `grad_norm` and `step` of the engine."""
+    metrics = job.config.metrics
+    with_hits, with_norms = _is_due(step, metrics.accuracy_every_steps), _is_due(step, metrics.norms_every_steps)
+    if not with_hits and not with_norms:
+        return NOTHING
+    watch = _ActivationWatch(engine.model.blocks) if with_norms else None
+    sums_2 = torch.zeros(2, dtype=torch.float64, device=job.ranks.device)
+    for on_host, memory in zip(batches, memories, strict=True):
+        batch = to_device(on_host, job.ranks.device)
+        with watch.on() if watch is not None else nullcontext():
+            scores, _ = engine.losses(batch, memory, with_hits=with_hits)
+        if with_hits:
+            sums_2 += torch.stack([(scores[1] * batch.scored_BT).sum(), batch.scored_BT.sum()])
+    hits, scored = all_reduce_sum(sums_2).tolist() if with_hits else (0.0, 0.0)
+    layers = {"step": step, **_norms(engine), "activation_rms": watch.rms()} if watch is not None else None
+    return Signals(hits / scored if scored else None, layers)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _norms(engine: Engine) -> Record:
+    """Of gradients and weights: a list by layer, and a number for each part beside them."""
+    totals: dict[str, list[float]] = {}
+    for name, squares in engine.squared_norms().items():
+        part = _part_of(name)
+        totals[part] = [a + b for a, b in zip(totals.get(part, [0.0, 0.0]), squares, strict=True)]
+    record: Record = {}
+    for index, kind in enumerate(("gradient_norm", "weight_norm")):
+        norms = {part: math.sqrt(squares[index]) for part, squares in totals.items()}
+        record[kind] = [norms.pop(str(layer)) for layer in range(len(engine.model.blocks))]
+        record |= {f"{kind}_{part}": norm for part, norm in norms.items()}
+    return record
+
+
+def _part_of(name: str) -> str:
+    """The number of a parameter's layer, or the name of the part of the model that it is in."""
+    layer = re.match(r"(?:blocks|residuals)\.(\d+)\.", name)
+    return layer[1] if layer else name.split(".")[0]
+
+
+class _ActivationWatch:
+    """Mean squares of what layers give, over all positions that they run on."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        self._blocks = blocks
+        self._squares: list[Tensor | float] = [0.0] * len(blocks)
+        self._num_passes = 0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch a pass without gradients."""
+        handles = [block.register_forward_hook(self._taking(index)) for index, block in enumerate(self._blocks)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._num_passes += 1
+
+    def rms(self) -> list[float]:
+        """Root mean square by layer, over all ranks, which call it together."""
+        sums = torch.stack([torch.as_tensor(one).double() for one in self._squares])
+        passes = torch.full_like(sums[:1], self._num_passes)
+        *squares, num_passes = all_reduce_sum(torch.cat([sums, passes])).tolist()
+        return [math.sqrt(square / num_passes) for square in squares]
+
+    def _taking(self, index: int) -> Any:
+        def take(block: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor | None]) -> None:
+            self._squares[index] = self._squares[index] + outputs[0].double().square().mean()
+
+        return take

@@ -1,0 +1,144 @@
+"""A closer look at what the memory does, on a few segments of held-out text.
+
+Per layer: how large the remembered hidden states are, and which share of the attention goes to them rather than to the
+segment; over the layers: the losses by position in the segment, with the memory and with an empty one. It costs the
+segments that fill the memory and `NUM_SEGMENTS` more, twice.
+
+The share is attention itself with other values: 1 on the keys of the memory, 0 on those of the segment. So it comes
+from whatever computes attention, probabilities that it never holds included.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from txl_dist.config.load import Config
+from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.distributed.collectives import Ranks, all_reduce_sum
+from txl_dist.model.attention import Attention
+from txl_dist.model.memory import EMPTY, Memory, Visibility
+from txl_dist.model.relative_attention import Terms
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.train.batch import BatchMaker, to_device
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.evaluate import LossSums
+from txl_dist.train.report.loggers import Record
+
+NUM_SEGMENTS = 4
+"""That are looked at, of every lane of the evaluation."""
+
+
+def look(
+    engine: Engine,
+    split: Split,
+    *,
+    maker: BatchMaker,
+    config: Config,
+    ranks: Ranks,
+    step: int,
+    before_segment: Callable[[], None] = lambda: None,
+) -> Record | None:
+    """The record of a look, for a run with memory; None if the split is too short to fill any. All ranks call it
+    together. Padding counts nowhere, so the record does not depend on the number of ranks.
+
+    What `before_segment` raises, on all ranks together, ends it.
+    """
+    start_s = time.perf_counter()
+    train = config.train
+    stream = EvalStream(
+        split,
+        num_lanes=config.eval.num_lanes,
+        segment_len=train.segment_len,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    # The memory is full behind these, if the split is so long.
+    num_before = min(-(-train.memory_len // train.segment_len), max(0, len(stream) - NUM_SEGMENTS))
+    empty = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=train.memory_len)
+    with_memory, without = (
+        LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
+    )
+    memory, squares, attended = empty, list[Tensor](), _AttentionWatch()
+    for index, segment in zip(range(num_before + NUM_SEGMENTS), stream, strict=False):
+        before_segment()
+        batch = to_device(maker.batch(segment), ranks.device)
+        if index < num_before:
+            _, memory = engine.losses(batch, memory)
+            continue
+        squares.append(_squares(memory, scored_BT=batch.scored_BT))
+        with attended.over(engine.model, scored_BT=batch.scored_BT):
+            nll_BT, after = engine.losses(batch, memory)
+        with_memory.add(nll_BT, batch)
+        without.add(engine.losses(batch, empty)[0], batch)
+        memory = after
+    held, alone = with_memory.means(), without.means()
+    counts_L, squares_L = all_reduce_sum(torch.stack(squares).sum(0)).tolist()
+    num_seen, *shares_L = all_reduce_sum(attended.sums()).tolist()
+    if not any(counts_L):
+        return None
+    return {
+        "step": step,
+        "seconds": time.perf_counter() - start_s,
+        "tokens": held.tokens,
+        "memory_gain": alone.loss - held.loss,
+        **{
+            f"memory_norm_{layer}": math.sqrt(square / max(1.0, count))
+            for layer, (square, count) in enumerate(zip(squares_L, counts_L, strict=True))
+        },
+        **{f"memory_attention_pct_{layer}": 100 * share / num_seen for layer, share in enumerate(shares_L)},
+        "loss_by_position": [part.loss for part in held.by_position],
+        "loss_by_position_without_memory": [part.loss for part in alone.by_position],
+    }
+
+
+def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
+    """By layer the places that hold something, of lanes that still read; and the sum of their mean squares: [2, L]."""
+    is_held_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
+    held = [is_held_BM[:, memory.memory_len - hidden_BMD.shape[1] :] for hidden_BMD in memory.hidden]
+    squares = [
+        (hidden_BMD.double().square().mean(-1) * own).sum() for hidden_BMD, own in zip(memory.hidden, held, strict=True)
+    ]
+    return torch.stack([torch.stack([own.sum().double() for own in held]), torch.stack(squares)])
+
+
+class _AttentionWatch:
+    """Sums the attention that goes to the memory, by layer, over the queries that are scored."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, Tensor] = {}
+        self._num_scored: Tensor | float = 0.0
+
+    def sums(self) -> Tensor:
+        """Queries, then the sum of their shares by layer, shape [1 + L]."""
+        shares_L = torch.stack([share for _, share in sorted(self._shares.items())])
+        return torch.cat([torch.as_tensor(self._num_scored).to(shares_L)[None], shares_L])
+
+    @contextmanager
+    def over(self, model: TransformerXL, *, scored_BT: Tensor) -> Iterator[None]:
+        """Watch the attention layers of a model while they run without gradients."""
+        layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+        self._num_scored = self._num_scored + scored_BT.double().sum()
+        try:
+            for index, layer in enumerate(layers):
+                layer.attend = self._watched(index, layer.attend, scored_BT)  # type: ignore[method-assign]
+            yield
+        finally:
+            for layer in layers:
+                del layer.attend
+
+    def _watched(self, index: int, attend: Callable[..., Tensor], scored_BT: Tensor) -> Callable[..., Tensor]:
+        def watched(terms: Terms, *, visible: Visibility) -> Tensor:
+            is_memory = torch.zeros_like(terms.value_BKNH)
+            is_memory[:, : visible.memory_len] = 1.0
+            share_BT = attend(terms._replace(value_BKNH=is_memory), visible=visible).double().mean((2, 3))
+            self._shares[index] = self._shares.get(index, 0.0) + (share_BT * scored_BT).sum()
+            return attend(terms, visible=visible)
+
+        return watched
