@@ -236,8 +236,7 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
             raise
         raise ConfigError(
             f"no room for a memory of {counted(memory_len, 'token')} for {counted(num_rows, 'row')}. Choose a "
-            "shorter memory "
-            "(--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
+            "shorter memory (--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
         ) from error
 
 

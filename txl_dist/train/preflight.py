@@ -47,10 +47,9 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
         if split.tokens < needed:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}; "
-                "train.num_lanes="
-                f"{counted(state.num_lanes, 'lane')} of one segment "
-                f"(train.segment_len={config.train.segment_len}, plus a target) "
-                f"need {needed:,}. Prepare more text, or lower train.num_lanes or train.segment_len."
+                f"train.num_lanes={state.num_lanes}, each of one segment (train.segment_len="
+                f"{config.train.segment_len}, plus a target), need {needed:,}. Prepare more text, or lower "
+                "train.num_lanes or train.segment_len."
             )
     if config.metrics.sample_every_steps:
         _check_prompt(config.metrics.sample_prompt, corpora.first)
