@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -79,6 +80,19 @@ def run_txl(*words: str) -> None:
     from txl_dist.cli.main import run
 
     run()
+
+
+def run_python(*words: str) -> None:
+    """A function to start: `python words`, a program or `-m` and a module, in a process that has imported torch."""
+    multiprocessing.set_start_method("fork", force=True)  # as above
+    if words[0] == "-m":
+        sys.argv = [*words[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [*words]
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _enter(

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,9 +16,18 @@ from tests.helpers.job import Job
 
 def txl(*words: str, cwd: Path, timeout_s: int = 120) -> subprocess.CompletedProcess[str]:
     """Run `txl words` to its end, in a process that is forked."""
+    return _run(forked.run_txl, *words, cwd=cwd, timeout_s=timeout_s)
+
+
+def python(*words: str, cwd: Path, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
+    """Run `python words`, a program or a module, to its end, in a process that is forked."""
+    return _run(forked.run_python, *words, cwd=cwd, timeout_s=timeout_s)
+
+
+def _run(function: Callable[..., None], *words: str, cwd: Path, timeout_s: int) -> subprocess.CompletedProcess[str]:
     with TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = forked.start(forked.run_txl, *words, variables=forked.environment(), cwd=cwd, out=out, err=err)
+        process = forked.start(function, *words, variables=forked.environment(), cwd=cwd, out=out, err=err)
         process.join(timeout_s)
         if process.exitcode is None:
             process.kill()

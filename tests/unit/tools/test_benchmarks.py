@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.bundles import make
+from tests.helpers.launch import python
 from tools.products import Products
 
 pytestmark = pytest.mark.slow
@@ -19,10 +20,9 @@ TOOLS = Path(__file__).parents[3] / "tools"
 
 
 def run(tool: str, *words: str) -> str:
-    command = [sys.executable, str(TOOLS / tool), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = python(str(TOOLS / tool), *words, cwd=Path.cwd())
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return str(result.stdout)
 
 
 def tables_in(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -93,8 +93,7 @@ def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_there_is_not_is_no_base_line() -> None:
-    command = [sys.executable, str(TOOLS / "bench_decode.py"), "--tiny", "--against", "no-such-commit"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = python(str(TOOLS / "bench_decode.py"), "--tiny", "--against", "no-such-commit", cwd=Path.cwd())
     assert result.returncode == 1
     assert "--against no-such-commit is neither a folder nor a commit" in result.stderr.splitlines()[-1]
 

@@ -6,7 +6,6 @@ The programs are found by their `if __name__`: a new one needs an entry in SMOKE
 from __future__ import annotations
 
 import json
-import multiprocessing
 import runpy
 import shutil
 import sys
@@ -139,14 +138,6 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     return places
 
 
-def run_as_main(program: str, *words: str) -> None:
-    """Do what `python program words` does, in a process that has imported torch."""
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
-    sys.argv = [program, *words]
-    sys.path.insert(0, str(Path(program).parent))
-    runpy.run_path(program, run_name="__main__")
-
-
 @pytest.mark.parametrize("name", SMOKE)
 def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tmp_path: Path) -> None:
     """Forked, since 32 fresh processes would import torch for two minutes."""
@@ -157,7 +148,7 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
     stdin.write_text("\n")  # bench_allocator makes a step per line
     program = str(checkout / f"tools/{name}.py")
     files: dict[str, Path] = {"stdin": stdin, "out": out, "err": err}
-    process = forked.start(run_as_main, program, *words, variables=variables, cwd=checkout, **files)
+    process = forked.start(forked.run_python, program, *words, variables=variables, cwd=checkout, **files)
     process.join(300)
     if process.is_alive():
         process.kill()

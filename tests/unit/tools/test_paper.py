@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
+from tests.helpers.launch import python
 from tools.paper import t6, t8, t9, t10, trials
 from tools.paper.trials import (
     PAGE,
@@ -150,8 +150,7 @@ def test_runs_side_by_side_say_how_many_are_done(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("program", ["t6", "t8", "t9", "t10"])
 def test_a_try_keeps_out_of_the_records_and_a_wrong_folder_is_a_line(program: str, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", f"tools.paper.{program}", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        return python("-m", f"tools.paper.{program}", *words, cwd=ROOT)
 
     assert "--csv" in run("--size", "tiny").stderr.splitlines()[-1]
     if program != "t9":  # which has no folder to be wrong
@@ -226,8 +225,7 @@ def test_cutoffs_are_those_that_the_corpus_has() -> None:
 
 def test_a_cluster_that_cannot_be_is_one_line() -> None:
     for words in (("t6", "--gpu", "foo"), ("t10", "--gpus", "8")):
-        command = [sys.executable, "-m", f"tools.paper.{words[0]}", "--size", "paper", *words[1:]]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        done = python("-m", f"tools.paper.{words[0]}", "--size", "paper", *words[1:], cwd=ROOT)
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
 
 
@@ -246,8 +244,7 @@ def test_trials_are_trained_scored_and_told_once(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=["abc" * 40 + "d" * i for i in range(40)], valid_fraction=0.2).folder
     for _ in range(2):  # the second time nothing is trained
         words = ["--size", "tiny", "--corpus", str(corpus), "--seeds", "1", "--csv", str(tmp_path / "t10.csv")]
-        command = [sys.executable, "-m", "tools.paper.t10", *words, "--out", str(tmp_path / "runs")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+        done = python("-m", "tools.paper.t10", *words, "--out", str(tmp_path / "runs"), cwd=ROOT, timeout_s=500)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("| yes | ours |") == 2
         assert done.stdout.count("| no | ours |") == 2, "as much text is as many steps here"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
+from tests.helpers.launch import txl
 from txl_dist.config.load import configure
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 
@@ -43,12 +41,10 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-def txl(*words: str, cwd: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "txl_dist", *words]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
+def said_by(*words: str, cwd: Path) -> str:
+    done = txl(*words, cwd=cwd, timeout_s=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return str(done.stdout)
 
 
 @pytest.mark.slow
@@ -58,10 +54,10 @@ def test_the_size_that_a_dry_run_prints_is_that_of_the_checkpoint(tmp_path: Path
     corpus = tiny_corpus(tmp_path, valid_fraction=0.2)
     (tmp_path / "c.toml").write_text(f'[data]\npath = "{corpus.folder}"\n[run]\ndir = "run"\n')
     words = ["train", "c.toml", *MODEL, *RUN, *RUNS[name]]
-    said = txl(*words, "--dry-run", cwd=tmp_path)
+    said = said_by(*words, "--dry-run", cwd=tmp_path)
     found = re.search(r"^checkpoint: ([\d.,]+) (\w+) \(weights .*, optimizer .*, memories .*\)$", said, re.MULTILINE)
     assert found is not None, said
-    txl(*words, cwd=tmp_path)
+    said_by(*words, cwd=tmp_path)
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     written = sum(path.stat().st_size for path in folder.rglob("*.safetensors") if "probe" not in path.name)
     assert float(found[1].replace(",", "")) * UNITS[found[2]] == pytest.approx(written, rel=0.03)
