@@ -47,6 +47,7 @@ SMOKE: dict[str, list[str]] = {
     "checks/prose": ["--places"],
     "checks/same_code": ["--before", ".", "--moves", "NO_MOVES", "--folders", "tools"],
     "checks/walk": ["--list"],
+    "clipping": ["--table"],
     "count_graphs": ["--steps", "2"],
     "draw_memory": ["RUN", "RUN", "--out", "memory.svg"],
     "fuzz": ["--reader", "settings", "--cases", "20"],

@@ -152,7 +152,7 @@ time.sleep(60)
 """
 RANK = """
 import pathlib, sys, time
-from txl_dist.train.monitoring import stopping
+from txl_dist.train.monitoring import preemption as stopping
 requests = stopping.StopRequests()
 pathlib.Path("ready").touch()
 end_s = time.monotonic() + 30
