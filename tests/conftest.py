@@ -62,10 +62,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two processes share the files, the longest come first: else one ends long after the other."""
+    """Where two processes share the files, the longest come first: else one ends long after the other. A file whose
+    seconds are not known yet is taken for a long one."""
     if hasattr(config, "workerinput"):
         seconds = durations.read()
-        items.sort(key=lambda item: -seconds.get(item.location[0], 0.0))
+        items.sort(key=lambda item: -seconds.get(item.location[0], float("inf")))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
