@@ -212,9 +212,10 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
     for figure in counted(corpus, split=split, train=train):
         if (kind_of(figure.anchor), figure.command) not in counted_before:
             tell(figure)
-    for compressor in COMPRESSORS:
+    for number, compressor in enumerate(COMPRESSORS, 1):
         if compressor.name in known:
             continue
+        print(f"compressor {compressor.name}: {number} of {len(COMPRESSORS)} ...", file=sys.stderr, flush=True)
         if shutil.which(compressor.program) is None:
             print(f"{compressor.name:<18} no program {compressor.program}: apt-get install {compressor.package}")
             continue

@@ -617,8 +617,10 @@ def main() -> None:
         train_theirs(given.original, place=given.theirs, config=load_config(given.theirs / "lanes.toml"))
         return
     out, folder = given.out.resolve(), given.original.resolve()
+    number, total = 0, len(given.seeds) * len(given.corpora)
     for seed in given.seeds:
         for corpus in (path.resolve() for path in given.corpora):
+            number += 1
             if corpus.name not in SIZES:
                 raise ConfigError(f"{corpus} is named none of {', '.join(SIZES)}. Prepare one of them.")
             size = SIZES[corpus.name]
@@ -634,6 +636,7 @@ def main() -> None:
             key = (corpus.name, seed, settings_of(size), open_corpus(corpus).fingerprint[:12])
             if key in {(row.corpus, row.seed, row.settings, row.data) for row in read_records()} and not given.trial:
                 continue
+            print(f"{corpus.name}, seed {seed}: {number} of {total} ...", file=sys.stderr, flush=True)
             rows = measure(folder, size, corpus=corpus, seed=seed, out=out)
             if not given.trial:
                 append_rows(RECORDS, Record._fields, rows)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -288,16 +289,16 @@ def main() -> None:
         assert like is not None
         entries.insert(0, original_entry(given.peer_original, like, more=given.original_flags.split()))
     fingerprint = open_corpus(corpus).fingerprint[:12]
-    for seed in range(given.seeds):
-        for entry in entries:
-            key = (entry.name, entry.settings, seed, fingerprint)
-            if key in {(row.entry, row.settings, row.seed, row.corpus) for row in read_records()}:
-                continue
-            print(f"{entry.name}, seed {seed} ...", flush=True)
-            record = measure(entry, seed=seed, out=out, corpus=corpus)
-            print(record, flush=True)
-            if not given.trial:
-                append_rows(RECORDS, Record._fields, [record])
+    cases = list(itertools.product(range(given.seeds), entries))
+    for number, (seed, entry) in enumerate(cases, 1):
+        key = (entry.name, entry.settings, seed, fingerprint)
+        if key in {(row.entry, row.settings, row.seed, row.corpus) for row in read_records()}:
+            continue
+        print(f"{entry.name}, seed {seed}: {number} of {len(cases)} ...", file=sys.stderr, flush=True)
+        record = measure(entry, seed=seed, out=out, corpus=corpus)
+        print(record, flush=True)
+        if not given.trial:
+            append_rows(RECORDS, Record._fields, [record])
 
 
 if __name__ == "__main__":

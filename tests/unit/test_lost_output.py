@@ -18,9 +18,16 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def run(*words: str, out: str, err: str = "pipe", folder: Path) -> tuple[int, str, str]:
     """(exit code, standard output, standard error); each goes to a pipe, to a full disk or is closed."""
     redirections = {"pipe": "", "full": ">/dev/full", "closed": ">&-"}
-    shell = f'exec "$@" {redirections[out]} {redirections[err] and "2" + redirections[err]}'
-    done = subprocess.run(
-        ["sh", "-c", shell, "sh", sys.executable, "-m", "txl_dist", *words],
+    done = run_shell(
+        f'exec "$@" {redirections[out]} {redirections[err] and "2" + redirections[err]}', *words, folder=folder
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_shell(script: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script of the shell whose "$@" is `python -m txl_dist words`."""
+    return subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "txl_dist", *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
         capture_output=True,
@@ -28,7 +35,6 @@ def run(*words: str, out: str, err: str = "pipe", folder: Path) -> tuple[int, st
         timeout=120,
         check=False,
     )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +78,6 @@ def test_a_closed_standard_output_is_no_error(folder: Path) -> None:
 
 
 def test_a_reader_that_ends_early_is_told_nothing(folder: Path) -> None:
-    command = f'"{sys.executable}" -m txl_dist train --help | head -n 1'
-    done = subprocess.run(
-        ["sh", "-c", command],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_shell('"$@" | head -n 1', "train", "--help", folder=folder)
     assert done.stdout.startswith("usage: txl train")
     assert done.stderr == ""
