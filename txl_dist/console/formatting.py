@@ -85,6 +85,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def cluster_starts(cutoffs: Sequence[object]) -> str:
+    """Say where the clusters of an adaptive softmax begin. What is no number, as in a damaged file, stays as it is."""
+    starts = ", ".join(f"{start:,}" if type(start) is int else str(start) for start in cutoffs)
+    return f"clusters begin at {starts}"
+
+
 def printable(text: str, *, keep: str = "") -> str:
     """A text for a page, a picture or a terminal: what would steer it, and halves of characters, are replaced.
 

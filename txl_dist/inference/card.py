@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from txl_dist.artifacts import Kind
 from txl_dist.config.schema import ModelSection
-from txl_dist.console.formatting import bounded, compact, counted, printable, size
+from txl_dist.console.formatting import bounded, cluster_starts, compact, counted, printable, size
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import read_bytes, write_bytes
@@ -288,7 +288,7 @@ def model_rows(model: Model) -> Rows:
         memory = f"{', '.join(map(_count, model.memory_lens))} by layer"
     softmax = "plain"
     if section.cutoffs:
-        softmax = f"adaptive, clusters begin at {', '.join(map(_count, section.cutoffs))}"
+        softmax = f"adaptive, {cluster_starts(section.cutoffs)}"
     return [
         ("Parameters", NOT_STATED if model.num_parameters is None else f"{model.num_parameters:,}"),
         ("Layers", _count(section.num_layers)),

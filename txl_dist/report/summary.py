@@ -21,7 +21,7 @@ import numpy as np
 
 from txl_dist.artifacts import DONE, LOCK, SETTINGS, STATE, list_checkpoints
 from txl_dist.config.load import Config, flat
-from txl_dist.console.formatting import aligned, bounded, compact, counted, duration, printable
+from txl_dist.console.formatting import aligned, bounded, cluster_starts, compact, counted, duration, printable
 from txl_dist.distributed.processes import process_of
 from txl_dist.io.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.report.records import BITS, MOST, FloatArray, History, Table, read_history
@@ -329,8 +329,7 @@ def _softmax(cutoffs: object) -> str | None:
         return None
     if not cutoffs:
         return "plain softmax"
-    starts = ", ".join(f"{start:,}" if type(start) is int else str(start) for start in cutoffs)
-    return f"adaptive softmax, clusters begin at {starts}"
+    return f"adaptive softmax, {cluster_starts(cutoffs)}"
 
 
 def _list_of(value: object) -> list[Any]:
